@@ -1,0 +1,37 @@
+# Thin: the work is in scripts/ and in the tools' settings in pyproject.toml.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.env-ready
+# One thread per process: tests and demo start several processes on few cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --durations=15
+
+.DEFAULT_GOAL := help
+.PHONY: help env check test test-full demo clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## make .venv and install the project with all it needs (PYTHON=/path/to/python chooses the interpreter)
+
+$(STAMP): pyproject.toml scripts/make_env.sh
+	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(VENV) $(STAMP)
+
+check: $(STAMP) ## ruff (lint and format), pyright, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+test: $(STAMP) ## the tests that every change runs (within 10 minutes on 2 cores)
+	$(PYTEST) -m "not full"
+
+test-full: $(STAMP) ## all tests, the whole grids included (up to 60 minutes)
+	$(PYTEST)
+
+demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
+	$(BIN)/python examples/demo.py
+
+clean: ## remove caches, build results and the demo's output; .venv stays (rm -rf .venv removes it)
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,78 @@
+"""H8: integrity checks of distributed checkpoints, for tensors that stages cut differently."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+from vtp_plugin.boundary.spread import overlaps, volume
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+_MODULE = "megatron.core.dist_checkpointing.validation"
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H8",
+            target=f"{_MODULE}:_validate_sharding_for_key",
+            build=_sharding,
+            why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
+            versions=">=0.19,<0.20",
+            remove_when="the check works on element coverage",
+        ),
+        PatchRecord(
+            id="H8b",
+            target=f"{_MODULE}:_validate_objects_for_key",
+            build=_objects,
+            why="random states are stored on a (stage, tp) grid, whose width differs between stages",
+            versions=">=0.19,<0.20",
+            remove_when="with H8",
+        ),
+    )
+
+
+def _sharding(original: Callable[[Any], list[Exception]]) -> Callable[[Any], list[Exception]]:
+    @functools.wraps(original)
+    def _validate_sharding_for_key(rank_sharding: Sequence[tuple[int, Any]]) -> list[Exception]:
+        shards = [shard for _, shard in rank_sharding]
+        if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1:
+            return original(rank_sharding)
+        first = shards[0]
+        for shard in shards:
+            assert shard.dtype == first.dtype and shard.global_shape == first.global_shape, (first, shard)
+        boxes = [_box(shard) for shard in shards if is_main_replica(shard.replica_id)]
+        problems = []
+        if next(overlaps(boxes), None) is not None:
+            problems.append("shards overlap")
+        missing = prod(first.global_shape) - sum(volume(box) for box in boxes)
+        if missing > 0:
+            problems.append(f"{missing} elements are not stored by any rank")
+        return [CheckpointingException(f"{first.key}: {problem}") for problem in problems]
+
+    return _validate_sharding_for_key
+
+
+def _box(shard: Any) -> tuple[tuple[int, int], ...]:
+    """Give the shard's interval in every global dimension; prepended dimensions have length 1 locally."""
+    lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return tuple((start, start + length) for start, length in zip(shard.global_offset, lengths, strict=True))
+
+
+def _objects(original: Callable[[Any], list[Exception]]) -> Callable[[Any], list[Exception]]:
+    @functools.wraps(original)
+    def _validate_objects_for_key(sharded_objects: Sequence[tuple[int, Any]]) -> list[Exception]:
+        if len({obj.global_shape for _, obj in sharded_objects}) == 1:
+            return original(sharded_objects)
+        keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
+        return [CheckpointingException(f"{key} is stored {count} times") for key, count in keys.items() if count > 1]
+
+    return _validate_objects_for_key

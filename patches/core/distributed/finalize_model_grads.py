@@ -1,0 +1,101 @@
+"""H6: end of the backward pass: token count over the stages, gradient of the tied embedding."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H6",
+            target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+            build=functools.partial(_finalize, session),
+            why="it broadcasts the token count over the pipeline group and all-reduces the tied embedding's gradient "
+            "over the ends of a lane: the first hangs and the second mixes rows when stages differ",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
+            aliases=(
+                "megatron.core.distributed:finalize_model_grads",
+                "megatron.training.training:finalize_model_grads",
+            ),
+        ),
+    )
+
+
+def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def finalize_model_grads(
+        model: list[torch.nn.Module],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        if session.communicator is not None:
+            session.communicator.finish_step()
+        if session.layout is None or session.layout.is_uniform:
+            original(model, num_tokens, pg_collection, force_all_reduce)
+            return
+        if num_tokens is not None:
+            _broadcast_num_tokens(session, num_tokens)
+        groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
+        # The count is known everywhere by now: a group of one makes Megatron's own broadcast a no-op.
+        groups.pp = parallel_state.get_gtp_weight_remat_group()
+        groups.embd = groups.pos_embd = None
+        original(model, num_tokens, groups, force_all_reduce)
+        _sum_tied_gradients(session, model)
+
+    return finalize_model_grads
+
+
+def _broadcast_num_tokens(session: Session, num_tokens: torch.Tensor) -> None:
+    """Bring the token count from the stage that computes the loss to all ranks of the replica."""
+    layout, own = session.layout, session.own
+    assert layout is not None
+    source = layout.leader(layout.num_stages - 1, own.dp_rank, own.cp_rank)
+    dist.broadcast(num_tokens, src=source, group=parallel_state.get_model_parallel_group())
+
+
+def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
+    """Add up the two ends' gradients of a shared word embedding, if the model has one."""
+    tied = session.tied_weight
+    if tied is None:
+        return
+    chunk: Any = model[0] if tied.is_first else model[-1]
+    module = chunk
+    while hasattr(module, "module"):
+        module = module.module
+    if not getattr(module, "share_embeddings_and_output_weights", False):
+        return
+    weight = module.shared_embedding_or_output_weight()
+    _complete_gradient(chunk, weight)
+    tied.sum_gradients(weight.main_grad)
+
+
+def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:
+    """Gather a gradient that the distributed optimizer's reduce-scatter left valid in the own shard only.
+
+    The shards of the two ends cut [V / tp, H] at different places, so they cannot be added as they are. Megatron gives
+    a shared embedding a bucket of its own, so no more than the embedding is gathered.
+    """
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    bucket_group = chunk.param_to_bucket_group[weight]
+    group = bucket_group.intra_distributed_optimizer_instance_group
+    if group.size() == 1:
+        return
+    (bucket,) = [bucket for bucket in bucket_group.buckets if weight in bucket.params]
+    shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

@@ -1,0 +1,1 @@
+"""Patches of megatron/core/models/common/language_module."""

@@ -1,0 +1,48 @@
+"""H7: start value of the tied embedding on the last stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H7",
+            target="megatron.core.models.common.language_module.language_module:"
+            "LanguageModule.setup_embeddings_and_output_layer",
+            build=functools.partial(_setup, session),
+            why="without an embedding group Megatron leaves the last stage's copy at zero; also the first point where "
+            "a model meets its groups, so a configuration made for another stage is refused here",
+            versions=">=0.19,<0.20",
+            remove_when="with H6",
+        ),
+    )
+
+
+def _setup(session: Session, original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        if session.layout is not None:
+            session.check_model_config(self.config.tensor_model_parallel_size)
+        original(self)
+        tied = session.tied_weight
+        if tied is None or not self.share_embeddings_and_output_weights:
+            return
+        if self.pre_process if tied.is_first else self.post_process:
+            weight = self.shared_embedding_or_output_weight()
+            assert session.platform is not None
+            with torch.no_grad():
+                # As in Megatron, which may have drawn the values on the host.
+                weight.data = weight.data.to(session.platform.device())
+                tied.copy_from_first(weight.data)
+
+    return setup_embeddings_and_output_layer

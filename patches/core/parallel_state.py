@@ -1,0 +1,150 @@
+"""H4: process groups for stages of unequal size, built by Megatron's own function from planned rank lists."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import _get_default_store
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.groups import LayoutRankGenerator
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H4",
+            target="megatron.core.parallel_state:initialize_model_parallel",
+            build=functools.partial(_initialize, session),
+            why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives "
+            "exactly Megatron's groups, in Megatron's order",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron takes a list of tensor-parallel sizes",
+        ),
+        PatchRecord(
+            id="H4b",
+            target="megatron.core.parallel_state:destroy_model_parallel",
+            build=functools.partial(_destroy, session),
+            why="our channels end with Megatron's groups",
+            versions=">=0.19,<0.20",
+            remove_when="with H4",
+        ),
+    )
+
+
+def _initialize(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = bound.arguments
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if session.monitor is None and dist.get_backend() != "fake":
+            session.agree(
+                _get_default_store(), lambda: _plan(session, options, world_size), rank=rank, world_size=world_size
+            )
+        else:
+            _plan(session, options, world_size)
+        layout, own = session.layout, session.own
+        assert layout is not None
+        options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
+        options["pipeline_model_parallel_size"] = layout.num_stages
+        if session.is_active:
+            stage = layout.stages[own.stage]
+            # What Megatron would see if every stage were like this one.
+            options["local_world_size"] = stage.size * layout.num_stages
+            with _planned_ranks(session, options):
+                original(*bound.args, **bound.kwargs)
+            _choose_own_lane(session)
+        else:
+            original(*bound.args, **bound.kwargs)
+        session.open(
+            stage_group=parallel_state.get_tensor_model_parallel_group(),
+            is_ring=options["virtual_pipeline_model_parallel_size"] is not None,
+        )
+
+    return initialize_model_parallel
+
+
+def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
+    """Make the layout if the arguments have not made it, and state it."""
+    if parallel_state.model_parallel_is_initialized():
+        raise ConfigError(
+            "Megatron's parallel_state is already initialized; call vtp_plugin.apply() before initialize_model_parallel"
+        )
+    if options["rank_offset"] != 0:
+        raise ConfigError(f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0")
+    layout = session.layout
+    tensor_size = int(options["tensor_model_parallel_size"])
+    if layout is None:
+        session.choose_platform()
+        session.plan(
+            world_size=world_size,
+            pipeline_size=int(options["pipeline_model_parallel_size"]),
+            tensor_size=None if tensor_size == 1 else tensor_size,
+            cp=int(options["context_parallel_size"]),
+            order=str(options["order"]),
+        )
+    return session.statement()
+
+
+@contextmanager
+def _planned_ranks(session: Session, options: dict[str, Any]) -> Iterator[None]:
+    """Let Megatron take rank lists from the layout: it makes the dense generator first, then the expert one."""
+    layout = session.layout
+    assert layout is not None
+    ep = int(options["expert_model_parallel_size"])
+    # Megatron's default is the own stage's size, which differs between ranks: only a uniform list may name another.
+    expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
+    original = parallel_state.RankGenerator
+    kinds = iter((False, True))
+
+    def generator(**_sizes: Any) -> LayoutRankGenerator:
+        is_expert = next(kinds)
+        return LayoutRankGenerator(layout, ep=ep if is_expert else 1, expert=is_expert)
+
+    parallel_state.RankGenerator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parallel_state.RankGenerator = original
+
+
+def _choose_own_lane(session: Session) -> None:
+    """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups."""
+    layout = session.layout
+    assert layout is not None
+    if isinstance(parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, list):
+        # A rank of a narrow stage is in several lanes; its own comes first.
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]
+        parallel_state._PIPELINE_GLOBAL_RANKS = parallel_state._PIPELINE_GLOBAL_RANKS[0]
+    assert tuple(parallel_state._PIPELINE_GLOBAL_RANKS) == layout.lane_of(dist.get_rank())
+    if not layout.is_uniform:
+        # The ends of a lane hold different slices of the embedding: an all-reduce over them would mix rows.
+        for name in (
+            "_EMBEDDING_GROUP",
+            "_EMBEDDING_GLOBAL_RANKS",
+            "_POSITION_EMBEDDING_GROUP",
+            "_POSITION_EMBEDDING_GLOBAL_RANKS",
+        ):
+            setattr(parallel_state, name, None)
+
+
+def _destroy(session: Session, original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def destroy_model_parallel() -> None:
+        session.close()
+        original()
+
+    return destroy_model_parallel

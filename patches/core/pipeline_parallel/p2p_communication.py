@@ -1,0 +1,116 @@
+"""H5: Megatron's pipeline communicator over our channels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.communicator import ExchangeOptions
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H5",
+            target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
+            build=functools.partial(communicator_class, session),
+            why="both schedules build it by this name; all nine public methods go through the one that a subclass "
+            "overrides, so timers, list handling and return types stay Megatron's",
+            versions=">=0.19,<0.20",
+            remove_when="every entry point of Megatron takes a communicator",
+            aliases=(
+                "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
+                "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
+                "megatron.training.training:P2PCommunicator",
+            ),
+        ),
+    )
+
+
+def communicator_class(session: Session, original: type) -> type:
+    """Make the subclass that carries pipeline traffic over the session's channels."""
+
+    class P2PCommunicator(original):
+        """Megatron's communicator; traffic of the run's own pipeline goes over planned channels."""
+
+        def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
+            super().__init__(pp_group, config)
+            self._vtp = session.communicator
+            if self._vtp is None:
+                return
+            session.check_model_config(config.tensor_model_parallel_size)
+            if config.use_ring_exchange_p2p:
+                raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+            self._vtp.start_step()
+            self._vtp_options = ExchangeOptions(
+                dtype=config.pipeline_dtype,
+                tp_size=config.tensor_model_parallel_size,
+                is_sharded=config.sequence_parallel,
+                has_variable_shapes=config.variable_seq_lengths or config.mtp_standalone,
+                is_batched=config.batch_p2p_comm,
+            )
+
+        def _communicate(
+            self,
+            *,
+            tensor_send_next: torch.Tensor | None,
+            tensor_send_prev: torch.Tensor | None,
+            recv_prev: bool,
+            recv_next: bool,
+            tensor_shape: Sequence[int] | None,
+            wait_on_reqs: bool = True,
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
+            """Exchange with both neighbours; contract of Megatron's method of this name."""
+            if self._vtp is None:
+                return super()._communicate(
+                    tensor_send_next=tensor_send_next,
+                    tensor_send_prev=tensor_send_prev,
+                    recv_prev=recv_prev,
+                    recv_next=recv_next,
+                    tensor_shape=tensor_shape,
+                    wait_on_reqs=wait_on_reqs,
+                )
+            if (recv_prev or recv_next) and (self.config.pipeline_dtype is None or tensor_shape is None):
+                raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
+            assert wait_on_reqs or not self.config.batch_p2p_comm
+            done = self._vtp.exchange(
+                self._vtp_options,
+                send_next=tensor_send_next,
+                send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                shape=tensor_shape,
+                wait=wait_on_reqs,
+            )
+            return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
+
+        def _communicate_shapes(
+            self,
+            tensor_send_next: torch.Tensor | None,
+            tensor_send_prev: torch.Tensor | None,
+            recv_prev: bool,
+            recv_next: bool,
+        ) -> tuple[list[int], list[int]]:
+            """Exchange local shapes with both neighbours; zeros where nothing was asked for, as in Megatron."""
+            if self._vtp is None:
+                return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+            shapes = self._vtp.exchange_headers(
+                self._vtp_options,
+                send_next=tensor_send_next,
+                send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+            )
+            return tuple([0, 0, 0] if s is None else list(self._vtp_options.local_shape(s)) for s in shapes)
+
+    P2PCommunicator.__qualname__ = original.__qualname__
+    P2PCommunicator.__module__ = __name__
+    return P2PCommunicator

@@ -1,0 +1,50 @@
+"""All records, by the moment at which they apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def argument_records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
+    """Give the records that read the command line; they apply at once and change nothing by themselves."""
+    from vtp_plugin.patches.training import arguments
+
+    return arguments.records(session, activate)
+
+
+def platform_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records that make Megatron run on this platform at all, with or without a list."""
+    from vtp_plugin.patches.core.datasets import utils
+
+    if session.choose_platform().name != "cpu":
+        return utils.records()
+    from vtp_plugin.patches.core.tensor_parallel import random
+    from vtp_plugin.patches.core.transformer import torch_norm
+
+    return (*utils.records(), *random.records(), *torch_norm.records())
+
+
+def training_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records that make stages of unequal size work; they apply once a list is known."""
+    from vtp_plugin.patches.core import parallel_state
+    from vtp_plugin.patches.core.dist_checkpointing import validation
+    from vtp_plugin.patches.core.distributed import finalize_model_grads
+    from vtp_plugin.patches.core.models.common.language_module import language_module
+    from vtp_plugin.patches.core.pipeline_parallel import p2p_communication
+    from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
+    from vtp_plugin.patches.training import checkpointing, vocab_utils
+
+    modules = (
+        parallel_state,
+        p2p_communication,
+        finalize_model_grads,
+        language_module,
+        validation,
+        build_tokenizer,
+        vocab_utils,
+        checkpointing,
+    )
+    return tuple(record for module in modules for record in module.records(session))

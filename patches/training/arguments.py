@@ -1,0 +1,197 @@
+"""H1 and H2: the plugin's flags, and Megatron's argument checks with the own stage's size, on all ranks together."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vtp_plugin.config import merge, parse_size_list
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.options import OptionContext, check_options, check_sizes
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.startup import open_store
+from vtp_plugin.session import Session
+
+# Arguments that legitimately differ between ranks or sites: places in a file system, logging, and the rank itself.
+_LOCAL_WORDS = ("path", "dir", "load", "save", "file", "log", "tensorboard", "wandb", "cache", "rank", "prefix", "vtp")
+
+
+def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
+    """Give the records of this module.
+
+    Args:
+        session: the applied plugin.
+        activate: applies the patches that need the list; called once the list is known.
+    """
+    return (
+        PatchRecord(
+            id="H1",
+            target="megatron.training.arguments:parse_args",
+            build=functools.partial(_parse, session),
+            why="it takes a provider of extra arguments, so no function that declares Megatron's own is touched",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron has the option",
+            optional=True,
+        ),
+        PatchRecord(
+            id="H2",
+            target="megatron.training.arguments:validate_args",
+            build=functools.partial(_validate, session, activate),
+            why="it derives data parallelism from one tensor-parallel size; each rank lets it see the world that it "
+            "would have if all stages were like its own",
+            versions=">=0.19,<0.20",
+            remove_when="with H1",
+            optional=True,
+        ),
+    )
+
+
+def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Declare the plugin's flags. Their values stay unset when a flag is not given."""
+    group = parser.add_argument_group(title="vtp_plugin: tensor-parallel size per pipeline stage")
+    group.add_argument(
+        "--vtp-size-list",
+        metavar="1,4,4",
+        help="tensor-parallel size of every pipeline stage, or 'auto': stage k is the launcher's node k",
+    )
+    group.add_argument("--vtp-device", help="auto, cuda, npu or cpu; auto asks in this order: npu, cuda, cpu")
+    group.add_argument("--vtp-transport", help="auto or rank0: how activations cross between stages")
+    group.add_argument(
+        "--vtp-timeout-s", type=float, help="a rank that does not answer for so long ends the run; default 600"
+    )
+    group.add_argument(
+        "--vtp-force", action="store_true", default=None, help="use the plugin for a uniform list too (for tests)"
+    )
+    group.add_argument("--vtp-data-parallel-size", type=int, help="replicas of every stage; needed by 'auto' only")
+    return parser
+
+
+def _parse(session: Session, original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+        ignore_unknown_args: bool = False,
+    ) -> argparse.Namespace:
+        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            # Unset, to tell "not given" from 1.
+            parser.set_defaults(tensor_model_parallel_size=None)
+            return add_vtp_arguments(parser)
+
+        return original(provider, ignore_unknown_args)
+
+    return parse_args
+
+
+def _validate(session: Session, activate: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+        def prepare() -> dict[str, object]:
+            _read_flags(session, args)
+            platform = session.choose_platform()
+            if platform.name == "cpu":
+                args.distributed_backend = platform.backend
+            if session.config.size_list is None:
+                activate()
+                return {**_shared_arguments(args), "validated": _call(original, args, defaults, args.world_size)}
+            session.resolve_auto(args.context_parallel_size)
+            session.plan(
+                world_size=args.world_size,
+                pipeline_size=args.pipeline_model_parallel_size,
+                tensor_size=args.tensor_model_parallel_size,
+                cp=args.context_parallel_size,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+            )
+            statement = {**session.statement(), **_shared_arguments(args)}
+            _set_own_sizes(session, args)
+            activate()
+            layout = session.layout
+            assert layout is not None
+            stage = layout.stages[layout.stage_of(args.rank)]
+            _call(original, args, defaults, stage.size * layout.num_stages)
+            return statement
+
+        if args.world_size == 1:
+            prepare()
+        else:
+            timeout_s = args.vtp_timeout_s or session.config.timeout_s
+            store = open_store(args.rank, args.world_size, timeout_s)
+            session.store = store
+            session.agree(store, prepare, rank=args.rank, world_size=args.world_size)
+        if args.rank == 0 and session.layout is not None:
+            print(session.describe(), flush=True)
+            print(_vocabulary_hint(session, args), flush=True)
+        return args
+
+    return validate_args
+
+
+def _call(original: Callable[..., Any], args: argparse.Namespace, defaults: Any, seen_world_size: int) -> str:
+    """Run Megatron's checks while they see another world size."""
+    if args.tensor_model_parallel_size is None:
+        args.tensor_model_parallel_size = 1
+    world_size, args.world_size = args.world_size, seen_world_size
+    try:
+        original(args, {} if defaults is None else defaults)
+    finally:
+        args.world_size = world_size
+    return "yes"
+
+
+def _read_flags(session: Session, args: argparse.Namespace) -> None:
+    """Add the flags to what ``apply()`` was told."""
+    flags = {
+        "size_list": parse_size_list(args.vtp_size_list),
+        "device": args.vtp_device,
+        "transport": args.vtp_transport,
+        "timeout_s": args.vtp_timeout_s,
+        "force": args.vtp_force,
+        "data_parallel_size": args.vtp_data_parallel_size,
+    }
+    session.config = merge(session.config, flags)
+
+
+def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
+    """Check Megatron's options against all stages, then let the arguments say the own stage's size.
+
+    Raises:
+        ConfigError: an option or a size of the model does not fit the list.
+    """
+    layout, platform = session.layout, session.platform
+    assert layout is not None and platform is not None
+    context = OptionContext(
+        tp_sizes=layout.tp_sizes,
+        cp=layout.stages[0].cp,
+        dp=layout.stages[0].dp,
+        num_virtual=args.num_virtual_stages_per_pipeline_rank or 1,
+        forced=session.config.force,
+        device=platform.name,
+    )
+    problems = (*check_options(args, context), *check_sizes(args, context))
+    if problems:
+        raise ConfigError(" | ".join(problems))
+    args.vtp_size_list = list(layout.tp_sizes)
+    args.tensor_model_parallel_size = layout.tp_sizes[layout.stage_of(args.rank)]
+    args.pipeline_model_parallel_size = layout.num_stages
+
+
+def _shared_arguments(args: argparse.Namespace) -> dict[str, object]:
+    """Give the arguments that every rank must have been started with, under their flags' names."""
+    return {
+        "--" + name.replace("_", "-"): value if isinstance(value, int | float | str | None) else str(value)
+        for name, value in sorted(vars(args).items())
+        if not any(word in name for word in _LOCAL_WORDS)
+    }
+
+
+def _vocabulary_hint(session: Session, args: argparse.Namespace) -> str:
+    """Say how a uniform run gets the same padded vocabulary, which enters the loss."""
+    assert session.layout is not None
+    multiple = args.make_vocab_size_divisible_by * session.layout.vocab_multiple()
+    return (
+        f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
+        f"--make-vocab-size-divisible-by {multiple}"
+    )

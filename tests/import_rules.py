@@ -1,0 +1,138 @@
+"""The rules of which part of the plugin may import what, as functions on source text."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
+# layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"config"}),
+    frozenset({"layout", "patching", "platform"}),
+    frozenset({"boundary", "schedule"}),
+    frozenset({"options"}),
+    frozenset({"runtime"}),
+    frozenset({"session"}),
+    frozenset({"patches"}),
+    frozenset({"api"}),
+    frozenset({"__init__"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
+)
+# Parts that need nothing but the standard library, so that plans can be made and checked without torch.
+PURE_PARTS = frozenset({"errors", "config", "layout", "boundary", "schedule"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One imported module: ``names`` is empty for ``import module`` and holds the names of a from-import."""
+
+    line: int
+    module: str
+    names: tuple[str, ...] = ()
+
+
+def sources(root: Path = ROOT) -> Iterator[tuple[str, str]]:
+    """Yield ``(dotted module, source text)`` of every file of the plugin, each file once, in sorted order."""
+    for path in sorted((root / "vtp_plugin").rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[:2] != ("vtp_plugin", "patches"):
+            yield _dotted(relative), path.read_text()
+    for path in sorted((root / "patches").rglob("*.py")):
+        yield _dotted(Path("vtp_plugin") / path.relative_to(root)), path.read_text()
+
+
+def broken_rules(module: str, source: str) -> list[str]:
+    """Return one line for every import of ``source`` that breaks a rule; ``module`` ends in ``.__init__`` for packages.
+
+    >>> broken_rules("vtp_plugin.layout.grid", "import torch")
+    ['vtp_plugin.layout.grid:1: layout is pure and may import only the standard library, not torch']
+    """
+    part = _part(module)
+    if _layer(part) is None:
+        return [f"{module}: {part!r} has no layer; add it to LAYERS in {Path(__file__).name}"]
+    imports = list(_imports(module, ast.parse(source)))
+    lines = [line for item in imports for line in _broken_by(part, item)]
+    return [f"{module}:{line}" for line in lines]
+
+
+def _broken_by(part: str, item: Import) -> Iterator[str]:
+    top = item.module.partition(".")[0]
+    if top == "vtp_plugin":
+        for target in _targets(item):
+            if not _may_import(part, target):
+                yield f"{item.line}: {part} may import only lower layers, not {target}"
+    elif part in PURE_PARTS and top not in sys.stdlib_module_names:
+        yield f"{item.line}: {part} is pure and may import only the standard library, not {top}"
+    elif top == "megatron" and part != "patches":
+        yield f"{item.line}: only patches may import megatron, not {part}"
+
+
+def _may_import(part: str, target: str) -> bool:
+    if part == target:
+        return True
+    from_layer, to_layer = _layer(part), _layer(target)
+    return from_layer is not None and to_layer is not None and to_layer < from_layer
+
+
+def _layer(part: str) -> int | None:
+    return next((index for index, parts in enumerate(LAYERS) if part in parts), None)
+
+
+def _part(module: str) -> str:
+    """Return the part that a dotted module below ``vtp_plugin`` belongs to."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 else "__init__"
+
+
+def _targets(item: Import) -> set[str]:
+    """Return the parts that an import of something below ``vtp_plugin`` reaches."""
+    if item.module != "vtp_plugin":
+        return {_part(item.module)}
+    return {name if _layer(name) is not None else "__init__" for name in item.names if name != "__version__"}
+
+
+def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
+    """Yield every import, those inside functions and by ``import_module("...")`` or ``__import__("...")`` included.
+
+    After a plain ``import vtp_plugin`` every use of ``vtp_plugin.name`` counts as an import of the name.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(line=node.lineno, module=alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(alias.name for alias in node.names)
+            yield Import(line=node.lineno, module=_absolute(module, node), names=names)
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "vtp_plugin":
+            yield Import(line=node.lineno, module="vtp_plugin", names=(node.attr,))
+        elif isinstance(node, ast.Call) and (name := _dynamic_import(node)) is not None:
+            yield Import(line=node.lineno, module=name)
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        assert node.module is not None
+        return node.module
+    package = module.split(".")[: -node.level]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _dynamic_import(node: ast.Call) -> str | None:
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    if name not in {"import_module", "__import__"} or not node.args:
+        return None
+    target = node.args[0]
+    return target.value if isinstance(target, ast.Constant) and isinstance(target.value, str) else None
+
+
+def _dotted(relative: Path) -> str:
+    return ".".join(relative.with_suffix("").parts)

@@ -1,0 +1,332 @@
+"""A pool of worker processes for tests that need several ranks over gloo.
+
+Importing torch and Megatron costs seconds and hundreds of megabytes per process, so workers live on between jobs and
+serve every world size: worker i is rank i of each job. One job runs in four phases, all ranks together:
+
+1. load: the workers get their environment and import the module of the job's function; not part of the job's timeout;
+2. run: every worker calls the function;
+3. clean up, after all ranks have returned: process groups are destroyed and the environment is put back.
+
+A failure in any phase kills the workers of that job, since nothing is known about their state any more; the next job
+starts fresh ones. The server of the rendezvous store lives in the parent, so that it outlasts every rank.
+
+A job that calls ``parallel_state.initialize_model_parallel`` or sets other global state undoes that itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 120.0  # eight processes that import torch and Megatron on two busy cores
+CLEAN_UP_TIMEOUT_S = 30.0
+GRACE_S = 3.0  # after the first failure, for the other ranks to return or to raise on their own
+POLL_S = 0.1  # a death is seen by polling, as a grandchild may hold the connection open
+LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """How one rank failed; ``text`` is its traceback, the tail of its output, or the stacks of all its threads."""
+
+    rank: int
+    kind: Literal["raised", "died", "hung"]
+    summary: str
+    text: str
+
+
+class PoolError(Exception):
+    """A job failed: ``failures`` holds every rank that did not return, in rank order; the text shows them all."""
+
+    def __init__(self, title: str, failures: Sequence[RankFailure]) -> None:
+        self.failures = tuple(failures)
+        parts = [f"--- rank {f.rank} {f.summary}\n{f.text.rstrip()}" for f in self.failures]
+        super().__init__("\n".join([title, *parts]))
+
+
+class Pool:
+    """Up to ``max_workers`` processes, started when a job first needs them.
+
+    The workers die with the thread that started them, so use a pool from the main thread.
+    """
+
+    def __init__(self, *, max_workers: int = 8) -> None:
+        self._max_workers = max_workers
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="vtp-pool-")
+        self._num_started = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that are alive, in rank order."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def run(
+        self,
+        world_size: int,
+        target: str,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        *,
+        node_sizes: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call a function on ``world_size`` ranks at once and return what each rank returned, in rank order.
+
+        Arguments and results are pickled: return tensors as numpy arrays or CPU tensors.
+
+        Args:
+            world_size: number of ranks, at most ``max_workers``.
+            target: ``"package.module:function"``, importable from the repository root.
+            kwargs: keyword arguments of the function, the same on every rank.
+            timeout_s: longest time for the call on all ranks; importing the module is not counted.
+            node_sizes: ranks per node of the launcher that the environment describes; default one node.
+            env: further environment variables, in force during import and call.
+
+        Raises:
+            PoolError: a rank raised, died or did not return in time; nothing of the job is left running.
+        """
+        if not 1 <= world_size <= self._max_workers:
+            raise ValueError(f"world_size {world_size} is not within 1..{self._max_workers}, the size of the pool")
+        workers = self._take(world_size)
+        store = _store_server()
+        per_rank = [{**(env or {}), **launch} for launch in _launch_env(store.port, world_size, node_sizes)]
+        try:
+            self._phase(f"{target}: import", workers, [("load", target, e) for e in per_rank], START_TIMEOUT_S)
+            results = self._phase(target, workers, [("run", dict(kwargs or {}))] * world_size, timeout_s)
+            self._phase(f"{target}: clean-up", workers, [("clean_up",)] * world_size, CLEAN_UP_TIMEOUT_S)
+        except BaseException:  # also a time-out of pytest's and Ctrl-C, which leave the workers in the middle of a job
+            self._discard(workers)
+            raise
+        return results
+
+    def close(self) -> None:
+        """End all workers and remove their files; a second call does nothing."""
+        for worker in self._workers:
+            worker.post(("exit",))
+        deadline_s = time.monotonic() + 5.0
+        for worker in self._workers:
+            worker.stop(wait_s=max(0.0, deadline_s - time.monotonic()))
+        self._workers.clear()
+        self._folder.cleanup()
+
+    def _take(self, world_size: int) -> list[_Worker]:
+        """Return the first ``world_size`` workers; those that are missing or dead are started."""
+        self._discard([worker for worker in self._workers if worker.returncode() is not None])
+        while len(self._workers) < world_size:
+            self._num_started += 1
+            self._workers.append(_Worker(Path(self._folder.name) / f"worker{self._num_started}"))
+        return self._workers[:world_size]
+
+    def _discard(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            worker.stop()
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+    def _phase(
+        self, title: str, workers: Sequence[_Worker], messages: Sequence[tuple[object, ...]], timeout_s: float
+    ) -> list[Any]:
+        """Give worker i message i and return all answers; raise PoolError when one fails or is late."""
+        start_s = time.monotonic()
+        deadline_s = start_s + timeout_s
+        for worker, message in zip(workers, messages, strict=True):
+            worker.post(message)
+        results: dict[int, Any] = {}
+        failures: dict[int, RankFailure] = {}
+        while waiting := [rank for rank in range(len(workers)) if rank not in results and rank not in failures]:
+            if time.monotonic() > deadline_s:
+                break
+            for rank in _ready(workers, waiting):
+                match workers[rank].answer():
+                    case ("ok", value):
+                        results[rank] = value
+                    case ("raised", summary, text):
+                        failures[rank] = RankFailure(rank=rank, kind="raised", summary=summary, text=text)
+                    case _:
+                        failures[rank] = workers[rank].death(rank)
+            if failures:
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+        elapsed_s = time.monotonic() - start_s
+        for worker in (workers[rank] for rank in waiting):
+            worker.ask_for_stacks()
+        failures.update({rank: workers[rank].hang(rank, elapsed_s) for rank in waiting})
+        if failures:
+            title = f"{title} failed on {len(failures)} of {len(workers)} ranks after {elapsed_s:.1f} s"
+            raise PoolError(title, [failures[rank] for rank in sorted(failures)])
+        return [results[rank] for rank in range(len(workers))]
+
+
+def init_gloo(timeout_s: float = 20.0) -> int:
+    """Join the job's gloo world as the default process group and return this rank; for use inside a job."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("default", store),
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+    return rank
+
+
+class _Worker:
+    """The parent's end of one worker process."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._log = folder / "output"
+        self._stacks = folder / "stacks"
+        self._conn, child = Pipe()
+        command = [sys.executable, "-m", "tests.pool_worker", str(child.fileno()), str(os.getpid()), str(self._stacks)]
+        with child, self._log.open("wb") as log:
+            self._process = _start(command, child.fileno(), log)
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def connection(self) -> connection.Connection[Any, Any]:
+        return self._conn
+
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def post(self, message: tuple[object, ...]) -> None:
+        """Send a message; a worker that is dead is found out when its answer is due."""
+        if message[0] == "load":
+            self._log_start = self._log.stat().st_size
+        with contextlib.suppress(BrokenPipeError):
+            self._conn.send_bytes(pickle.dumps(message))
+
+    def answer(self) -> tuple[Any, ...] | None:
+        """Return the worker's answer, or None when it died without one; only called when one of the two is there."""
+        try:
+            return pickle.loads(self._conn.recv_bytes()) if self._conn.poll() else None
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def death(self, rank: int) -> RankFailure:
+        try:
+            code = self._process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        return RankFailure(rank=rank, kind="died", summary=f"{how}; the end of its output:", text=self._log_tail())
+
+    def ask_for_stacks(self) -> None:
+        """Have faulthandler write the stacks of all threads; it does so even while the process blocks in C++."""
+        if self.returncode() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def hang(self, rank: int, elapsed_s: float) -> RankFailure:
+        """Describe a worker that was asked for its stacks."""
+        stacks = self._read_stacks()
+        summary = f"was still running after {elapsed_s:.1f} s; its stacks and the end of its output:"
+        return RankFailure(rank=rank, kind="hung", summary=summary, text=f"{stacks}\n{self._log_tail()}")
+
+    def stop(self, wait_s: float = 0.0) -> None:
+        """End the process and what it started, at the latest after ``wait_s``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=wait_s)
+        if self._process.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)  # the worker leads a session of its own
+            self._process.wait()
+        self._conn.close()
+
+    def _read_stacks(self) -> str:
+        """Return the dump once it has stopped growing, waiting up to two seconds for it."""
+        text, deadline_s = "", time.monotonic() + 2.0
+        while time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            grown = self._stacks.read_text() if self._stacks.exists() else ""
+            if grown and grown == text:
+                break
+            text = grown
+        return text or "(no stacks: the process did not react to the signal)"
+
+    def _log_tail(self) -> str:
+        with self._log.open("rb") as log:
+            log.seek(max(self._log_start, self._log.stat().st_size - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace") or "(no output)"
+
+
+def _start(command: list[str], fd: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a worker with one thread per process, gloo on the loopback device and no accelerator in sight."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**env, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        pass_fds=(fd,),
+        start_new_session=True,
+    )
+
+
+def _ready(workers: Sequence[_Worker], ranks: Sequence[int]) -> list[int]:
+    """Wait up to POLL_S and return those of ``ranks`` that have answered or died."""
+    ready = connection.wait([workers[rank].connection for rank in ranks], timeout=POLL_S)
+    return [rank for rank in ranks if workers[rank].connection in ready or workers[rank].returncode() is not None]
+
+
+def _store_server() -> TCPStore:
+    """Return the server of a new rendezvous store, on a port that was free; it ends when it is dropped."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def _launch_env(port: int, world_size: int, node_sizes: Sequence[int] | None) -> list[dict[str, str]]:
+    """Return the variables that a launcher sets, rank by rank.
+
+    >>> [env["LOCAL_RANK"] + "@" + env["GROUP_RANK"] for env in _launch_env(1, 3, [1, 2])]
+    ['0@0', '0@1', '1@1']
+    """
+    sizes = list(node_sizes or [world_size])
+    assert sum(sizes) == world_size, (sizes, world_size)
+    places = [(node, local_rank, size) for node, size in enumerate(sizes) for local_rank in range(size)]
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(len(sizes)),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's env:// makes every rank a client of our server
+        }
+        for rank, (node, local_rank, local_world_size) in enumerate(places)
+    ]

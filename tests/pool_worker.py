@@ -1,0 +1,88 @@
+"""One worker process of tests.pool: takes messages from the parent, one after another, until it is told to exit."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the parent named on the command line: connection's descriptor, parent's pid, file for stack dumps."""
+    fd, parent_pid, stacks_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    _die_with(parent_pid)
+    os.set_inheritable(fd, False)
+    faulthandler.enable()
+    with open(stacks_path, "w") as stacks, Connection(fd) as conn:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import torch
+
+        torch.set_num_threads(1)
+        _serve(conn)
+
+
+class _Job:
+    """The job at hand: its function, and the environment to put back after it."""
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._function: Callable[..., object] | None = None
+
+    def load(self, target: str, env: dict[str, str]) -> None:
+        os.environ.update(env)
+        module, _, function = target.partition(":")
+        self._function = getattr(importlib.import_module(module), function)
+
+    def run(self, kwargs: dict[str, Any]) -> object:
+        assert self._function is not None
+        return self._function(**kwargs)
+
+    def clean_up(self) -> None:
+        import torch.distributed as dist
+
+        self._function = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(self._environ)
+        gc.collect()  # a store or a group in a reference cycle would keep its sockets into the next job
+
+
+def _serve(conn: Connection[Any, Any]) -> None:
+    job = _Job()
+    while True:
+        try:
+            name, *arguments = pickle.loads(conn.recv_bytes())
+        except EOFError:
+            return
+        if name == "exit":
+            return
+        try:
+            answer = pickle.dumps(("ok", getattr(job, name)(*arguments)))
+        except BaseException as error:  # SystemExit too: a script's sys.exit() must not end the worker unseen
+            summary = f"raised {type(error).__name__}"
+            answer = pickle.dumps(("raised", summary, traceback.format_exc()))
+        conn.send_bytes(answer)
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the parent dies, whatever this process is blocked in then."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the request
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

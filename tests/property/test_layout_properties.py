@@ -1,0 +1,147 @@
+"""Laws of layouts, groups and grids over random sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.hyper_comm_grid import HyperCommGrid
+
+from vtp_plugin.layout import LayoutRankGenerator, PipelineLayout, RankGrid, RankOrder, StageGrid, model_parallel_groups
+
+SMALL = st.integers(1, 4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PipelineLayout:
+    """Layouts with one cp and dp for all stages, both orders."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    cp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    order = draw(st.sampled_from(RankOrder))
+    return PipelineLayout.from_sizes(sizes, world_size=sum(sizes) * cp * dp, cp=cp, order=order)
+
+
+@st.composite
+def free_layouts(draw: st.DrawFn) -> PipelineLayout:
+    """Layouts in which every stage has its own tp, cp and dp size, besides those of :func:`layouts`."""
+    grids = draw(st.lists(st.builds(StageGrid, SMALL, SMALL, SMALL), min_size=1, max_size=5))
+    return draw(st.one_of(layouts(), st.just(PipelineLayout(tuple(grids)))))
+
+
+@given(free_layouts())
+def test_coord_and_rank_of_are_inverse(layout: PipelineLayout) -> None:
+    for rank in range(layout.world_size):
+        coord = layout.coord(rank)
+        assert layout.rank_of(coord.stage, coord.tp_rank, coord.cp_rank, coord.dp_rank) == rank
+        assert rank in layout.stage_ranks(coord.stage)
+
+
+@given(free_layouts())
+def test_stages_partition_the_world_and_rise(layout: PipelineLayout) -> None:
+    stages = [layout.stage_ranks(stage) for stage in range(layout.num_stages)]
+    assert sorted(itertools.chain(*stages)) == list(range(layout.world_size))
+    assert all(list(ranks) == sorted(ranks) for ranks in stages)
+    assert [len(ranks) for ranks in stages] == [grid.size for grid in layout.stages]
+    if layout.order is RankOrder.STAGE_MAJOR:
+        assert list(itertools.chain(*stages)) == list(range(layout.world_size))
+
+
+@given(free_layouts())
+def test_tp_ranks_are_neighbours_and_start_with_the_leader(layout: PipelineLayout) -> None:
+    for stage, grid in enumerate(layout.stages):
+        for dp_rank, cp_rank in itertools.product(range(grid.dp), range(grid.cp)):
+            ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
+            leader = layout.leader(stage, dp_rank, cp_rank)
+            assert ranks == tuple(range(leader, leader + grid.tp))
+
+
+@given(layouts())
+def test_lanes(layout: PipelineLayout) -> None:
+    for dp_rank, cp_rank in layout.replicas:
+        for t in range(layout.num_lanes):
+            lane = layout.lane(t, dp_rank, cp_rank)
+            assert list(lane) == sorted(lane)
+            places = [layout.coord(rank) for rank in lane]
+            assert [place.stage for place in places] == list(range(layout.num_stages))
+            assert all((place.dp_rank, place.cp_rank) == (dp_rank, cp_rank) for place in places)
+            assert all(place.tp_rank == t % tp for place, tp in zip(places, layout.tp_sizes, strict=True))
+    assert all(layout.lane_of(rank)[layout.stage_of(rank)] == rank for rank in range(layout.world_size))
+
+
+@given(layouts())
+def test_model_ranks_partition_the_world(layout: PipelineLayout) -> None:
+    replicas = [layout.model_ranks(*replica) for replica in layout.replicas]
+    assert sorted(itertools.chain(*replicas)) == list(range(layout.world_size))
+    assert {layout.leader(0), layout.rank_of(layout.num_stages - 1, 0)} <= set(replicas[0])
+    assert min(itertools.chain(*replicas)) == layout.leader(0) == 0
+    assert layout.writer_rank == layout.world_size - 1
+
+
+@given(free_layouts(), st.sets(st.sampled_from(["tp", "gtp_remat", "cp", "dp"]), min_size=1))
+def test_groups_without_pp_partition_the_world_inside_stages(layout: PipelineLayout, axes: set[str]) -> None:
+    groups = LayoutRankGenerator(layout).get_ranks("-".join(axes))
+    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+    size_of = {"tp": "tp", "cp": "cp", "dp": "dp"}
+    for group in groups:
+        (stage,) = {layout.stage_of(rank) for rank in group}
+        grid = layout.stages[stage]
+        assert len(group) == math.prod(getattr(grid, size_of[axis]) for axis in axes if axis in size_of)
+        for axis in {"tp", "cp", "dp"} - axes:
+            assert len({getattr(layout.coord(rank), f"{axis}_rank") for rank in group}) == 1
+
+
+@given(layouts())
+def test_pipeline_groups_are_the_lanes_and_a_ranks_first_is_its_own(layout: PipelineLayout) -> None:
+    groups = LayoutRankGenerator(layout).get_ranks("pp")
+    lanes = [list(layout.lane(t, *replica)) for replica in layout.replicas for t in range(layout.num_lanes)]
+    assert groups == lanes
+    for rank in range(layout.world_size):
+        assert next(group for group in groups if rank in group) == list(layout.lane_of(rank))
+
+
+@given(layouts())
+def test_model_groups_are_the_model_ranks(layout: PipelineLayout) -> None:
+    groups = LayoutRankGenerator(layout).get_ranks("tp-gtp_remat-pp")
+    assert groups == [list(layout.model_ranks(*replica)) for replica in layout.replicas]
+
+
+@given(layouts(), st.integers(1, 6))
+def test_expert_groups_cover_every_stage(layout: PipelineLayout, ep: int) -> None:
+    cp, dp = layout.stages[0].cp, layout.stages[0].dp
+    if cp * dp % ep or (layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1 and ep != cp):
+        return
+    expert = LayoutRankGenerator(layout, ep=ep, expert=True)
+    for token in ("tp", "ep", "dp", "tp-ep", "tp-ep-pp"):
+        assert sorted(itertools.chain(*expert.get_ranks(token))) == list(range(layout.world_size)), token
+    assert expert.get_ranks("tp") == LayoutRankGenerator(layout).get_ranks("tp")
+    assert expert.get_ranks("pp") == LayoutRankGenerator(layout).get_ranks("pp")
+    assert {len(group) for group in expert.get_ranks("tp-ep-pp")} == {sum(layout.tp_sizes) * ep}
+    last = model_parallel_groups(layout, ep)[-1]
+    assert sorted(last.ranks) == list(range(layout.world_size))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[list[int], list[str], list[str], int]:
+    """Shape, names, some of the names in any order, and a rank offset."""
+    shape = draw(st.lists(SMALL, min_size=1, max_size=5))
+    names = draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))[: len(shape)]
+    dims = draw(st.permutations(names))[: draw(st.integers(0, len(names)))]
+    return shape, list(names), list(dims), draw(st.integers(0, 50))
+
+
+@given(grids())
+def test_grid_enumerates_as_megatrons(case: tuple[list[int], list[str], list[str], int]) -> None:
+    shape, names, dims, offset = case
+    with mock.patch.dict("os.environ", WORLD_SIZE="100000"):
+        theirs = HyperCommGrid(shape, names, offset)
+    ours: RankGrid[object] = RankGrid(shape, names, offset)
+    assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
+    # Megatron's communicators call this one on a grid, with the dimensions in an order of their own.
+    assert ours._gen_rank_enum(dims) == theirs._gen_rank_enum(dims)
+    for name in names:
+        assert ours.get_rank_enum(name) == theirs.get_rank_enum(name)
+    assert (ours.size, ours.shape, ours.dim_names) == (theirs.size, theirs.shape, theirs.dim_names)
+    assert sorted(itertools.chain(*ours.get_rank_enum(dims))) == list(range(offset, offset + ours.size))

@@ -1,0 +1,79 @@
+"""The dependency rules hold for every file of the plugin, and the checker finds each kind of breach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.import_rules import PURE_PARTS, ROOT, broken_rules, sources
+
+PARTS_THERE = {module.split(".")[1] for module, _ in sources()}
+
+
+def test_every_source_file_is_seen_once() -> None:
+    modules = [module for module, _ in sources()]
+    assert len(modules) == len(set(modules))
+    assert "vtp_plugin.errors" in modules
+    assert "vtp_plugin.patches.__init__" in modules
+
+
+def test_no_file_breaks_a_rule() -> None:
+    broken = [line for module, source in sources() for line in broken_rules(module, source)]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "rule"),
+    [
+        ("vtp_plugin.layout.grid", "import torch.distributed as dist", "standard library, not torch"),
+        ("vtp_plugin.boundary.plan", "def f():\n    from numpy import array", "standard library, not numpy"),
+        ("vtp_plugin.schedule.check", "import megatron.core", "standard library, not megatron"),
+        ("vtp_plugin.runtime.x", "from megatron.core import parallel_state", "only patches may import megatron"),
+        ("vtp_plugin.runtime.x", "import importlib\nimportlib.import_module('megatron.core')", "only patches"),
+        ("vtp_plugin.cli", "__import__('megatron')", "only patches"),
+        ("vtp_plugin.layout.grid", "from vtp_plugin.boundary.plan import plan", "layout may import only lower layers"),
+        ("vtp_plugin.layout.grid", "from vtp_plugin import boundary", "not boundary"),
+        ("vtp_plugin.layout.grid", "from ..runtime import x", "not runtime"),
+        ("vtp_plugin.layout.__init__", "from ..runtime import x", "not runtime"),
+        ("vtp_plugin.boundary.plan", "from .. import schedule", "not schedule"),
+        ("vtp_plugin.runtime.x", "from vtp_plugin import apply", "not __init__"),
+        ("vtp_plugin.runtime.x", "import vtp_plugin\nvtp_plugin.apply()", "not __init__"),
+        ("vtp_plugin.runtime.x", "import vtp_plugin.patches.core", "not patches"),
+        ("vtp_plugin.patches.core.x", "from vtp_plugin.cli import main", "not cli"),
+        ("vtp_plugin.newpart", "", "has no layer"),
+        ("vtp_plugin.runtime.x", "import vtp_plugin.newpart", "not newpart"),
+    ],
+)
+def test_a_breach_is_found(module: str, source: str, rule: str) -> None:
+    found = broken_rules(module, source)
+    assert len(found) == 1
+    assert rule in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vtp_plugin.patches.core.x", "import megatron.core\nimport torch\nfrom vtp_plugin.runtime import x"),
+        ("vtp_plugin.runtime.x", "import torch\nfrom vtp_plugin import __version__\nfrom .y import z"),
+        ("vtp_plugin.session", "import vtp_plugin\nprint(vtp_plugin.__version__)"),
+        ("vtp_plugin.layout.grid", "import math\nfrom vtp_plugin.errors import ConfigError\nfrom . import groups"),
+        ("vtp_plugin.__init__", "def apply():\n    from vtp_plugin.patches import records"),
+        ("vtp_plugin.__main__", "from vtp_plugin.cli import main"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert broken_rules(module, source) == []
+
+
+@pytest.mark.parametrize("part", sorted(PURE_PARTS & PARTS_THERE))
+def test_pure_part_loads_neither_torch_nor_numpy(part: str) -> None:
+    code = (
+        f"import sys, vtp_plugin.{part}\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'megatron'}))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,326 @@
+"""The option table against Megatron's real parser, and the sizes that every stage must share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vtp_plugin.options import (
+    CONFIG_RULES,
+    RULES,
+    OptionContext,
+    OptionRule,
+    Verdict,
+    check_config,
+    check_options,
+    check_sizes,
+    format_markdown,
+    format_table,
+)
+
+UNEQUAL = OptionContext(tp_sizes=(1, 4))
+FORCED = OptionContext(tp_sizes=(2, 2), forced=True)
+UNIFORM = OptionContext(tp_sizes=(2, 2))
+
+REFUSED_RULES = [rule for rule in RULES if rule.verdict is not Verdict.SUPPORTED]
+# How a rule is switched on where its name is no command line by itself.
+SPELLINGS = {
+    "without --untie-embeddings-and-output-weights": [],
+    "--transformer-impl transformer_engine on the cpu platform": [],
+}
+# Values for options that take any: most take a number or a path, and "8" is both.
+VALUES = {
+    "--recompute-granularity": ["full"],
+    "--fp8-format": ["hybrid"],
+    "--fp4-format": ["e2m1"],
+    "--ckpt-convert-format": ["torch"],
+    "--high-priority-stream-groups": ["dp_cp"],
+    "--error-injection-rate": ["3"],
+    "--hierarchical-context-parallel-sizes": ["2", "2"],
+    "--timing-log-level": ["2"],
+    "--rampup-batch-size": ["8", "8", "64"],
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own
+        arguments = importlib.import_module("megatron.training.arguments")
+        return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture(scope="module")
+def defaults(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    return parser.parse_args([])
+
+
+def command_line(parser: argparse.ArgumentParser, rule: OptionRule) -> list[str]:
+    """The flags that use a rule's option."""
+    if rule.option in SPELLINGS:
+        return SPELLINGS[rule.option]
+    flag, *value = rule.option.split()
+    action = next(action for action in parser._actions if flag in action.option_strings)
+    takes_value = action.nargs != 0
+    return [flag, *(value or VALUES.get(flag, ["8"]))] if takes_value else [flag]
+
+
+def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
+    """The same run on the platform that the rule is about."""
+    on_cpu = "on the cpu platform" in rule.option
+    return OptionContext(tp_sizes=context.tp_sizes, forced=context.forced, device="cpu" if on_cpu else "cuda")
+
+
+def lines_of(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
+    return [line for line in lines if line.startswith(rule.option)]
+
+
+@pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
+def test_refused_option_gives_one_line_with_a_way_out(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
+    args = parser.parse_args(command_line(parser, rule))
+    (line,) = lines_of(rule, check_options(args, context_of(rule, UNEQUAL)))
+    assert "\n" not in line
+    value, reason, way_out = line.split("; ")
+    assert value.endswith(" with --vtp-size-list 1,4")
+    assert reason == rule.reason
+    assert way_out == rule.way_out != ""
+
+
+@pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
+def test_forced_uniform_list_refuses_only_what_is_always_refused(
+    parser: argparse.ArgumentParser, rule: OptionRule
+) -> None:
+    args = parser.parse_args(command_line(parser, rule))
+    lines = lines_of(rule, check_options(args, context_of(rule, FORCED)))
+    assert len(lines) == (1 if rule.verdict is Verdict.REFUSED else 0)
+    assert check_options(args, context_of(rule, UNIFORM)) == ()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.option)
+def test_rule_applies_to_what_its_option_parses_to(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
+    args = parser.parse_args(command_line(parser, rule))
+    assert rule.applies(args, context_of(rule, UNEQUAL))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.verdict is Verdict.SUPPORTED], ids=lambda r: r.option)
+def test_supported_option_is_not_refused(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
+    args = parser.parse_args(command_line(parser, rule))
+    assert check_options(args, UNEQUAL) == ()
+
+
+@pytest.mark.parametrize("context", [UNEQUAL, FORCED, OptionContext(tp_sizes=(3, 1, 2), device="cuda")])
+def test_defaults_of_megatron_are_not_refused(defaults: argparse.Namespace, context: OptionContext) -> None:
+    assert defaults.transformer_impl == "transformer_engine"
+    assert check_options(defaults, context) == ()
+    assert check_sizes(defaults, context) == ()
+
+
+def test_every_attribute_that_is_read_exists_in_the_parser(defaults: argparse.Namespace) -> None:
+    # Switches that lead to further reads are on. Everything else has the value of the parser.
+    switches = {"group_query_attention": True, "sequence_parallel": True, "swiglu": True, "num_experts": 8}
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.names: set[str] = set()
+
+        def __getattr__(self, name: str) -> object:
+            self.names.add(name)
+            return switches.get(name, getattr(defaults, name, None))
+
+    recorder = Recorder()
+    check_sizes(recorder, UNEQUAL)
+    for rule in RULES:
+        rule.applies(recorder, UNEQUAL)
+        rule.applies(recorder, OptionContext(tp_sizes=(1, 4), device="cpu"))
+    recorder.names.update(rule.attribute for rule in RULES)
+    assert len(recorder.names) > 100
+    assert sorted(name for name in recorder.names if not hasattr(defaults, name)) == []
+
+
+def test_older_megatron_without_the_attributes_is_not_refused() -> None:
+    empty = SimpleNamespace()
+    assert check_options(empty, UNEQUAL) == ()
+    assert check_config(empty, UNEQUAL) == ()
+    assert check_sizes(empty, UNEQUAL) == ()
+
+
+def test_line_names_the_value(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args(["--num-experts", "8", "--hierarchical-context-parallel-sizes", "2", "4", "--use-sharp"])
+    starts = [line.split(";")[0] for line in check_options(args, UNEQUAL)]
+    assert starts == [
+        f"{given} with --vtp-size-list 1,4"
+        for given in ("--hierarchical-context-parallel-sizes 2 4", "--num-experts 8", "--use-sharp")
+    ]
+
+
+def test_transformer_engine_is_refused_on_cpu_only(defaults: argparse.Namespace) -> None:
+    (line,) = check_options(defaults, OptionContext(tp_sizes=(1, 2), device="cpu"))
+    assert line.endswith("use --transformer-impl local")
+    assert check_options(defaults, OptionContext(tp_sizes=(1, 2), device="npu")) == ()
+
+
+@pytest.mark.parametrize("name", ["has_cond_embedder", "flextron"])
+def test_switches_of_the_configuration(name: str) -> None:
+    (line,) = check_config(SimpleNamespace(**{name: True}), UNEQUAL)
+    assert line.startswith(f"config.{name} with --vtp-size-list 1,4; ")
+    assert check_config(SimpleNamespace(**{name: True}), FORCED) == ()
+
+
+def test_rows_are_complete_and_distinct() -> None:
+    rules = (*RULES, *CONFIG_RULES)
+    assert len({rule.option for rule in rules}) == len(rules)
+    for rule in rules:
+        text = rule.reason + rule.way_out
+        assert rule.reason and not re.search(r"[;\n]", text) and not rule.reason.endswith("."), rule
+        if rule.verdict is Verdict.SUPPORTED:
+            assert re.fullmatch(r"tests/\w+/test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
+            assert not rule.way_out
+        else:
+            assert rule.way_out and not rule.evidence, rule
+
+
+def test_printed_tables_hold_every_row() -> None:
+    blocks = [block.splitlines() for block in format_table().split("\n\n")]
+    markdown = format_markdown().splitlines()
+    for rule in (*RULES, *CONFIG_RULES):
+        shown_by = rule.evidence or f"way out: {rule.way_out}"
+        (block,) = [block for block in blocks if f"    {rule.option}" in block]
+        assert block[0] == f"{rule.verdict}:"
+        assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")
+        assert f"| `{rule.option}` | {rule.verdict} | {rule.reason} | {shown_by} |" in markdown
+    assert max(len(line) for block in blocks for line in block) <= 100
+
+
+# Sizes
+
+
+def model(**sizes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"hidden_size": 96, "ffn_hidden_size": 384, "num_attention_heads": 12, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "sizes", "line"),
+    [
+        ((1, 8), {}, "--num-attention-heads 12; stage 1 has tensor-parallel size 8, which must divide it; use 8 or 16"),
+        (
+            (2, 5),
+            {"num_attention_heads": 3, "ffn_hidden_size": 20},
+            "--num-attention-heads 3; stage 0 has tensor-parallel size 2, which must divide it; use 10",
+        ),
+        (
+            (1, 4),
+            {"group_query_attention": True, "num_query_groups": 3},
+            "--num-query-groups 3; stage 1 has tensor-parallel size 4, which must be a multiple or a divisor of it; "
+            "use 2 or 4",
+        ),
+        (
+            (3, 1),
+            {"ffn_hidden_size": 100},
+            "--ffn-hidden-size 100; stage 0 has tensor-parallel size 3, which must divide it; use 99 or 102",
+        ),
+        (
+            (3, 1),
+            {"ffn_hidden_size": None, "swiglu": True, "hidden_size": 100},
+            "--ffn-hidden-size 256 (from --hidden-size 100); stage 0 has tensor-parallel size 3, which must divide it; "
+            "use 255 or 258",
+        ),
+        (
+            (4, 2),
+            {"num_experts": 4, "moe_ffn_hidden_size": 30},
+            "--moe-ffn-hidden-size 30; stage 0 has tensor-parallel size 4, which must divide it; use 28 or 32",
+        ),
+        (
+            (4, 2),
+            {"sequence_parallel": True, "seq_length": 50},
+            "--seq-length 50 with --sequence-parallel; stage 0 has tensor-parallel size 4, which must divide it; "
+            "use 48 or 52",
+        ),
+        (
+            (1, 3),
+            {"padded_vocab_size": 256},
+            "--padded-vocab-size 256; stage 1 has tensor-parallel size 3, which must divide it; use 255 or 258",
+        ),
+        (
+            (1, 2),
+            {"vocab_size": 257, "pad_vocab_size": False},
+            "--vocab-size 257 with --no-pad-vocab-size; stage 1 has tensor-parallel size 2, which must divide it; "
+            "use 256 or 258",
+        ),
+    ],
+)
+def test_size_that_a_stage_cannot_cut(tp_sizes: tuple[int, ...], sizes: dict[str, object], line: str) -> None:
+    assert line in check_sizes(model(**sizes), OptionContext(tp_sizes=tp_sizes))
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "sizes"),
+    [
+        ((3, 1, 2), {}),
+        # Without the switch the number of query groups, 1 by default, has no meaning.
+        ((1, 4), {"num_query_groups": 3}),
+        # One group is a divisor of every size, and 2 groups are spread over 4 ranks.
+        ((2, 4), {"group_query_attention": True, "num_query_groups": 2}),
+        # Experts that are not cut do not ask for a size that stages share.
+        ((4, 2), {"num_experts": 4, "moe_ffn_hidden_size": 30, "expert_tensor_parallel_size": 1}),
+        # Only the ends hold a vocabulary.
+        ((2, 3, 2), {"padded_vocab_size": 256}),
+        ((1, 4), {"seq_length": 50}),
+    ],
+)
+def test_sizes_that_every_stage_can_cut(tp_sizes: tuple[int, ...], sizes: dict[str, object]) -> None:
+    assert check_sizes(model(**sizes), OptionContext(tp_sizes=tp_sizes)) == ()
+
+
+def test_sequence_is_cut_by_context_parallelism_too() -> None:
+    context = OptionContext(tp_sizes=(2, 2), cp=2)
+    (first, second) = check_sizes(model(sequence_parallel=True, seq_length=50), context)
+    assert "stage 0" in first and "stage 1" in second
+    assert first.endswith("which must divide it together with context-parallel size 2; use 48 or 52")
+    assert check_sizes(model(sequence_parallel=True, seq_length=52), context) == ()
+
+
+tp_lists = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tp_sizes=tp_lists, value=st.integers(1, 400))
+@pytest.mark.parametrize("attribute", ["num_attention_heads", "ffn_hidden_size"])
+def test_accepted_exactly_when_every_stage_divides(attribute: str, tp_sizes: tuple[int, ...], value: int) -> None:
+    context = OptionContext(tp_sizes=tp_sizes)
+    lines = check_sizes(SimpleNamespace(**{attribute: value}), context)
+    assert [int(line.split("stage ")[1].split()[0]) for line in lines] == [
+        stage for stage, size in enumerate(tp_sizes) if value % size
+    ]
+    for choice in suggestions(lines):
+        assert check_sizes(SimpleNamespace(**{attribute: choice}), context) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(tp_sizes=tp_lists, groups=st.integers(1, 24), per_group=st.integers(1, 6))
+def test_query_groups_accepted_exactly_as_megatron_does(tp_sizes: tuple[int, ...], groups: int, per_group: int) -> None:
+    context = OptionContext(tp_sizes=tp_sizes)
+
+    def lines_for(number: int) -> tuple[str, ...]:
+        args = SimpleNamespace(
+            group_query_attention=True, num_query_groups=number, num_attention_heads=groups * per_group
+        )
+        return tuple(line for line in check_sizes(args, context) if line.startswith("--num-query-groups"))
+
+    wrong = [stage for stage, size in enumerate(tp_sizes) if groups % size and size % groups]
+    assert len(lines_for(groups)) == len(wrong)
+    for choice in suggestions(lines_for(groups)):
+        assert lines_for(choice) == ()
+
+
+def suggestions(lines: tuple[str, ...]) -> list[int]:
+    """The values that the lines recommend. Every line recommends at least one."""
+    found = [re.findall(r"\d+", line.rsplit("; use ", 1)[1]) for line in lines]
+    assert all(found)
+    return [int(number) for numbers in found for number in numbers]

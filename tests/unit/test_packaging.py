@@ -1,0 +1,108 @@
+"""Checkout, wheel and editable install hold the same `vtp_plugin.patches`: the files of the top-level `patches/`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.import_rules import ROOT
+
+WHERE = (
+    "import sys, vtp_plugin.patches as p; print(p.__file__); print('torch' in sys.modules, 'megatron' in sys.modules)"
+)
+
+
+def python(code: str, cwd: Path, **env: str) -> list[str]:
+    """Run code in an empty folder with nothing of this checkout on the path but what ``env`` puts there."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=cwd, env=inherited | env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def source_files() -> dict[str, bytes]:
+    """Return what a wheel must hold: path in the wheel -> content."""
+    files = {path: path.relative_to(ROOT) for path in (ROOT / "vtp_plugin").rglob("*.py")}
+    files |= {path: Path("vtp_plugin") / path.relative_to(ROOT) for path in (ROOT / "patches").rglob("*.py")}
+    files[ROOT / "vtp_plugin" / "py.typed"] = Path("vtp_plugin/py.typed")
+    return {name.as_posix(): path.read_bytes() for path, name in files.items()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built offline through the source archive, as a release is, from a copy of the sources."""
+    pytest.importorskip("build", reason="needs the package build, part of the extra dev")
+    copy = tmp_path_factory.mktemp("source") / "project"
+    copy.mkdir()
+    for name in ("vtp_plugin", "patches"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "build", "--no-isolation", str(copy)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [built] = (copy / "dist").glob("*.whl")
+    return built
+
+
+def test_patches_is_a_relative_link_to_the_top_level_folder() -> None:
+    assert os.readlink(ROOT / "vtp_plugin" / "patches") == "../patches"
+
+
+def test_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
+    expected = source_files()
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    assert sorted(held) == sorted(expected)
+    assert held == expected
+    assert any(name.startswith("vtp_plugin/patches/core/") for name in held)
+
+
+def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        message = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA"))).metadata
+    [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/__init__.py").read_text(), re.MULTILINE)
+    assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, ">=3.12")
+    needed = {re.split(r"[<>=]", line)[0] for line in message.get_all("Requires-Dist") or [] if "extra" not in line}
+    assert needed == {"megatron-core", "numpy", "packaging", "psutil", "torch"}
+
+
+def test_wheel_unpacked_elsewhere_imports_its_own_patches(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    where, loaded = python(WHERE, tmp_path, PYTHONPATH=str(site))
+    assert Path(where) == site / "vtp_plugin/patches/__init__.py"
+    assert loaded == "False False"
+
+
+def test_checkout_on_pythonpath_imports_patches(tmp_path: Path) -> None:
+    where, loaded = python(WHERE, tmp_path, PYTHONPATH=str(ROOT))
+    assert Path(where).resolve() == ROOT / "patches/__init__.py"
+    assert loaded == "False False"
+
+
+def test_installed_project_imports_the_same_files(tmp_path: Path) -> None:
+    try:
+        metadata.distribution("vtp-plugin")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the project is not installed in this environment (make env does that)")
+    where, _ = python(WHERE, tmp_path)
+    assert Path(where).read_bytes() == (ROOT / "patches/__init__.py").read_bytes()
+    names = "import pkgutil, vtp_plugin.patches as p; print(*(m.name for m in pkgutil.walk_packages(p.__path__)))"
+    [found] = python(names, tmp_path)
+    top_level = {path.name.removesuffix(".py") for path in (ROOT / "patches").iterdir()} - {"__init__", "__pycache__"}
+    assert {name for name in found.split() if "." not in name} == top_level

@@ -1,0 +1,600 @@
+"""Patch engine on a toy host package that is written to disk and really imported."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vtp_plugin.errors import PatchError
+from vtp_plugin.patching import AppliedPatches, PatchRecord, apply_records, format_status
+from vtp_plugin.patching.pins import compare, pin_of, pins_of, read_pins, write_pins
+
+STATE = """
+import functools
+
+LIMIT = 4
+
+def setup(size):
+    return ("setup", size)
+
+def other(size):
+    return ("other", size)
+
+class Frozen(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("frozen")
+
+class Sealed(metaclass=Frozen):
+    def seal(self):
+        return "seal"
+
+class Base:
+    def step(self, x):
+        return (type(self).__name__, x)
+
+class Grid(Base):
+    def __init__(self, size):
+        self._size = size
+
+    def area(self, k=1):
+        return self._size * k
+
+    @staticmethod
+    def unit(x):
+        return ("unit", x)
+
+    @classmethod
+    def make(cls, size):
+        return cls(size)
+
+    @property
+    def size(self):
+        return self._size
+
+class Other(Base):
+    pass
+"""
+
+FILES = {
+    "toyhost/__init__.py": "",
+    "toyhost/state.py": STATE,
+    "toyhost/core/__init__.py": "from .finalize import finalize\n",  # the function shadows the submodule
+    "toyhost/core/finalize.py": "def finalize(x):\n    return ('finalize', x)\n",
+    "toyhost/user.py": "from toyhost.state import Grid, setup\ndef call():\n    return setup(1)\n",
+    "toyhost/renamed.py": "from toyhost.state import setup as configure\n",
+    "toyhost/late.py": "from toyhost.state import setup as begin\n",
+    "toyhost/broken.py": "import package_that_nobody_has\n",
+    "toyhost/lazy.py": "def __getattr__(name):\n    raise AssertionError(f'lazy module asked for {name}')\n",
+    "toyhost/methods.py": "from toyhost.state import Base, Grid\nbase_step = Base.step\ngrid_step = Grid.step\n",
+    "toyhost/deferred.py": "from toyhost.state import setup\n",
+    "toyhostile.py": "from toyhost.state import setup\n",  # another package whose name starts alike
+    "intruder.py": (
+        "import functools\n"
+        "def wrap(f):\n"
+        "    @functools.wraps(f)\n"
+        "    def inner(*args):\n"
+        "        return ('intruder', f(*args))\n"
+        "    return inner\n"
+    ),
+}
+TARGETS = {
+    "setup": "toyhost.state:setup",
+    "other": "toyhost.state:other",
+    "finalize": "toyhost.core.finalize:finalize",
+    "area": "toyhost.state:Grid.area",
+    "unit": "toyhost.state:Grid.unit",
+    "make": "toyhost.state:Grid.make",
+    "step": "toyhost.state:Grid.step",
+}
+
+
+def write_host(root: Path) -> None:
+    for name, text in FILES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The toy host, all of it loaded but `late` and `broken`; gives its module `state`."""
+    write_host(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("toyhost.core", "toyhost.user", "toyhost.renamed", "toyhost.lazy", "toyhostile", "intruder"):
+        importlib.import_module(name)
+    yield sys.modules["toyhost.state"]
+    for name in [name for name in sys.modules if name.startswith(("toyhost", "intruder"))]:
+        del sys.modules[name]
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def tagged(tag: str) -> Callable[[Any], Any]:
+    """A build that wraps a function so that its result carries the tag."""
+
+    def build(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return (tag, original(*args, **kwargs))
+
+        return replacement
+
+    return build
+
+
+def record(target: str, build: Callable[[Any], Any] | None = None, **fields: Any) -> PatchRecord:
+    fields = {"id": "X1", "why": "why", "versions": ">=1,<2", "remove_when": "never"} | fields
+    return PatchRecord(target=target, build=build or tagged("new"), **fields)
+
+
+def apply(*records: PatchRecord, version: str = "1.5") -> AppliedPatches:
+    return apply_records(records, version, "toyhost")
+
+
+def snapshot() -> dict[tuple[str, str], object]:
+    """Every attribute of every loaded host module and of its classes, by place."""
+    places: dict[tuple[str, str], object] = {}
+    for name, loaded in sys.modules.items():
+        if name.startswith("toyhost"):
+            for attribute, value in vars(loaded).items():
+                places[name, attribute] = value
+                if isinstance(value, type):
+                    places |= {(f"{name}:{attribute}", key): inner for key, inner in vars(value).items()}
+    return places
+
+
+def assert_same(before: dict[tuple[str, str], object]) -> None:
+    after = snapshot()
+    assert {p for p in before.keys() | after.keys() if after.get(p, 0) is not before.get(p, 1)} == set()
+
+
+@pytest.mark.parametrize("name", ["record", "pins"])
+def test_examples_in_docstrings(name: str) -> None:
+    results = doctest.testmod(module(f"vtp_plugin.patching.{name}"))
+    assert results.attempted > 0 and results.failed == 0
+
+
+# What is replaced
+
+
+def test_function_and_its_aliases_are_replaced(host: Any) -> None:
+    apply(record(TARGETS["setup"]))
+    assert host.setup(3) == ("new", ("setup", 3))
+    assert module("toyhost.user").call() == ("new", ("setup", 1))
+    assert module("toyhost.renamed").configure is host.setup
+
+
+def test_other_packages_and_siblings_are_left_alone(host: Any) -> None:
+    original, before = host.setup, snapshot()
+    apply(record(TARGETS["setup"]))
+    assert module("toyhostile").setup is original
+    changed = {place for place, value in snapshot().items() if value is not before[place]}
+    assert changed == {("toyhost.state", "setup"), ("toyhost.user", "setup"), ("toyhost.renamed", "configure")}
+
+
+def test_module_imported_later_gets_the_replacement(host: Any) -> None:
+    applied = apply(record(TARGETS["setup"]))
+    assert module("toyhost.late").begin is host.setup
+    assert "toyhost.late:begin" in applied.status()[0].aliases_found
+
+
+def test_submodule_shadowed_by_a_function(host: Any) -> None:
+    apply(record(TARGETS["finalize"]))
+    assert sys.modules["toyhost.core.finalize"].finalize(1) == ("new", ("finalize", 1))
+    assert module("toyhost.core").finalize is sys.modules["toyhost.core.finalize"].finalize
+
+
+def test_method_staticmethod_classmethod_keep_their_kind(host: Any) -> None:
+    apply(*(record(TARGETS[name], id=name) for name in ("area", "unit", "make")))
+    assert host.Grid(2).area(k=3) == ("new", 6)
+    assert host.Grid.unit(1) == host.Grid(2).unit(1) == ("new", ("unit", 1))
+    tag, made = host.Grid.make(5)
+    assert (tag, type(made), made.size) == ("new", host.Grid, 5)
+
+
+def test_classmethod_still_gets_the_subclass(host: Any) -> None:
+    apply(record(TARGETS["make"]))
+    subclass = type("Sub", (host.Grid,), {})
+    assert type(subclass.make(1)[1]) is subclass
+
+
+def test_property_is_replaced_by_a_property(host: Any) -> None:
+    applied = apply(record("toyhost.state:Grid.size", lambda p: property(lambda self: p.fget(self) + 1)))
+    assert host.Grid(2).size == 3
+    applied.revert()
+    assert host.Grid(2).size == 2
+
+
+def test_class_is_replaced_also_in_importers(host: Any) -> None:
+    apply(record("toyhost.state:Grid", lambda old: type("Grid", (old,), {"area": lambda self: -1})))
+    assert module("toyhost.user").Grid(3).area() == -1
+
+
+def test_inherited_method_changes_only_the_named_class(host: Any) -> None:
+    apply(record(TARGETS["step"]))
+    assert host.Grid(1).step(0) == ("new", ("Grid", 0))
+    assert host.Other().step(0) == ("Other", 0)
+    assert "step" in vars(host.Grid)
+
+
+def test_name_of_an_inherited_method_is_no_alias(host: Any) -> None:
+    methods, original = module("toyhost.methods"), host.Base.step
+    apply(record(TARGETS["step"]))
+    assert methods.base_step is original
+
+
+def test_lazy_loader_module_stays_unloaded(host: Any) -> None:
+    spec = importlib.util.find_spec("toyhost.deferred")
+    assert spec is not None and spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = sys.modules["toyhost.deferred"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    apply(record(TARGETS["setup"]))
+    assert "setup" not in object.__getattribute__(lazy, "__dict__")
+    assert lazy.setup is host.setup
+
+
+# Revert
+
+
+@pytest.mark.parametrize("count", range(len(TARGETS) + 1))
+def test_revert_restores_identity_of_everything(host: Any, count: int) -> None:
+    before = snapshot()
+    for names in combinations(TARGETS, count):
+        applied = apply(*(record(TARGETS[name], id=name) for name in names))
+        assert all(status.applied for status in applied.status())
+        applied.revert()
+        assert_same(before)
+
+
+def test_revert_deletes_what_was_inherited(host: Any) -> None:
+    applied = apply(record(TARGETS["step"]))
+    applied.revert()
+    assert "step" not in vars(host.Grid)
+    assert host.Grid.step is host.Base.step
+
+
+def test_revert_reaches_modules_imported_after_applying(host: Any) -> None:
+    original = host.setup
+    applied = apply(record(TARGETS["setup"]))
+    late = module("toyhost.late")
+    applied.revert()
+    assert late.begin is original
+
+
+def test_revert_reaches_methods_that_modules_took_after_applying(host: Any) -> None:
+    applied = apply(record(TARGETS["step"]))
+    methods = module("toyhost.methods")
+    applied.revert()
+    assert methods.grid_step is methods.base_step is host.Base.step
+
+
+def test_second_revert_does_nothing(host: Any) -> None:
+    applied = apply(record(TARGETS["setup"]))
+    applied.revert()
+    again = apply(record(TARGETS["setup"]))
+    applied.revert()
+    assert again.status()[0].applied and host.setup(1)[0] == "new"
+
+
+def test_apply_after_revert(host: Any) -> None:
+    apply(record(TARGETS["setup"])).revert()
+    apply(record(TARGETS["setup"]))
+    assert host.setup(3) == ("new", ("setup", 3))
+
+
+@pytest.mark.parametrize("place", ["toyhost.state", "toyhost.user"])
+def test_revert_refuses_when_overwritten_and_changes_nothing(host: Any, place: str) -> None:
+    applied = apply(record(TARGETS["setup"]), record(TARGETS["area"], id="X2"))
+    module(place).setup = module("intruder").wrap(host.setup)
+    before = snapshot()
+    with pytest.raises(PatchError, match=rf"X1.*{place}:setup is now intruder\.setup"):
+        applied.revert()
+    assert_same(before)
+    assert applied.active
+
+
+def test_revert_refuses_when_deleted(host: Any) -> None:
+    applied = apply(record(TARGETS["area"]))
+    del host.Grid.area
+    with pytest.raises(PatchError, match="Grid.area is now deleted"):
+        applied.revert()
+
+
+def test_two_applies_revert_in_any_order(host: Any) -> None:
+    before = snapshot()
+    first, second = apply(record(TARGETS["setup"])), apply(record(TARGETS["area"]))
+    first.revert()
+    assert host.Grid(1).area() == ("new", 1)
+    second.revert()
+    assert_same(before)
+
+
+# All or none
+
+
+def raising(original: Any) -> Any:
+    raise KeyError("no such thing")
+
+
+BAD_RECORDS = {
+    "missing attribute": (record("toyhost.state:nothing"), "module toyhost.state has no attribute 'nothing'"),
+    "missing method": (record("toyhost.state:Grid.nothing"), "class Grid has no attribute 'nothing'"),
+    "missing class": (record("toyhost.state:setup.area"), "'setup' in module toyhost.state is not a class"),
+    "missing module": (record("toyhost.nothing:f"), "No module named 'toyhost.nothing'"),
+    "broken module": (record("toyhost.broken:f", optional=True), "No module named 'package_that_nobody_has'"),
+    "optional but no attribute": (record("toyhost.state:nothing", optional=True), "has no attribute"),
+    "outside the host": (record("toyhostile:setup"), "not part of toyhost"),
+    "constant": (record("toyhost.state:LIMIT"), "it is a int"),
+    "build raises": (record(TARGETS["other"], raising), "no such thing"),
+    "build returns nothing": (record(TARGETS["other"], lambda f: None), "NoneType instead of a plain function"),
+    "build returns the original": (record(TARGETS["other"], lambda f: f), "the original itself"),
+    "build returns a descriptor": (record(TARGETS["unit"], staticmethod), "staticmethod instead of a plain function"),
+    "function for a class": (record("toyhost.state:Grid", lambda c: lambda: 0), "no class in place of a class"),
+    "function for a property": (record("toyhost.state:Grid.size", lambda p: lambda self: 0), "no property"),
+    "host object as replacement": (record(TARGETS["other"], lambda f: module("toyhost.core").finalize), "in use"),
+    "no room for the marker": (record(TARGETS["other"], lambda f: [].append), "cannot carry the marker"),
+    "cannot be set": (record("toyhost.state:Sealed.seal"), "frozen"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_failure_leaves_nothing_behind_and_names_everything(host: Any, name: str) -> None:
+    bad, reason = BAD_RECORDS[name]
+    before = snapshot()
+    good = (record(TARGETS["setup"], id="X0"), record(TARGETS["step"], id="X2"))
+    with pytest.raises(PatchError) as caught:
+        apply(*good, bad)
+    assert_same(before)
+    message = str(caught.value)
+    assert message.startswith(f"patch X1 on {bad.target} (toyhost 1.5): ")
+    assert reason in message and "\n" not in message
+    assert ";" in message  # the way out follows
+
+
+def test_same_target_twice(host: Any) -> None:
+    with pytest.raises(PatchError, match="X2.*record X1 has the same target"):
+        apply(record(TARGETS["setup"]), record(TARGETS["setup"], id="X2"))
+
+
+def test_same_function_under_two_names(host: Any) -> None:
+    with pytest.raises(PatchError, match="X2.*record X1 has the same target"):
+        apply(record(TARGETS["setup"]), record("toyhost.renamed:configure", id="X2"))
+
+
+def test_same_record_twice(host: Any) -> None:
+    with pytest.raises(PatchError, match="the same target"):
+        apply(*[record(TARGETS["setup"])] * 2)
+
+
+def test_method_together_with_the_one_it_inherits(host: Any) -> None:
+    with pytest.raises(PatchError, match="X1.*inherited from the target of record X2"):
+        apply(record(TARGETS["step"]), record("toyhost.state:Base.step", id="X2"))
+
+
+def test_two_classes_that_inherit_one_method(host: Any) -> None:
+    apply(record(TARGETS["step"]), record("toyhost.state:Other.step", id="X2"))
+    assert host.Other().step(0) == ("new", ("Other", 0))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_double_apply_is_refused(host: Any, name: str) -> None:
+    apply(record(TARGETS[name]))
+    before = snapshot()
+    with pytest.raises(PatchError, match="X9.*patched already .by record X1."):
+        apply(record(TARGETS[name], id="X9"))
+    assert_same(before)
+
+
+def test_double_apply_is_seen_below_a_foreign_wrapper(host: Any) -> None:
+    apply(record(TARGETS["setup"]))
+    host.setup = module("intruder").wrap(host.setup)
+    with pytest.raises(PatchError, match="patched already"):
+        apply(record(TARGETS["setup"]))
+
+
+def test_double_apply_is_seen_below_a_wrapper_that_copies_no_attributes(host: Any) -> None:
+    apply(record(TARGETS["setup"]))
+    host.setup = functools.update_wrapper(lambda size: size, host.setup, updated=())
+    with pytest.raises(PatchError, match="patched already"):
+        apply(record(TARGETS["setup"]))
+
+
+def test_double_apply_of_a_property_is_refused(host: Any) -> None:
+    patch = record("toyhost.state:Grid.size", lambda p: property(lambda self: 0))
+    apply(patch)
+    with pytest.raises(PatchError, match="patched already"):
+        apply(patch)
+
+
+# Versions and status
+
+
+@pytest.mark.parametrize(
+    ("version", "tag"), [("0.9", None), ("1.0", "one"), ("1.9.3+local", "one"), ("2.0", "two"), ("3.0", None)]
+)
+def test_version_selects_the_record(host: Any, version: str, tag: str | None) -> None:
+    applied = apply(
+        record(TARGETS["setup"], tagged("one"), id="one", versions=">=1,<2"),
+        record(TARGETS["setup"], tagged("two"), id="two", versions=">=2,<3"),
+        version=version,
+    )
+    assert host.setup(0) == (("setup", 0) if tag is None else (tag, ("setup", 0)))
+    assert [s.id for s in applied.status() if s.applied] == ([tag] if tag else [])
+
+
+def test_record_for_another_version_imports_nothing(host: Any) -> None:
+    apply(record("toyhost.late:begin", versions="<1"))
+    assert "toyhost.late" not in sys.modules
+
+
+def test_bad_host_version(host: Any) -> None:
+    with pytest.raises(PatchError, match="not a PEP 440 version"):
+        apply(record(TARGETS["setup"]), version="core_v1.5")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target": "toyhost.state.setup"}, {"aliases": ("toyhost.user",)}, {"versions": "1 to 2"}]
+)
+def test_malformed_record(fields: dict[str, Any]) -> None:
+    with pytest.raises(PatchError, match="patch X1"):
+        record(fields.pop("target", TARGETS["setup"]), **fields)
+
+
+def test_status_lists_aliases_found_and_missing(host: Any) -> None:
+    declared = ("toyhost.user:setup", "toyhost.user:begin", "toyhost.late:begin")
+    applied = apply(record(TARGETS["setup"], aliases=declared))
+    (status,) = applied.status()
+    assert status.aliases_found == ("toyhost.renamed:configure", "toyhost.user:setup")
+    assert status.aliases_missing == ("toyhost.user:begin",)  # the module of the third one is not loaded
+    applied.revert()
+    (status,) = applied.status()
+    assert (status.state, status.aliases_found, status.aliases_missing) == ("reverted", (), ())
+
+
+def test_status_says_which_optional_module_is_absent(host: Any) -> None:
+    applied = apply(record("toyhost.extra.moe:f", optional=True), record(TARGETS["setup"], id="X2"))
+    absent, present = applied.status()
+    assert (absent.state, absent.skipped) == ("skipped", "module toyhost.extra.moe is absent")
+    assert present.state == "applied"
+
+
+def test_status_sees_that_a_replacement_was_overwritten(host: Any) -> None:
+    applied = apply(record(TARGETS["setup"]))
+    host.setup = module("intruder").wrap(host.setup)
+    assert not applied.status()[0].applied
+
+
+def test_foreign_wrapper_is_wrapped_and_reported(host: Any) -> None:
+    host.setup = module("intruder").wrap(host.setup)
+    applied = apply(record(TARGETS["setup"]))
+    assert applied.status()[0].foreign_wrapper == "intruder"
+    assert host.setup(1) == ("new", ("intruder", ("setup", 1)))
+
+
+def test_foreign_replacement_of_a_method_is_reported(host: Any) -> None:
+    host.Grid.unit = staticmethod(module("intruder").wrap(host.Grid.unit))
+    assert apply(record(TARGETS["unit"])).status()[0].foreign_wrapper == "intruder"
+
+
+def test_foreign_wrapper_is_refused_on_request(host: Any) -> None:
+    host.setup = module("intruder").wrap(host.setup)
+    with pytest.raises(PatchError, match="intruder has replaced or wrapped it"):
+        apply(record(TARGETS["setup"], refuse_foreign=True))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_stock_targets_are_not_foreign(host: Any, name: str) -> None:
+    assert apply(record(TARGETS[name], refuse_foreign=True)).status()[0].foreign_wrapper == ""
+
+
+def test_standard_decorator_is_not_foreign(host: Any) -> None:
+    host.setup = contextlib.contextmanager(host.setup)
+    assert apply(record(TARGETS["setup"])).status()[0].foreign_wrapper == ""
+
+
+def test_format_status(host: Any) -> None:
+    text = format_status(
+        apply(record(TARGETS["setup"], why="only place"), record(TARGETS["area"], id="longer", versions="<1")).status()
+    )
+    lines = text.splitlines()
+    assert lines[0].split() == ["id", "state", "target", "versions"]
+    assert lines[1].split() == ["X1", "applied", "toyhost.state:setup", ">=1,<2"]
+    assert "    why: only place" in lines and "    skipped: not for toyhost 1.5" in lines
+    assert lines[1].index("applied") == lines[0].index("state")
+
+
+# Pins
+
+
+def pin_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, old: str = "", new: str = "") -> str:
+    """Pin Grid.area of a module with one piece of text exchanged."""
+    assert old in STATE
+    path = tmp_path / folder / "pinned_state.py"
+    path.parent.mkdir()
+    path.write_text(STATE.replace(old, new) if old else STATE)
+    spec = importlib.util.spec_from_file_location("pinned_state", path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "pinned_state", loaded)  # inspect finds the source of a class through it
+    spec.loader.exec_module(loaded)
+    return pin_of(vars(loaded.Grid)["area"]) + pin_of(loaded.Grid) + pin_of(vars(loaded.Grid)["size"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("    return self._size * k", "    return  self._size * k", False),
+        ("        return self._size * k", "        return self._size * k   \n", True),
+        ("k=1", "k=2", False),
+        ("        return self._size\n", "        return -self._size\n", False),
+        ("other", "another", True),
+    ],
+)
+def test_pin_changes_exactly_when_the_source_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, same: bool
+) -> None:
+    before = pin_from(tmp_path, monkeypatch, "a")
+    assert (pin_from(tmp_path, monkeypatch, "b", old, new) == before) is same
+
+
+def test_pin_survives_patching(host: Any) -> None:
+    records = [record(target) for target in TARGETS.values()]
+    pins = {"1.5": pins_of(records, "1.5")}
+    apply(*records)
+    assert compare(records, pins, "1.5") == ()
+
+
+def test_pins_round_trip_and_are_sorted(host: Any, tmp_path: Path) -> None:
+    records = [record(target) for target in TARGETS.values()]
+    pins = {"1.5": pins_of(records, "1.5"), "1.10": {"toyhost.state:setup": "abc"}}
+    write_pins(tmp_path / "pins.toml", pins)
+    assert read_pins(tmp_path / "pins.toml") == pins
+    write_pins(tmp_path / "again.toml", {version: dict(reversed(pins[version].items())) for version in reversed(pins)})
+    assert (tmp_path / "again.toml").read_bytes() == (tmp_path / "pins.toml").read_bytes()
+
+
+def test_compare_names_the_changed_target(host: Any) -> None:
+    records = [record(TARGETS["setup"], id="X1"), record(TARGETS["area"], id="X2")]
+    pins = {"1.5": pins_of(records, "1.5") | {TARGETS["area"]: "0" * 64}}
+    (mismatch,) = compare(records, pins, "1.5")
+    assert (mismatch.id, mismatch.target, mismatch.expected) == ("X2", TARGETS["area"], "0" * 64)
+    assert mismatch.found == pin_of(host.Grid.area)
+
+
+def test_compare_reports_what_it_cannot_check_and_skips_what_does_not_apply(host: Any) -> None:
+    records = [
+        record(TARGETS["setup"], id="no pin"),
+        record("toyhost.state:nothing", id="gone"),
+        record("toyhost.broken:f", id="broken", optional=True),
+        record("toyhost.extra:f", id="absent", optional=True),
+        record(TARGETS["area"], id="old", versions="<1"),
+    ]
+    reasons = {mismatch.id: mismatch.reason for mismatch in compare(records, {}, "1.5")}
+    assert list(reasons) == ["no pin", "gone", "broken"]
+    assert reasons["no pin"] == "no pin for 1.5" and "'nothing'" in reasons["gone"]
+
+
+def test_object_without_source_has_no_pin() -> None:
+    with pytest.raises(PatchError, match="no Python source"):
+        pin_of(len)
+
+
+@pytest.mark.parametrize("text", ["[1.5", "x = 1\n", '["1.5"]\n"a:b" = 3\n'])
+def test_bad_pin_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pins.toml").write_text(text)
+    with pytest.raises(PatchError, match="generate the pins again"):
+        read_pins(tmp_path / "pins.toml")

@@ -1,0 +1,145 @@
+"""The NPU platform without an NPU: a device module written in Python, and gloo under the name hccl."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+torch_registration = pytest.importorskip("torch.utils.backend_registration")
+
+STUB_DEVICE = """
+    import sys, types
+    import torch
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    from vtp_plugin.platform import detect
+    from vtp_plugin.errors import ConfigError
+
+    class Npu(types.ModuleType):
+        num_devices = 2
+        def is_available(self): return self.num_devices > 0
+        def device_count(self): return self.num_devices
+        def current_device(self): return 1
+        def is_initialized(self): return True
+        def _is_in_bad_fork(self): return False
+        def manual_seed_all(self, seed): pass
+
+    npu = Npu("torch.npu")
+"""
+
+HCCL_ALIAS = """
+    import sys
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from vtp_plugin.platform.npu import NpuPlatform
+
+    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+
+    def create(options, group_options):
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+    dist.Backend.register_backend("hccl", create, extended_api=True, devices=["cpu"])
+    platform = NpuPlatform("stub")
+    timeout = timedelta(seconds=30)
+    dist.init_process_group(
+        platform.backend, store=dist.FileStore(rendezvous, 2), rank=rank, world_size=2, timeout=timeout
+    )
+    assert dist.get_backend() == "hccl"
+    # No torch_npu, no HCCL options: the channel is made with the defaults and carries tensors.
+    channel = dist.new_group([0, 1], timeout=timeout, pg_options=platform.group_options(1 << 20))
+    assert dist.get_backend(channel) == "hccl"
+    sent, received = torch.full((3,), float(rank)), torch.empty(3)
+    works = [dist.isend(sent, 1 - rank, group=channel), dist.irecv(received, 1 - rank, group=channel)]
+    for work in works:
+        work.wait()
+    assert received.tolist() == [1.0 - rank] * 3
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start Python on ``code``, with no CUDA device visible."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Wait for a process and show its output if it failed."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no device modules written in Python (needs 2.13)",
+)
+@pytest.mark.parametrize("num_devices", [2, 0])
+def test_detect_finds_the_npu_module(num_devices: int) -> None:
+    """With a device it wins and may not be replaced; a module that sees no device is no NPU."""
+    checks = {
+        2: """
+            platform = detect()
+            assert (platform.name, platform.backend, platform.host_blocking_wait) == ("npu", "hccl", False)
+            assert "2 device(s)" in platform.reason
+            assert platform.device() == torch.device("npu:1") and platform.module() is npu
+            assert detect("npu").name == "npu"
+            empty = torch.empty
+            platform.install()
+            assert torch.empty is empty and not platform.is_installed
+            try:
+                detect("cpu")
+            except ConfigError as error:
+                assert 'working accelerator (npu); hide it with ASCEND_RT_VISIBLE_DEVICES=""' in str(error)
+            else:
+                raise AssertionError("not refused")
+        """,
+        0: """
+            assert detect().name == "cpu" and "torch.npu sees no device" in detect().reason
+        """,
+    }
+    setup = "npu.num_devices = {}\n_setup_privateuseone_for_python_backend('npu', npu)\n".format(num_devices)
+    finish(start(textwrap.dedent(STUB_DEVICE) + setup + textwrap.dedent(checks[num_devices])))
+
+
+def test_hccl_options_carry_the_buffer_size() -> None:
+    """torch_npu's options object gets the message size in whole MB; without a size, HCCL's default stays."""
+    finish(
+        start(
+            """
+            import sys, types
+            from vtp_plugin.platform.npu import NpuPlatform
+            class Options:
+                pass
+            bindings = types.ModuleType("torch_npu._C._distributed_c10d")
+            bindings.ProcessGroupHCCL = type("ProcessGroupHCCL", (), {"Options": Options})
+            platform = NpuPlatform("stub")
+            assert platform.group_options(1) is None
+            sys.modules[bindings.__name__] = bindings
+            options = platform.group_options(5 * 2**20 + 1)
+            assert isinstance(options, Options) and options.hccl_config == {"hccl_buffer_size": 6}
+            assert platform.group_options() is None
+            """
+        )
+    )
+
+
+def test_two_ranks_talk_over_a_backend_named_hccl(tmp_path: Path) -> None:
+    """Nothing in the platform depends on the backend's name being one that torch knows."""
+    processes = [start(HCCL_ALIAS, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    for process in processes:
+        finish(process)

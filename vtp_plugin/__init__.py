@@ -1,0 +1,30 @@
+"""Every pipeline stage of a Megatron run gets its own tensor-parallel size."""
+
+from __future__ import annotations
+
+from vtp_plugin.api import (
+    apply,
+    get_vtp_intra_stage_group,
+    get_vtp_my_stage_idx,
+    get_vtp_size_list,
+    get_vtp_stage_ranks,
+    is_vtp_enabled,
+    is_vtp_stage_rank0,
+    revert,
+    status,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "apply",
+    "get_vtp_intra_stage_group",
+    "get_vtp_my_stage_idx",
+    "get_vtp_size_list",
+    "get_vtp_stage_ranks",
+    "is_vtp_enabled",
+    "is_vtp_stage_rank0",
+    "revert",
+    "status",
+]

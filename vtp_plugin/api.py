@@ -1,0 +1,199 @@
+"""``apply``, ``revert``, ``status`` and the queries; torch and Megatron are imported when they are called."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as distribution_version
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from vtp_plugin.config import DeviceName, TransportName, VtpConfig, parse_size_list
+from vtp_plugin.errors import PatchError, VtpError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from vtp_plugin.patching import PatchStatus
+    from vtp_plugin.session import Session
+
+_SUPPORTED = ">=0.19,<0.20"
+
+
+class _Holder:
+    """The one applied session of this process."""
+
+    session: Session | None = None
+    request: VtpConfig | None = None
+
+
+def apply(
+    *,
+    vtp_size_list: Sequence[int] | str | None = None,
+    device: DeviceName = "auto",
+    transport: TransportName = "auto",
+    timeout_s: float = 600.0,
+    force: bool = False,
+    data_parallel_size: int | None = None,
+) -> None:
+    """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
+
+    Call it before Megatron's ``parallel_state`` is initialised and before the script imports names from Megatron that
+    the plugin replaces. Without a list here or on the command line (``--vtp-size-list``), Megatron stays as it is. In a
+    child process that ``multiprocessing`` spawns while it imports the script again, the call does nothing.
+
+    Args:
+        vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
+        device: ``"auto"`` asks npu, then cuda, then cpu.
+        transport: ``"auto"`` or ``"rank0"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        timeout_s: a rank that does not answer for so long ends the run on all ranks.
+        force: use the plugin's groups and communicator for a uniform list too.
+        data_parallel_size: replicas of every stage; only needed by ``"auto"``.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+        PatchError: Megatron is missing, of another version, or already initialised; or ``apply`` was called before with
+            other arguments.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    sys.excepthook = _excepthook
+    request = VtpConfig(
+        size_list=parse_size_list(vtp_size_list),
+        device=device,
+        transport=transport,
+        timeout_s=timeout_s,
+        force=force,
+        data_parallel_size=data_parallel_size,
+    )
+    if _Holder.session is not None:
+        if request == _Holder.request:
+            return
+        raise PatchError(
+            f"apply() was called before with other arguments ({_Holder.request}, now {request}); call it once, or "
+            "vtp_plugin.revert() first"
+        )
+    host_version = _megatron_version()
+    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
+    from vtp_plugin.patching import apply_records
+    from vtp_plugin.session import Session
+
+    _refuse_late()
+    session = Session(request)
+
+    def activate() -> None:
+        if session.is_activated:
+            return
+        session.is_activated = True
+        session.choose_platform()
+        records = platform_records(session)
+        if session.config.size_list is not None:
+            records += training_records(session)
+        session.applied.append(apply_records(records, host_version))
+
+    session.applied.append(apply_records(argument_records(session, activate), host_version))
+    _Holder.session, _Holder.request = session, request
+    if isinstance(request.size_list, tuple):
+        activate()
+
+
+def revert() -> None:
+    """Undo ``apply``: every replaced object of Megatron and torch is the original again. Without ``apply``: nothing."""
+    session, _Holder.session, _Holder.request = _Holder.session, None, None
+    if sys.excepthook is _excepthook:
+        sys.excepthook = sys.__excepthook__
+    if session is None:
+        return
+    session.stop_monitor()
+    for applied in reversed(session.applied):
+        applied.revert()
+    if session.platform is not None:
+        session.platform.uninstall()
+
+
+def status() -> tuple[PatchStatus, ...]:
+    """Return the state of every patch; empty before ``apply``."""
+    session = _Holder.session
+    return () if session is None else tuple(entry for applied in session.applied for entry in applied.status())
+
+
+def is_vtp_enabled() -> bool:
+    """Tell whether the plugin's groups and communicator are in use in this run."""
+    return _Holder.session is not None and _Holder.session.is_active
+
+
+def get_vtp_size_list() -> list[int] | None:
+    """Return the tensor-parallel size of every stage; None before it is known."""
+    session = _Holder.session
+    return None if session is None or session.layout is None else list(session.layout.tp_sizes)
+
+
+def get_vtp_stage_ranks() -> list[list[int]] | None:
+    """Return the global ranks of every stage in this rank's replica; None before the groups exist."""
+    session = _Holder.session
+    if session is None or session.layout is None or session.stage_group is None:
+        return None
+    layout, own = session.layout, session.own
+    return [list(layout.tp_ranks(i, own.dp_rank, own.cp_rank)) for i in range(layout.num_stages)]
+
+
+def get_vtp_my_stage_idx() -> int | None:
+    """Return the index of this rank's stage; None before the groups exist."""
+    session = _Holder.session
+    return None if session is None or session.stage_group is None else session.own.stage
+
+
+def is_vtp_stage_rank0() -> bool:
+    """Tell whether this rank is its stage's leader; True before the groups exist, as in the Ascend implementation."""
+    session = _Holder.session
+    return session is None or session.stage_group is None or session.own.tp_rank == 0
+
+
+def get_vtp_intra_stage_group() -> dist.ProcessGroup | None:
+    """Return the tensor-parallel group of this rank's stage; None before the groups exist."""
+    return None if _Holder.session is None else _Holder.session.stage_group
+
+
+def _megatron_version() -> str:
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        found = distribution_version("megatron-core")
+    except PackageNotFoundError:
+        raise PatchError("megatron-core is not installed; run: pip install 'megatron-core>=0.19,<0.20'") from None
+    if not SpecifierSet(_SUPPORTED).contains(found, prereleases=True):
+        raise PatchError(
+            f"megatron-core {found} is not supported by this version of vtp_plugin, which knows {_SUPPORTED}; run: "
+            f"pip install 'megatron-core{_SUPPORTED}'"
+        )
+    return found
+
+
+def _refuse_late() -> None:
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        raise PatchError(
+            "Megatron's parallel_state is already initialised; call vtp_plugin.apply() before initialize_model_parallel"
+        )
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print errors of the plugin as one line, and tell the other ranks about any error."""
+    session = _Holder.session
+    monitor = None if session is None else session.monitor
+    if monitor is not None:
+        monitor.post_failure(error)
+    if isinstance(error, VtpError):
+        position = f"; {monitor.describe_position()}" if monitor is not None else ""
+        print(f"{_prefix()} error: {error}{position}", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _prefix() -> str:
+    import os
+
+    rank = os.environ.get("RANK")
+    return "[vtp]" if rank is None else f"[vtp rank {rank}]"

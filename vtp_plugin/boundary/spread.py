@@ -1,0 +1,245 @@
+"""How one global tensor is spread over the ranks of a stage.
+
+Everything is in global coordinates: a :data:`Box` is a half-open index interval per dimension of the global tensor, for
+activations ``[S, B, H]`` (sequence, batch, hidden), for a weight ``[V, H]``. A :class:`Spread` says which boxes each
+rank holds; it knows nothing about why (tensor, sequence, context or data parallelism) nor about processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+type Box = tuple[tuple[int, int], ...]
+"""Half-open interval ``(start, stop)`` for every dimension of the global tensor."""
+
+
+def volume(box: Box) -> int:
+    """Count the elements of a box.
+
+    >>> volume(((0, 4), (2, 5)))
+    12
+    """
+    return math.prod(max(stop - start, 0) for start, stop in box)
+
+
+def format_box(box: Box) -> str:
+    """Write a box the way it would index a tensor.
+
+    >>> format_box(((0, 4), (2, 5)))
+    '[0:4, 2:5]'
+    """
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box that is the whole tensor.
+
+    >>> whole_box((4, 2))
+    ((0, 4), (0, 2))
+    """
+    return tuple((0, length) for length in shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the common part of two boxes of the same rank, or None when they share no element.
+
+    >>> intersect(((0, 4), (0, 2)), ((3, 6), (0, 2)))
+    ((3, 4), (0, 2))
+    >>> intersect(((0, 4),), ((4, 6),)) is None
+    True
+    """
+    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def subtract(box: Box, holes: Sequence[Box]) -> tuple[Box, ...]:
+    """Return disjoint boxes that together are `box` without every element of `holes`.
+
+    How the remainder is cut into boxes depends on the order of `holes`; which elements it has does not.
+
+    >>> subtract(((0, 4), (0, 2)), [((1, 2), (0, 2))])
+    (((0, 1), (0, 2)), ((2, 4), (0, 2)))
+    >>> subtract(((0, 4),), [((0, 3),), ((2, 4),)])
+    ()
+    """
+    left = [box] if volume(box) else []
+    for hole in holes:
+        left = [part for piece in left for part in _without(piece, hole)]
+    return tuple(left)
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Yield `box` minus one hole: per dimension the slabs before and after the hole, the rest inside its interval."""
+    common = intersect(box, hole)
+    if common is None:
+        yield box
+        return
+    for dim, ((start, stop), (hole_start, hole_stop)) in enumerate(zip(box, common, strict=True)):
+        for slab in ((start, hole_start), (hole_stop, stop)):
+            if slab[0] < slab[1]:
+                yield (*common[:dim], slab, *box[dim + 1 :])
+
+
+def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
+    """Yield every pair of positions ``(i, j)``, i < j, whose boxes share an element. Boxes have at least one dimension.
+
+    The boxes are swept along the dimension with most different intervals, so that a tensor cut into n pieces along one
+    dimension costs n log n and not n * n comparisons.
+
+    >>> list(overlaps([((0, 3),), ((3, 5),), ((2, 4),)]))
+    [(0, 2), (1, 2)]
+    """
+    if len(boxes) < 2:
+        return
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i][dim][0])
+    for position, i in enumerate(order):
+        for j in islice(order, position + 1, None):
+            if boxes[j][dim][0] >= boxes[i][dim][1]:
+                break
+            if intersect(boxes[i], boxes[j]) is not None:
+                yield min(i, j), max(i, j)
+
+
+def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut ``range(length)`` into `parts` consecutive intervals whose sizes differ by at most one, larger ones first.
+
+    Intervals at the end are empty when there are more parts than elements.
+
+    >>> even_cuts(7, 3)
+    ((0, 3), (3, 5), (5, 7))
+    """
+    assert length >= 0 and parts > 0, f"cannot cut {length} elements into {parts} parts"
+    size, num_larger = divmod(length, parts)
+    bounds = [size * part + min(part, num_larger) for part in range(parts + 1)]
+    return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one rank holds of the global tensor.
+
+    Attributes:
+        rank: Global rank.
+        boxes: Disjoint boxes in the order in which they lie in the rank's memory: one normally, several under context
+            parallelism, none when the tensor has fewer slices than there are ranks.
+    """
+
+    rank: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A global tensor cut into disjoint boxes, each held by one or more ranks.
+
+    Invariants, asserted on construction: every element is held by some rank, and two boxes of any two ranks are either
+    the same box or share no element (a spread is one partition, not two overlaid ones).
+
+    Attributes:
+        shape: Shape of the global tensor, every length positive.
+        holdings: One per rank, in the order of the stage's ranks; the first is the leader.
+    """
+
+    shape: tuple[int, ...]
+    holdings: tuple[Holding, ...]
+
+    def __post_init__(self) -> None:
+        assert self.shape and all(length > 0 for length in self.shape), f"empty global shape {self.shape}"
+        assert self.holdings, "a spread needs at least one rank"
+        assert len(set(self.ranks)) == len(self.ranks), f"rank listed twice in {self.ranks}"
+        for holding in self.holdings:
+            assert len(set(holding.boxes)) == len(holding.boxes), f"rank {holding.rank} lists a box twice"
+        _assert_partition(self.shape, list({box for holding in self.holdings for box in holding.boxes}))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks in the order of the holdings."""
+        return tuple(holding.rank for holding in self.holdings)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor in one box (also true for any spread over a single rank)."""
+        return all(holding.boxes == (whole_box(self.shape),) for holding in self.holdings)
+
+    def boxes_of(self, rank: int) -> tuple[Box, ...]:
+        """Return the boxes that `rank` holds, in the order in which they lie in its memory.
+
+        Raises:
+            KeyError: `rank` has no part in this spread.
+
+        >>> sharded((4, 2), (6, 7), dim=0).boxes_of(7)
+        (((2, 4), (0, 2)),)
+        """
+        for holding in self.holdings:
+            if holding.rank == rank:
+                return holding.boxes
+        raise KeyError(rank)
+
+    def replicas(self) -> dict[tuple[int, ...], tuple[Box, ...]]:
+        """Group the boxes by who holds them: ranks in the order of the spread -> their common boxes, ascending.
+
+        >>> replicated((4,), (0, 1)).replicas()
+        {(0, 1): (((0, 4),),)}
+        >>> sharded((4,), (0, 1), dim=0).replicas()
+        {(0,): (((0, 2),),), (1,): (((2, 4),),)}
+        """
+        holders: dict[Box, list[int]] = {}
+        for holding in self.holdings:
+            for box in holding.boxes:
+                holders.setdefault(box, []).append(holding.rank)
+        groups: dict[tuple[int, ...], list[Box]] = {}
+        for box in sorted(holders):
+            groups.setdefault(tuple(holders[box]), []).append(box)
+        return {ranks: tuple(boxes) for ranks, boxes in groups.items()}
+
+
+def _assert_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Assert that the distinct `boxes` cut the tensor without gap or overlap."""
+    for box in boxes:
+        assert len(box) == len(shape), f"box {format_box(box)} does not have the dimensions of {shape}"
+        inside = all(0 <= start < stop <= length for (start, stop), length in zip(box, shape, strict=True))
+        assert inside, f"box {format_box(box)} is empty or leaves the tensor {shape}"
+    for i, j in overlaps(boxes):
+        raise AssertionError(f"boxes {format_box(boxes[i])} and {format_box(boxes[j])} overlap but differ")
+    # Disjoint boxes inside the tensor cover it exactly when they have as many elements as it has.
+    held = sum(volume(box) for box in boxes)
+    assert held == math.prod(shape), f"{held} elements are held, the tensor {shape} has {math.prod(shape)}"
+
+
+def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
+    """Spread a tensor so that each of `ranks` holds all of it (activations of tensor parallelism).
+
+    >>> replicated((4, 2), (0, 1)).is_replicated
+    True
+    """
+    return Spread(shape=shape, holdings=tuple(Holding(rank=rank, boxes=(whole_box(shape),)) for rank in ranks))
+
+
+def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
+    """Cut a tensor along `dim` by :func:`even_cuts`, one piece for each of `ranks` in their order.
+
+    Ranks at the end hold nothing when there are more ranks than slices.
+
+    Args:
+        shape: Global shape.
+        ranks: Global ranks in the order of the pieces.
+        dim: Dimension to cut, from 0 to ``len(shape) - 1``: 0 for sequence parallelism ``[S, B, H]`` and for a
+            vocabulary-parallel weight ``[V, H]``.
+
+    >>> [h.boxes for h in sharded((5,), (3, 4), dim=0).holdings]
+    [(((0, 3),),), (((3, 5),),)]
+    """
+    assert 0 <= dim < len(shape), f"dimension {dim} of shape {shape}"
+    whole = whole_box(shape)
+    pieces = [(*whole[:dim], cut, *whole[dim + 1 :]) for cut in even_cuts(shape[dim], len(ranks))]
+    return Spread(
+        shape=shape,
+        holdings=tuple(
+            Holding(rank=rank, boxes=(piece,) if volume(piece) else ())
+            for rank, piece in zip(ranks, pieces, strict=True)
+        ),
+    )

@@ -1,0 +1,116 @@
+"""What the user asked for: one frozen object, made from keyword arguments of ``apply()`` or from ``--vtp-*`` flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from vtp_plugin.errors import ConfigError
+
+DeviceName = Literal["auto", "cuda", "npu", "cpu"]
+TransportName = Literal["auto", "rank0"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VtpConfig:
+    """The plugin's options, validated in themselves (not yet against a world or a model).
+
+    Attributes:
+        size_list: tensor-parallel size of every pipeline stage, in stage order; ``"auto"`` takes one stage per node of
+            the launcher; ``None`` leaves Megatron alone.
+        device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
+        transport: how activations cross a boundary. ``"auto"`` moves them rank to rank where both stages have one size
+            and through the leaders elsewhere; ``"rank0"`` always goes through the leaders.
+        timeout_s: a peer that does not answer for so long ends the run on every rank, in seconds.
+        force: use the plugin's groups and communicator for a uniform list too (tests and benchmarks).
+        data_parallel_size: replicas of every stage; only needed by ``size_list="auto"``, checked elsewhere.
+    """
+
+    size_list: tuple[int, ...] | Literal["auto"] | None = None
+    device: DeviceName = "auto"
+    transport: TransportName = "auto"
+    timeout_s: float = 600.0
+    force: bool = False
+    data_parallel_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value that can be checked alone.
+
+        Raises:
+            ConfigError: a value breaks its rule.
+        """
+        if self.device not in get_args(DeviceName):
+            raise ConfigError(f"device {self.device!r} is unknown; use one of {', '.join(get_args(DeviceName))}")
+        if self.transport not in get_args(TransportName):
+            raise ConfigError(
+                f"transport {self.transport!r} is unknown; use one of {', '.join(get_args(TransportName))}"
+            )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout of {self.timeout_s} s must be positive; leave it out for 600 s")
+        if self.data_parallel_size is not None and self.data_parallel_size < 1:
+            raise ConfigError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
+
+
+def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Literal["auto"] | None:
+    """Read a list of stage sizes from a flag's text or from a sequence of integers.
+
+    >>> parse_size_list("1,4,4")
+    (1, 4, 4)
+    >>> parse_size_list([2])
+    (2,)
+    >>> parse_size_list("auto")
+    'auto'
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    if value is None or value == "auto":
+        return value
+    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    if not entries:
+        raise ConfigError("vtp_size_list is empty; give one tensor-parallel size per pipeline stage, such as 1,4,4")
+    return tuple(_positive_int(entry, entries) for entry in entries)
+
+
+def _positive_int(entry: object, entries: Sequence[object]) -> int:
+    shown = ",".join(str(e) for e in entries)
+    try:
+        number = int(entry)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        number = 0
+    # bool and 2.0 are numbers to int(), but not sizes.
+    if number < 1 or isinstance(entry, bool | float):
+        raise ConfigError(
+            f"vtp_size_list {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
+            "write one tensor-parallel size per pipeline stage, such as 1,4,4"
+        )
+    return number
+
+
+def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
+    """Add the flags that were given (value not ``None``) to what ``apply()`` was told.
+
+    >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
+    'cpu'
+
+    Raises:
+        ConfigError: a flag contradicts a keyword argument.
+    """
+    default = VtpConfig()
+    changes: dict[str, object] = {}
+    for name, value in flags.items():
+        if value is None:
+            continue
+        told = getattr(base, name)
+        if told != getattr(default, name) and told != value:
+            raise ConfigError(
+                f"apply() was told {name}={_shown(told)}, the command line says {_shown(value)}; give it in one place only"
+            )
+        changes[name] = value
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def _shown(value: object) -> str:
+    return ",".join(str(v) for v in value) if isinstance(value, tuple) else str(value)

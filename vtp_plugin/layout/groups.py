@@ -1,0 +1,263 @@
+"""Rank lists of all process groups of a pipeline, in the order in which they are created.
+
+Creating a process group is collective over the world, so every rank must create the same groups in the same order: the
+order is a part of the plan. :class:`LayoutRankGenerator` answers the questions that Megatron's
+``initialize_model_parallel`` puts to its own rank generator, for stages of different tp sizes; with a uniform layout
+its answers are Megatron's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+
+_AXES = {
+    RankOrder.STAGE_MAJOR: ("tp", "gtp_remat", "cp", "ep", "dp", "pp"),
+    RankOrder.REPLICA_MAJOR: ("tp", "gtp_remat", "cp", "ep", "pp", "dp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One process group to create.
+
+    Attributes:
+        name: description of the group, shared by all groups of its kind.
+        ranks: members in planned order. A process group sorts them: its group rank is the place in ascending order.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class LayoutRankGenerator:
+    """Rank lists along any axes of a pipeline with stages of their own tp size.
+
+    It has the interface of Megatron's ``RankGenerator``: a token such as "tp" or "tp-dp-cp" names the axes along which
+    the ranks of a group differ; there is one group for every place along the other axes. Groups are ordered by that
+    place and ranks by their place inside the group, in both cases with the earlier axis of the rank order changing
+    faster. The axes are tp, gtp_remat (always 1), cp, ep, pp and dp; the dense generator has ep = 1, the expert one
+    cp = 1 and its own tp and dp.
+
+    Tokens without "pp" give every stage's own groups, which partition the world. A token with "pp" and "tp" unites the
+    stages' ranks. A token with "pp" and without "tp" would find no partner for the higher tp ranks of a wide stage in a
+    narrow one: a rank of stage ``i`` therefore stands for all ``t`` that are its tp rank modulo ``tp_i``. For "pp"
+    these are the lanes of the layout; the first list that contains a rank is its own lane.
+
+    >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
+    >>> generator.get_ranks("tp")
+    [[0], [1], [2, 3], [4, 5]]
+    >>> generator.get_ranks("pp")
+    [[0, 2], [0, 3], [1, 4], [1, 5]]
+    >>> generator.get_ranks("tp-pp")
+    [[0, 2, 3], [1, 4, 5]]
+    """
+
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        *,
+        ep: int = 1,
+        expert: bool = False,
+        expert_tensor_parallel_size: int | None = None,
+    ) -> None:
+        """Give every rank its place along every axis.
+
+        Args:
+            layout: the stages.
+            ep: expert-parallel size; only the expert generator has that axis.
+            expert: whether this is the generator of the expert groups.
+            expert_tensor_parallel_size: tensor-parallel size of the experts; None means each stage's own tp size,
+                and only a uniform layout may name another.
+
+        Raises:
+            ConfigError: the expert sizes do not fit a stage, an explicit expert tp size meets unequal stages, or a
+                replica-major order meets an expert dp size that differs from the dense one.
+        """
+        assert expert or (ep == 1 and expert_tensor_parallel_size is None), "the dense generator has no expert sizes"
+        self._layout = layout
+        self._axes = _AXES[layout.order]
+        if expert:
+            tp_sizes = _expert_tp_sizes(layout, ep, expert_tensor_parallel_size)
+            self._places = [_expert_place(layout, rank, ep, tp_sizes) for rank in range(layout.world_size)]
+        else:
+            tp_sizes = layout.tp_sizes
+            self._places = [_dense_place(layout, rank) for rank in range(layout.world_size)]
+        self._tp_sizes = tp_sizes
+        self._widest = max(tp_sizes)
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return the rank lists of the groups along the axes of ``token``.
+
+        Args:
+            token: names of axes joined by "-", in any order.
+
+        Raises:
+            ValueError: an axis is unknown.
+            ConfigError: the token has "pp" and the stages have different cp or dp sizes.
+        """
+        masked = token.split("-")
+        if unknown := set(masked) - set(self._axes):
+            raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {self._axes}")
+        if "pp" in masked and not self._layout.has_replicas:
+            raise ConfigError(
+                f"groups along {token} need equal cp and dp sizes on all stages, got {self._layout.stages}: "
+                "use equal sizes"
+            )
+        # The last axis is the most significant one, for the order of the groups as for the numbering of the ranks.
+        unmasked = [axis for axis in reversed(self._axes) if axis not in masked]
+        fan_out = "pp" in masked and "tp" not in masked
+        groups: dict[tuple[int, ...], list[int]] = {}
+        # Ascending ranks are already in the order that is wanted inside a group.
+        for rank, place in enumerate(self._places):
+            for seen in self._stand_ins(place) if fan_out else (place,):
+                groups.setdefault(tuple([getattr(seen, axis) for axis in unmasked]), []).append(rank)
+        return [groups[key] for key in sorted(groups)]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Return the groups of Megatron's weight rematerialisation, which are single ranks.
+
+        Raises:
+            ConfigError: the size is not 1.
+        """
+        if gtp_remat_size != 1:
+            raise ConfigError(
+                f"gtp_remat size {gtp_remat_size} does not work with a size per stage: leave the GTP options out"
+            )
+        return self.get_ranks("gtp_remat")
+
+    def _stand_ins(self, place: _Place) -> list[_Place]:
+        """Return the place once for every tp rank of the widest stage that it stands for, its own first."""
+        width = self._tp_sizes[place.pp]
+        return [place._replace(tp=tp) for tp in range(place.tp, self._widest, width)]
+
+
+class _Place(NamedTuple):
+    """Place of a rank along the axes of Megatron's rank order."""
+
+    tp: int
+    gtp_remat: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+def _dense_place(layout: PipelineLayout, rank: int) -> _Place:
+    coord = layout.coord(rank)
+    return _Place(tp=coord.tp_rank, gtp_remat=0, cp=coord.cp_rank, ep=0, dp=coord.dp_rank, pp=coord.stage)
+
+
+def _expert_place(layout: PipelineLayout, rank: int, ep: int, tp_sizes: tuple[int, ...]) -> _Place:
+    """Place in the second factorization of a stage's ranks: expert tp fastest, then ep, then expert dp."""
+    coord = layout.coord(rank)
+    grid = layout.stages[coord.stage]
+    in_stage = coord.tp_rank + grid.tp * (coord.cp_rank + grid.cp * coord.dp_rank)
+    rest, tp_rank = divmod(in_stage, tp_sizes[coord.stage])
+    dp_rank, ep_rank = divmod(rest, ep)
+    return _Place(tp=tp_rank, gtp_remat=0, cp=0, ep=ep_rank, dp=dp_rank, pp=coord.stage)
+
+
+def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> tuple[int, ...]:
+    """Return the expert tp size of every stage after checking that the expert grid covers each stage."""
+    for name, size in (("ep", ep), ("tp", explicit)):
+        if size is not None and size < 1:
+            raise ConfigError(f"the expert {name} size must be a positive integer, got {size}: give at least 1")
+    if explicit is not None and not layout.is_uniform:
+        raise ConfigError(
+            f"expert tp size {explicit} with unequal stages (tp {','.join(map(str, layout.tp_sizes))}): an explicit "
+            "size needs a uniform layout; leave it out, and every stage uses its own tp size"
+        )
+    tp_sizes = layout.tp_sizes if explicit is None else (explicit,) * layout.num_stages
+    for stage, (grid, tp) in enumerate(zip(layout.stages, tp_sizes, strict=True)):
+        if grid.size % (tp * ep):
+            product = f"expert sizes whose product divides {grid.size}"
+            way_out = f"an ep size that divides {grid.cp * grid.dp}" if explicit is None else product
+            raise ConfigError(
+                f"expert sizes tp {tp} * ep {ep} = {tp * ep} do not divide the tp * cp * dp = {grid.tp} * {grid.cp} * "
+                f"{grid.dp} = {grid.size} ranks of stage {stage}: choose {way_out}"
+            )
+        expert_dp = grid.size // (tp * ep)
+        if layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1 and expert_dp != grid.dp:
+            raise ConfigError(
+                f"rank order {layout.order} needs the expert dp size {expert_dp} (= {grid.size} / {tp * ep}) to equal "
+                f"the dp size {grid.dp}, as in Megatron: set expert tp * ep to {grid.tp * grid.cp} on stage {stage}, "
+                f"or use the order {RankOrder.STAGE_MAJOR}"
+            )
+    return tp_sizes
+
+
+class _Kind(NamedTuple):
+    """One kind of group that Megatron creates: its description, the axes, the generator, and if gloo doubles it."""
+
+    name: str
+    token: str
+    expert: bool = False
+    gloo: bool = False
+
+
+# Creation order of initialize_model_parallel in megatron-core 0.19.
+_KINDS = (
+    _Kind("GTP_WEIGHT_REMAT_GROUP", "gtp_remat"),
+    _Kind("DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", gloo=True),
+    _Kind("DATA_PARALLEL_GROUP", "dp", gloo=True),
+    _Kind("CONTEXT_PARALLEL_GROUP", "cp"),
+    _Kind("MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp"),
+    _Kind("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+    _Kind("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+    _Kind("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp-gtp_remat-dp-cp"),
+    _Kind("TENSOR_AND_DATA_PARALLEL_GROUP", "tp-gtp_remat-dp"),
+    _Kind("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-cp"),
+    _Kind("EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", expert=True),
+    _Kind("EXPERT_MODEL_PARALLEL_GROUP", "ep", expert=True),
+    _Kind("EXPERT_TENSOR_PARALLEL_GROUP", "tp", expert=True),
+    _Kind("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep", expert=True),
+    _Kind("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "tp-ep-pp", expert=True),
+    _Kind("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp", expert=True),
+    _Kind("EXPERT_DATA_PARALLEL_GROUP", "dp", expert=True, gloo=True),
+)
+
+
+def model_parallel_groups(
+    layout: PipelineLayout, ep: int = 1, *, expert_tensor_parallel_size: int | None = None, gloo: bool = False
+) -> tuple[GroupSpec, ...]:
+    """List the groups that ``initialize_model_parallel`` of megatron-core 0.19 creates, in its order.
+
+    For unequal stages these are the groups it creates when its rank generators are replaced by
+    :class:`LayoutRankGenerator`. One distributed-optimizer instance, default embedding ranks.
+
+    Args:
+        layout: the stages.
+        ep: expert-parallel size.
+        expert_tensor_parallel_size: see :class:`LayoutRankGenerator`.
+        gloo: whether to list the gloo doubles too (``create_gloo_process_groups``).
+
+    Raises:
+        ConfigError: see :class:`LayoutRankGenerator`, or the stages have different cp or dp sizes.
+
+    >>> groups = model_parallel_groups(PipelineLayout.from_sizes([1, 2], world_size=3))
+    >>> [group.ranks for group in groups if group.name == "PIPELINE_MODEL_PARALLEL_GROUP"]
+    [(0, 1), (0, 2)]
+    """
+    dense = LayoutRankGenerator(layout)
+    expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
+    specs: list[GroupSpec] = []
+    for kind in _KINDS:
+        for ranks in (expert if kind.expert else dense).get_ranks(kind.token):
+            specs.append(GroupSpec(kind.name, tuple(ranks)))
+            if kind.gloo and gloo:
+                specs.append(GroupSpec(f"{kind.name}_GLOO", tuple(ranks)))
+            if kind.token == "pp":
+                specs.extend(_embedding_groups(ranks))
+    everyone = [rank for ranks in expert.get_ranks("tp-ep-pp") for rank in ranks]
+    specs.append(GroupSpec("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", tuple(everyone)))
+    return tuple(specs)
+
+
+def _embedding_groups(lane: list[int]) -> tuple[GroupSpec, GroupSpec]:
+    """Groups that Megatron makes from each pipeline group: both ends tie the embedding, the first has positions."""
+    ends = (lane[0],) if len(lane) == 1 else (lane[0], lane[-1])
+    return GroupSpec("EMBEDDING_GROUP", ends), GroupSpec("POSITION_EMBEDDING_GROUP", (lane[0],))

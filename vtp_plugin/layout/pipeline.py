@@ -1,0 +1,372 @@
+"""Which global rank has which place in a pipeline whose stages have their own tensor-parallel size.
+
+A :class:`PipelineLayout` is a list of stages, each a small grid ``tp x cp x dp``, and a rank order. It answers "who is
+where" by arithmetic (a binary search over the stages, never a scan over the ranks), so it is as cheap for ten thousand
+ranks as for three. It creates no process groups and knows nothing of torch or Megatron.
+
+Words used here: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader*
+of a stage in a replica is its tp rank 0; *lane* ``t`` of a replica holds rank ``t mod tp_i`` of every stage ``i``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate
+
+from vtp_plugin.errors import ConfigError
+
+_MAX_RUNS_SHOWN = 6
+
+
+class RankOrder(StrEnum):
+    """Order of the axes in the numbering of the ranks, the first axis changing fastest.
+
+    ``STAGE_MAJOR`` is Megatron's default: a stage is one contiguous block of ranks. ``REPLICA_MAJOR`` is Megatron's
+    ``--use-tp-pp-dp-mapping``: a data-parallel replica, with all its stages, is one contiguous block.
+    """
+
+    STAGE_MAJOR = "tp-cp-dp-pp"
+    REPLICA_MAJOR = "tp-cp-pp-dp"
+
+
+@dataclass(frozen=True, slots=True)
+class StageGrid:
+    """Parallel sizes of one pipeline stage.
+
+    Attributes:
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        dp: data-parallel size.
+
+    Raises:
+        ConfigError: a size is not a positive integer.
+    """
+
+    tp: int
+    cp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)):
+            _check_positive(f"the {name} size of a stage", value)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the stage: ``tp * cp * dp``."""
+        return self.tp * self.cp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class Coord:
+    """Place of one rank: its stage and its rank along each axis of that stage's grid, all counted from 0."""
+
+    stage: int
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLayout:
+    """Stages of a pipeline and the global ranks that form them.
+
+    The layout covers exactly the ranks ``0 .. world_size - 1``. Stages may have different tp sizes. In stage-major
+    order they may also have different cp and dp sizes; then there are no replicas through all stages, and the methods
+    that need them (:attr:`replicas`, :meth:`lane`, :meth:`lane_of`, :meth:`model_ranks`) raise.
+
+    Attributes:
+        stages: grid of every stage, first stage first.
+        order: numbering of the ranks.
+
+    Raises:
+        ConfigError: no stages, or a replica-major order with different cp or dp sizes.
+
+    >>> layout = PipelineLayout.from_sizes([1, 2], world_size=6)
+    >>> layout.stage_ranks(1), layout.coord(5)
+    ((2, 3, 4, 5), Coord(stage=1, tp_rank=1, cp_rank=0, dp_rank=1))
+    >>> layout.lane(0), layout.lane(1), layout.lane(1, dp_rank=1)
+    ((0, 2), (0, 3), (1, 5))
+    """
+
+    stages: tuple[StageGrid, ...]
+    order: RankOrder = RankOrder.STAGE_MAJOR
+    # First rank of every stage; in replica-major order counted inside a data-parallel replica.
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("a pipeline layout needs at least one stage, got none: give one tp size per stage")
+        if self.order is RankOrder.REPLICA_MAJOR and not self.has_replicas:
+            raise ConfigError(
+                f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
+                f"use the order {RankOrder.STAGE_MAJOR} or equal sizes"
+            )
+        object.__setattr__(self, "_starts", tuple(accumulate(self._block_sizes()[:-1], initial=0)))
+
+    @classmethod
+    def from_sizes(
+        cls,
+        tp_sizes: Sequence[int],
+        *,
+        world_size: int,
+        cp: int = 1,
+        order: RankOrder = RankOrder.STAGE_MAJOR,
+    ) -> PipelineLayout:
+        """Lay out stages of the given tp sizes, with one cp and one dp size for all, over a world.
+
+        Args:
+            tp_sizes: tensor-parallel size of every stage, first stage first.
+            world_size: number of ranks; the data-parallel size is ``world_size / (sum(tp_sizes) * cp)``.
+            cp: context-parallel size of every stage.
+            order: numbering of the ranks.
+
+        Raises:
+            ConfigError: an entry, ``cp`` or ``world_size`` is not a positive integer, or the sizes do not divide the
+                world.
+
+        >>> PipelineLayout.from_sizes([1, 4, 4], world_size=18).stages[1]
+        StageGrid(tp=4, cp=1, dp=2)
+        """
+        if not tp_sizes:
+            raise ConfigError("the list of tp sizes is empty: give one size per pipeline stage, e.g. 1,2")
+        for index, size in enumerate(tp_sizes):
+            _check_positive(f"the tp size of stage {index}", size)
+        _check_positive("the context-parallel size", cp)
+        _check_positive("the world size", world_size)
+        replica_size = sum(tp_sizes) * cp
+        if world_size % replica_size:
+            raise ConfigError(_does_not_divide(tp_sizes, cp=cp, world_size=world_size))
+        dp = world_size // replica_size
+        return cls(tuple(StageGrid(tp, cp, dp) for tp in tp_sizes), order)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all stages."""
+        return sum(stage.size for stage in self.stages)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.stages)
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel size of every stage."""
+        return tuple(stage.tp for stage in self.stages)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have the same tp, cp and dp sizes, as stock Megatron requires."""
+        return len(set(self.stages)) == 1
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether all stages have the same cp and dp sizes, so that replicas and lanes exist."""
+        return len({(stage.cp, stage.dp) for stage in self.stages}) == 1
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes of one replica: the largest tp size."""
+        return max(self.tp_sizes)
+
+    @property
+    def replicas(self) -> tuple[tuple[int, int], ...]:
+        """All ``(dp_rank, cp_rank)``, cp_rank changing fastest.
+
+        Raises:
+            ConfigError: the stages have different cp or dp sizes.
+        """
+        self._require_replicas()
+        first = self.stages[0]
+        return tuple((dp_rank, cp_rank) for dp_rank in range(first.dp) for cp_rank in range(first.cp))
+
+    @property
+    def writer_rank(self) -> int:
+        """Rank that reports the loss and the progress: the last rank of the last stage, as in Megatron."""
+        last = self.stages[-1]
+        return self.rank_of(self.num_stages - 1, last.tp - 1, last.cp - 1, last.dp - 1)
+
+    def vocab_multiple(self, stages: Sequence[int] = (0, -1)) -> int:
+        """Return the least common multiple of the tp sizes of the stages that hold a part of the vocabulary.
+
+        Args:
+            stages: indices of the stages with embedding or head; negative ones count from the end.
+
+        >>> PipelineLayout.from_sizes([2, 1, 3], world_size=6).vocab_multiple()
+        6
+        """
+        return math.lcm(*(self.stages[index].tp for index in stages))
+
+    def rank_of(self, stage: int, tp_rank: int, cp_rank: int = 0, dp_rank: int = 0) -> int:
+        """Return the rank at a place. Inverse of :meth:`coord`.
+
+        >>> PipelineLayout.from_sizes([1, 2], world_size=6, order=RankOrder.REPLICA_MAJOR).rank_of(1, 1, dp_rank=1)
+        5
+        """
+        assert 0 <= stage < self.num_stages, (stage, self.num_stages)
+        grid = self.stages[stage]
+        assert 0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp, (tp_rank, cp_rank, dp_rank)
+        in_replica = tp_rank + grid.tp * cp_rank
+        return self._starts[stage] + in_replica + self._dp_stride(stage) * dp_rank
+
+    def coord(self, rank: int) -> Coord:
+        """Return the place of a rank. Inverse of :meth:`rank_of`."""
+        assert 0 <= rank < self.world_size, (rank, self.world_size)
+        replica_major = self.order is RankOrder.REPLICA_MAJOR
+        outer, rest = divmod(rank, self._dp_stride(0)) if replica_major else (0, rank)
+        stage = bisect_right(self._starts, rest) - 1
+        grid = self.stages[stage]
+        rest, tp_rank = divmod(rest - self._starts[stage], grid.tp)
+        inner, cp_rank = divmod(rest, grid.cp)
+        return Coord(stage, tp_rank, cp_rank, outer if replica_major else inner)
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        return self.coord(rank).stage
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """Return all ranks of a stage, ascending: tp changes fastest, then cp, then dp."""
+        grid = self.stages[stage]
+        return tuple(
+            rank
+            for dp_rank in range(grid.dp)
+            for cp_rank in range(grid.cp)
+            for rank in self.tp_ranks(stage, dp_rank, cp_rank)
+        )
+
+    def tp_ranks(self, stage: int, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
+        """Return the tensor-parallel group of a stage in one replica, ascending by tp rank."""
+        first = self.rank_of(stage, 0, cp_rank, dp_rank)
+        return tuple(range(first, first + self.stages[stage].tp))
+
+    def leader(self, stage: int, dp_rank: int = 0, cp_rank: int = 0) -> int:
+        """Return tp rank 0 of a stage in one replica."""
+        return self.rank_of(stage, 0, cp_rank, dp_rank)
+
+    def lane(self, t: int, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
+        """Return lane ``t`` of a replica: one rank per stage, index ``i`` being rank ``t mod tp_i`` of stage ``i``.
+
+        The ranks ascend, so a process group made of them (torch sorts its ranks) keeps the stage as its group rank.
+
+        Raises:
+            ConfigError: the stages have different cp or dp sizes.
+        """
+        self._require_replicas()
+        assert 0 <= t < self.num_lanes, (t, self.num_lanes)
+        return tuple(self.rank_of(stage, t % grid.tp, cp_rank, dp_rank) for stage, grid in enumerate(self.stages))
+
+    def lane_of(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's own lane, the one of its own tp rank and replica; ``lane[stage_of(rank)] == rank``.
+
+        A rank of a narrow stage is also in other lanes (``t + tp_i``, ...); its own one is the first of them.
+        """
+        place = self.coord(rank)
+        return self.lane(place.tp_rank, place.dp_rank, place.cp_rank)
+
+    def model_ranks(self, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
+        """Return the ranks that together hold the model once: all tp ranks of all stages of a replica, ascending.
+
+        Raises:
+            ConfigError: the stages have different cp or dp sizes.
+        """
+        self._require_replicas()
+        return tuple(rank for stage in range(self.num_stages) for rank in self.tp_ranks(stage, dp_rank, cp_rank))
+
+    def describe(self) -> str:
+        """Return a table for people: one line per stage, then one line about the world.
+
+        >>> print(PipelineLayout.from_sizes([1, 2], world_size=6).describe())
+        stage  tp  cp  dp  ranks  leaders
+            0   1   1   2  0-1    0-1
+            1   2   1   2  2-5    2,4
+        world size 6, rank order tp-cp-dp-pp, writer rank 5
+        """
+        rows = [("stage", "tp", "cp", "dp", "ranks", "leaders")]
+        for stage, grid in enumerate(self.stages):
+            ranks = format_ranks(self.stage_ranks(stage))
+            rows.append((str(stage), str(grid.tp), str(grid.cp), str(grid.dp), ranks, self._leaders_text(stage)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        lines = [
+            "  ".join(
+                [
+                    *(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)),
+                    row[4].ljust(widths[4]),
+                    row[5],
+                ]
+            )
+            for row in rows
+        ]
+        return "\n".join(
+            [*lines, f"world size {self.world_size}, rank order {self.order}, writer rank {self.writer_rank}"]
+        )
+
+    def _leaders_text(self, stage: int) -> str:
+        grid = self.stages[stage]
+        return format_ranks(self.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
+
+    def _block_sizes(self) -> tuple[int, ...]:
+        """Length of the contiguous block of ranks that each stage has (per replica in replica-major order)."""
+        if self.order is RankOrder.REPLICA_MAJOR:
+            return tuple(stage.tp * stage.cp for stage in self.stages)
+        return tuple(stage.size for stage in self.stages)
+
+    def _dp_stride(self, stage: int) -> int:
+        """Distance between the ranks of a stage at neighbouring dp ranks."""
+        if self.order is RankOrder.REPLICA_MAJOR:
+            return self._starts[-1] + self.stages[-1].tp * self.stages[-1].cp
+        return self.stages[stage].tp * self.stages[stage].cp
+
+    def _require_replicas(self) -> None:
+        if not self.has_replicas:
+            raise ConfigError(
+                f"lanes and replicas need equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
+                "use equal sizes, or only what concerns one stage"
+            )
+
+    def _cp_dp_text(self) -> str:
+        cp = ",".join(str(stage.cp) for stage in self.stages)
+        dp = ",".join(str(stage.dp) for stage in self.stages)
+        return f"cp {cp} and dp {dp}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Compress ranks for people: runs of neighbours become ranges, and a long text is cut with the total count.
+
+    >>> format_ranks([0, 1, 2, 5, 8, 9])
+    '0-2,5,8-9'
+    >>> format_ranks(range(0, 40, 2))
+    '0,2,4,6,8,10,... (20 ranks)'
+    """
+    runs: list[list[int]] = []
+    total = 0
+    for rank in ranks:
+        total += 1
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS_SHOWN]]
+    if len(runs) > _MAX_RUNS_SHOWN:
+        shown.append(f"... ({total} ranks)")
+    return ",".join(shown)
+
+
+def _check_positive(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
+
+
+def _does_not_divide(tp_sizes: Sequence[int], *, cp: int, world_size: int) -> str:
+    """Text of the error for a world that the sizes do not divide, with the nearest worlds that fit."""
+    total = sum(tp_sizes)
+    below = world_size // (total * cp) * total * cp
+    worlds = f"{below} or {below + total * cp}" if below else f"{total * cp}"
+    return (
+        f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {cp} take sum(tp) * cp = {total} * {cp} = "
+        f"{total * cp} ranks per replica, which does not divide the world size {world_size}: start {worlds} "
+        "processes, or change the sizes"
+    )

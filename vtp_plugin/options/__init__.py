@@ -1,0 +1,26 @@
+"""Megatron's options against the stage sizes: a table of what works, and the sizes that every stage must share.
+
+``check_options`` and ``check_sizes`` read Megatron's arguments as its parser returns them, before ``validate_args`` has
+run: every rank then sees the same values and reports the same lines. Nothing here needs torch or Megatron.
+"""
+
+from __future__ import annotations
+
+from vtp_plugin.options.check import check_config, check_options
+from vtp_plugin.options.rule import OptionContext, OptionRule, Verdict
+from vtp_plugin.options.show import format_markdown, format_table
+from vtp_plugin.options.sizes import check_sizes
+from vtp_plugin.options.table import CONFIG_RULES, RULES
+
+__all__ = [
+    "CONFIG_RULES",
+    "RULES",
+    "OptionContext",
+    "OptionRule",
+    "Verdict",
+    "check_config",
+    "check_options",
+    "check_sizes",
+    "format_markdown",
+    "format_table",
+]

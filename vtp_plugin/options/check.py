@@ -1,0 +1,56 @@
+"""Which rows of the option table stop a run."""
+
+from __future__ import annotations
+
+from vtp_plugin.options.rule import OptionContext, OptionRule
+from vtp_plugin.options.table import CONFIG_RULES, RULES
+
+
+def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
+    """Refuse the options that do not work with the stage sizes of a run.
+
+    Args:
+        args: Megatron's arguments as parsed, before ``validate_args``. An attribute that is missing counts as unused.
+        context: The run.
+
+    Returns:
+        One line for every refused option, ``value; rule; way out``, in the order of the table. Empty when all is well
+        and whenever a uniform list leaves Megatron untouched.
+
+    >>> from types import SimpleNamespace
+    >>> print(*check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(1, 4))))
+    --use-sharp with --vtp-size-list 1,4; the plugin's group builder does not set up SHARP; leave it out
+    >>> check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(4, 4)))
+    ()
+    """
+    return _refusals(RULES, args, context)
+
+
+def check_config(config: object, context: OptionContext) -> tuple[str, ...]:
+    """Refuse what a script switches on in the model's configuration, where no flag exists.
+
+    Args:
+        config: Megatron's ``TransformerConfig``.
+        context: The run.
+
+    Returns:
+        Lines as ``check_options`` returns them.
+    """
+    return _refusals(CONFIG_RULES, config, context)
+
+
+def _refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext) -> tuple[str, ...]:
+    return tuple(
+        f"{_as_given(rule, args)} with {context.size_list}; {rule.reason}; {rule.way_out}"
+        for rule in rules
+        if rule.refuses(args, context)
+    )
+
+
+def _as_given(rule: OptionRule, args: object) -> str:
+    """The option with the value that the user gave, as far as the option's name does not tell it."""
+    value = getattr(args, rule.attribute)
+    if isinstance(value, bool) or " " in rule.option:
+        return rule.option
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(f"{rule.option} {text}".split())

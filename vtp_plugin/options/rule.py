@@ -1,0 +1,191 @@
+"""What a row of the option table is, and short builders that keep the table readable."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+type Test = Callable[[object], bool]
+"""Says of the parsed value of an option whether the option is in use."""
+
+
+class Verdict(enum.StrEnum):
+    """What happens to a run that uses an option."""
+
+    SUPPORTED = "supported"
+    REFUSED_UNEQUAL = "refused when sizes differ"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionContext:
+    """What a rule may know about a run apart from Megatron's own arguments.
+
+    Attributes:
+        tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
+        cp: Context-parallel size of every stage.
+        dp: Data-parallel size of every stage.
+        num_virtual: Chunks per stage, 1 without interleaving.
+        forced: The plugin's groups and communicator are used even for a uniform list.
+        device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
+    """
+
+    tp_sizes: tuple[int, ...]
+    cp: int = 1
+    dp: int = 1
+    num_virtual: int = 1
+    forced: bool = False
+    device: str = "auto"
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.tp_sizes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have the same size."""
+        return len(set(self.tp_sizes)) == 1
+
+    @property
+    def size_list(self) -> str:
+        """The list as the user writes it.
+
+        >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
+        '--vtp-size-list 1,4,4'
+        """
+        return "--vtp-size-list " + ",".join(str(size) for size in self.tp_sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionRule:
+    """One row of the table.
+
+    Attributes:
+        option: The flag as users know it, with a value where only that value is meant (``--ckpt-format torch_dcp``).
+        attribute: The name of the option in Megatron's parsed arguments.
+        applies: Says whether a run with these arguments uses the option.
+        verdict: What happens then.
+        reason: Why: one sentence without a final stop and without a semicolon.
+        way_out: What to do instead. Empty for a supported option.
+        evidence: For a supported option the test that shows it, or ``not run: ...``. Empty for a refused one.
+    """
+
+    option: str
+    attribute: str
+    applies: Callable[[object, OptionContext], bool]
+    verdict: Verdict
+    reason: str
+    way_out: str = ""
+    evidence: str = ""
+
+    def refuses(self, args: object, context: OptionContext) -> bool:
+        """Whether this row stops the run.
+
+        A row that is refused is so wherever the plugin's own groups are in use, that is for every unequal list and
+        for a uniform one that is forced. Otherwise a uniform list leaves Megatron untouched and nothing is refused.
+
+        Args:
+            args: Megatron's parsed arguments.
+            context: The run.
+        """
+        if self.verdict is Verdict.SUPPORTED or (context.is_uniform and not context.forced):
+            return False
+        if self.verdict is Verdict.REFUSED_UNEQUAL and context.is_uniform:
+            return False
+        return self.applies(args, context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An option, its attribute and the values that count as using it."""
+
+    option: str
+    attribute: str
+    test: Test
+
+
+def on(value: object) -> bool:
+    """The flag is set, or the value is neither empty nor zero."""
+    return bool(value)
+
+
+def off(value: object) -> bool:
+    """A switch that is on by default was turned off."""
+    return value is False
+
+
+def given(value: object) -> bool:
+    """The option was given: its default is None."""
+    return value is not None
+
+
+def above(limit: float) -> Test:
+    """The value is larger than a limit.
+
+    >>> above(1)(2), above(1)(1), above(1)(None)
+    (True, False, False)
+    """
+    return lambda value: isinstance(value, (int, float)) and value > limit
+
+
+def case(option: str, test: Test | None = None, attribute: str = "") -> Case:
+    """Describe when an option is in use.
+
+    Args:
+        option: The flag, or flag and value when only that value is meant.
+        test: Applied to the parsed value. When it is not given: the value that the option names, else ``on``.
+        attribute: The parsed name, when it is not made from the flag.
+
+    >>> case("--use-sharp").attribute
+    'use_sharp'
+    >>> case("--ckpt-format torch_dcp").test("torch_dist")
+    False
+    """
+    flag, _, wanted = option.partition(" ")
+    return Case(
+        option=option,
+        attribute=attribute or flag.removeprefix("--").replace("-", "_"),
+        test=test or ((lambda value: value == wanted) if wanted else on),
+    )
+
+
+def supported(reason: str, evidence: str, *cases: Case | str) -> tuple[OptionRule, ...]:
+    """Rows for options that work. A plain string stands for ``case(string)``."""
+    return _rules(Verdict.SUPPORTED, reason, cases, evidence=evidence)
+
+
+def refused_unequal(
+    reason: str, *cases: Case | str, way_out: str = "leave it out or give every stage the same size"
+) -> tuple[OptionRule, ...]:
+    """Rows for options that are refused when sizes differ. A plain string stands for ``case(string)``."""
+    return _rules(Verdict.REFUSED_UNEQUAL, reason, cases, way_out=way_out)
+
+
+def refused(reason: str, *cases: Case | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:
+    """Rows for options that the plugin's own groups or communicator never serve. A plain string is ``case(string)``."""
+    return _rules(Verdict.REFUSED, reason, cases, way_out=way_out)
+
+
+def _rules(
+    verdict: Verdict, reason: str, cases: tuple[Case | str, ...], way_out: str = "", evidence: str = ""
+) -> tuple[OptionRule, ...]:
+    complete = (case(item) if isinstance(item, str) else item for item in cases)
+    return tuple(
+        OptionRule(
+            option=item.option,
+            attribute=item.attribute,
+            applies=_applies(item),
+            verdict=verdict,
+            reason=reason,
+            way_out=way_out,
+            evidence=evidence,
+        )
+        for item in complete
+    )
+
+
+def _applies(item: Case) -> Callable[[object, OptionContext], bool]:
+    # An older Megatron that has no such attribute cannot be using the option: every test says no to None.
+    return lambda args, _context: item.test(getattr(args, item.attribute, None))

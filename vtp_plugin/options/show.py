@@ -1,0 +1,52 @@
+"""The option table as text for a terminal and as Markdown for the documentation."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+
+from vtp_plugin.options.rule import OptionRule
+from vtp_plugin.options.table import CONFIG_RULES, RULES
+
+_COLUMNS = 100
+_LEGEND = (
+    "With a uniform list the plugin leaves Megatron untouched and refuses nothing. "
+    '"Refused" also holds for a uniform list on which the plugin is forced.'
+)
+
+
+def format_table() -> str:
+    """The table for a terminal of 100 columns: options with one verdict and reason stand together.
+
+    Returns:
+        Lines joined by newlines, without a final one: a verdict, the options below it, the reason, and the test that
+        shows it or the way out. In the order of the table.
+    """
+    blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
+    for (verdict, reason, next_step), rules in itertools.groupby(
+        (*RULES, *CONFIG_RULES), key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
+    ):
+        options = "\n".join(f"    {rule.option}" for rule in rules)
+        blocks.append(f"{verdict}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
+    return "\n\n".join(blocks)
+
+
+def format_markdown() -> str:
+    """The table for the documentation.
+
+    Returns:
+        A sentence and a Markdown table, without a final newline, in the order of the table.
+    """
+    lines = [_LEGEND, "", "| Option | Verdict | Why | Shown by, or way out |", "|---|---|---|---|"]
+    for rule in (*RULES, *CONFIG_RULES):
+        cells = (f"`{rule.option}`", rule.verdict.value, rule.reason, _next_step(rule))
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _next_step(rule: OptionRule) -> str:
+    return rule.evidence if rule.evidence else f"way out: {rule.way_out}"
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _COLUMNS, initial_indent="        ", subsequent_indent="        ")

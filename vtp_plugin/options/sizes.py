@@ -1,0 +1,175 @@
+"""Sizes of the model that every stage cuts by its own tensor-parallel size.
+
+Megatron checks them too, but each rank against its own stage only: some ranks would fail and the others would wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from vtp_plugin.options.rule import OptionContext
+
+type _Fits = Callable[[int, int], bool]
+
+
+def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
+    """Check that every stage can cut the model by its tensor-parallel size.
+
+    Checked are the attention heads, the query groups (a stage's size may be a multiple or a divisor of them), the
+    feed-forward sizes, the sequence length under sequence parallelism, and a padded vocabulary that the user fixes
+    (only against the first and the last stage, which hold the embedding and the output layer). A swiglu layer is cut
+    per gate, so the plain feed-forward size counts. Sizes that are not given are derived as Megatron derives them.
+
+    Args:
+        args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
+        context: The run.
+
+    Returns:
+        One line for every size and stage that do not fit, ``value; rule; way out``, sizes in the order above and
+        stages in pipeline order. Empty when all fit.
+
+    >>> from types import SimpleNamespace
+    >>> print(*check_sizes(SimpleNamespace(num_attention_heads=6), OptionContext(tp_sizes=(1, 4))))
+    --num-attention-heads 6; stage 1 has tensor-parallel size 4, which must divide it; use 4 or 8
+    """
+    return (
+        *_check_heads(args, context),
+        *_check_query_groups(args, context),
+        *_check_feed_forward(args, context),
+        *_check_sequence(args, context),
+        *_check_vocabulary(args, context),
+    )
+
+
+def _number(args: object, attribute: str) -> int:
+    """A size of the model, 0 where it is missing or not given."""
+    return getattr(args, attribute, None) or 0
+
+
+def _check_heads(args: object, context: OptionContext) -> Iterator[str]:
+    heads = _number(args, "num_attention_heads")
+    return _check_multiple(f"--num-attention-heads {heads}", heads, _stages(context))
+
+
+def _check_query_groups(args: object, context: OptionContext) -> Iterator[str]:
+    # Without the switch Megatron ignores the number, which is 1 by default, and gives every head its own group.
+    if not getattr(args, "group_query_attention", False):
+        return iter(())
+    groups, heads = _number(args, "num_query_groups"), _number(args, "num_attention_heads")
+
+    def fits_all(candidate: int) -> bool:
+        return heads % candidate == 0 and all(_is_shared(candidate, size) for size in context.tp_sizes)
+
+    return _check(
+        f"--num-query-groups {groups}",
+        groups,
+        _stages(context),
+        fits=_is_shared,
+        rule="which must be a multiple or a divisor of it",
+        # 1 group always fits. Above the heads there is none, and without heads there is no end to search up to.
+        nearest=_nearest(groups, fits_all, range(groups + 1, (heads or groups) + 1)),
+    )
+
+
+def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:
+    value, name = _feed_forward_size(args)
+    yield from _check_multiple(name, value, _stages(context))
+    if not _number(args, "num_experts"):
+        return
+    expert_tp = _number(args, "expert_tensor_parallel_size")
+    stages = [(stage, expert_tp or size) for stage, size in _stages(context)]
+    expert = _number(args, "moe_ffn_hidden_size")
+    yield from _check_multiple(f"--moe-ffn-hidden-size {expert}", expert, stages)
+    shared = _number(args, "moe_shared_expert_intermediate_size")
+    yield from _check_multiple(f"--moe-shared-expert-intermediate-size {shared}", shared, _stages(context))
+
+
+def _feed_forward_size(args: object) -> tuple[int, str]:
+    """The size and how to name it: Megatron derives it from the hidden size when it is not given."""
+    given = _number(args, "ffn_hidden_size")
+    if given:
+        return given, f"--ffn-hidden-size {given}"
+    hidden = _number(args, "hidden_size")
+    # Megatron keeps the parameter count of a gated layer near that of a plain one, in steps of 64.
+    size = int((4 * hidden * 2 / 3) / 64) * 64 if getattr(args, "swiglu", False) else 4 * hidden
+    return size, f"--ffn-hidden-size {size} (from --hidden-size {hidden})"
+
+
+def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
+    if not getattr(args, "sequence_parallel", False):
+        return
+    flag = "--seq-length" if _number(args, "seq_length") else "--encoder-seq-length"
+    length = _number(args, "seq_length") or _number(args, "encoder_seq_length")
+    cp = context.cp
+    per_rank = "it" if cp == 1 else f"it together with context-parallel size {cp}"
+    # Context parallelism cuts a sequence into two pieces for every rank.
+    step = math.lcm(cp * math.lcm(*context.tp_sizes), 2 * cp if cp > 1 else 1)
+    yield from _check(
+        f"{flag} {length} with --sequence-parallel",
+        length,
+        _stages(context),
+        fits=lambda value, size: value % (cp * size) == 0,
+        rule=f"which must divide {per_rank}",
+        nearest=_nearest_multiples(length, step),
+    )
+
+
+def _check_vocabulary(args: object, context: OptionContext) -> Iterator[str]:
+    stages = list(_stages(context))
+    # Only these hold the embedding and the output layer.
+    ends = [stages[0], stages[-1]] if len(stages) > 1 else stages
+    padded = _number(args, "padded_vocab_size")
+    if padded:
+        return _check_multiple(f"--padded-vocab-size {padded}", padded, ends)
+    if getattr(args, "pad_vocab_size", True):
+        return iter(())
+    plain = _number(args, "vocab_size")
+    return _check_multiple(f"--vocab-size {plain} with --no-pad-vocab-size", plain, ends)
+
+
+def _stages(context: OptionContext) -> Iterator[tuple[int, int]]:
+    return iter(enumerate(context.tp_sizes))
+
+
+def _is_shared(groups: int, size: int) -> bool:
+    return groups % size == 0 or size % groups == 0
+
+
+def _check_multiple(name: str, value: int, stages: Iterable[tuple[int, int]]) -> Iterator[str]:
+    stages = tuple(stages)
+    return _check(
+        name,
+        value,
+        stages,
+        fits=lambda value, size: value % size == 0,
+        rule="which must divide it",
+        nearest=_nearest_multiples(value, math.lcm(*(size for _, size in stages))),
+    )
+
+
+def _check(
+    name: str, value: int, stages: Iterable[tuple[int, int]], *, fits: _Fits, rule: str, nearest: tuple[int, ...]
+) -> Iterator[str]:
+    """One line for every stage that the value does not fit. A value of 0 is unknown and fits."""
+    choices = " or ".join(str(choice) for choice in nearest) or "other sizes in --vtp-size-list"
+    for stage, size in stages:
+        if value and not fits(value, size):
+            yield f"{name}; stage {stage} has tensor-parallel size {size}, {rule}; use {choices}"
+
+
+def _nearest_multiples(value: int, step: int) -> tuple[int, ...]:
+    """The multiples on both sides of a value that is none.
+
+    >>> _nearest_multiples(6, 4), _nearest_multiples(3, 4)
+    ((4, 8), (4,))
+    """
+    below = value // step * step
+    return tuple(choice for choice in (below, below + step) if choice > 0)
+
+
+def _nearest(value: int, fits: Callable[[int], bool], above: Iterable[int]) -> tuple[int, ...]:
+    """The nearest fitting values on both sides, where there are any."""
+    below = next((choice for choice in range(value - 1, 0, -1) if fits(choice)), None)
+    beyond = next((choice for choice in above if fits(choice)), None)
+    return tuple(choice for choice in (below, beyond) if choice is not None)

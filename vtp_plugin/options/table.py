@@ -1,0 +1,478 @@
+"""The table: which Megatron options work with stages of different sizes, which are refused, and why.
+
+A row is decided by reading Megatron (0.19.2) and, where it says supported, by a test:
+
+* an option that derives everything from a rank's own groups is supported and names the test that shows it,
+* an option that no test here can run (it needs CUDA or a package that is not installed) is supported only when it
+  touches no group, or only groups that lie inside a stage or hold the whole world: its evidence is ``not run: ...``,
+* everything else is refused. Refusing is preferred over a run that may hang or be wrong without an error.
+"""
+
+from __future__ import annotations
+
+from vtp_plugin.options.rule import (
+    OptionContext,
+    OptionRule,
+    Verdict,
+    above,
+    case,
+    given,
+    off,
+    on,
+    refused,
+    refused_unequal,
+    supported,
+)
+
+_PARITY = "tests/multiproc/test_parity.py::test_equals_uniform_run"
+_TIED = "tests/multiproc/test_tied_embeddings.py::test_tied_weights_stay_equal"
+_OPTIMIZER = "tests/multiproc/test_optimizer.py::test_equals_uniform_run"
+_CLIPPING = "tests/multiproc/test_optimizer.py::test_clip_inf_and_zeros"
+_CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
+_RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
+_DATA = "tests/multiproc/test_data.py::test_only_readers_have_data"
+_OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
+
+_PIPELINE = (
+    *supported(
+        "the interleaved schedule asks its communicator for every transfer, the ring's wrap-around included",
+        _PARITY,
+        case("--num-virtual-stages-per-pipeline-rank", given),
+        case("--num-layers-per-virtual-pipeline-stage", given),
+        case("--no-overlap-p2p-communication", off, "overlap_p2p_comm"),
+    ),
+    *supported(
+        "the schedule only changes the order of the same transfers, which every rank of a stage issues alike",
+        _OPTIONS,
+        case("--microbatch-group-size-per-virtual-pipeline-stage", given, "microbatch_group_size_per_vp_stage"),
+        case("--overlap-p2p-communication-warmup-flush", on, "overlap_p2p_comm_warmup_flush"),
+    ),
+    *supported(
+        "the layers of a stage follow from its pipeline rank, never from its size",
+        _OPTIONS,
+        case("--decoder-first-pipeline-num-layers", given),
+        case("--decoder-last-pipeline-num-layers", given),
+        case("--pipeline-model-parallel-layout", given),
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+    ),
+    *supported("the layout knows both rank orders", _PARITY, "--use-tp-pp-dp-mapping"),
+    *refused(
+        "the plugin's channels replace Megatron's point-to-point calls and have no ring exchange",
+        "--use-ring-exchange-p2p",
+    ),
+    *refused(
+        "the plugin's channels use the backend of the run, not UCC",
+        "--pipeline-model-parallel-comm-backend ucc",
+        way_out="leave it out or use nccl",
+    ),
+    *refused("the start-up checks and the channels need real peers", "--fake-process-group"),
+    *refused("it leaves out the group creation that gives every stage its size", "--lazy-mpu-init"),
+)
+
+_TENSOR_AND_SEQUENCE = (
+    *refused_unequal(
+        "the boundary plans do not yet convert between whole and sequence-parallel activations", "--sequence-parallel"
+    ),
+    *refused_unequal(
+        "the boundary plans do not yet carry activations that are cut along the sequence",
+        case("--context-parallel-size", above(1)),
+    ),
+    *refused(
+        "the plugin's group builder does not make the groups of nested context parallelism",
+        case("--hierarchical-context-parallel-sizes", given),
+        "--hybrid-context-parallel",
+        way_out="leave it out and use plain --context-parallel-size",
+    ),
+    *refused_unequal(
+        "Transformer Engine makes its overlap groups from one tensor-parallel size for the whole world",
+        "--tp-comm-overlap",
+    ),
+    *refused_unequal(
+        "it asserts a tensor-parallel size above 1, which fails on some stages only", "--distribute-saved-activations"
+    ),
+    *refused(
+        "the plugin's group builder does not make the weight-sharding groups, whose number is tied to one size",
+        case("--tensor-parallel-num-weight-shards", given),
+        case("--expert-tensor-parallel-num-weight-shards", given),
+    ),
+)
+
+_MODEL = (
+    *supported(
+        "the plugin copies and sums the tied weight between stages of different sizes",
+        _TIED,
+        case("without --untie-embeddings-and-output-weights", off, "untie_embeddings_and_output_weights"),
+    ),
+    *supported("the stages share no weight", _PARITY, "--untie-embeddings-and-output-weights"),
+    *supported(
+        "it makes the initial weights independent of the sizes when stages and chunks are the same",
+        _PARITY,
+        "--use-cpu-initialization",
+    ),
+    *supported(
+        "dropout works, but its masks depend on the sizes, so such a run does not repeat a uniform one",
+        _OPTIONS,
+        case("--hidden-dropout", above(0)),
+        case("--attention-dropout", above(0)),
+    ),
+    *supported("activations are computed again inside the stage", _OPTIONS, case("--recompute-granularity", given)),
+    *refused_unequal(
+        "logging the router losses sums over the pipeline group, which hangs between stages of different sizes",
+        "--num-experts",
+        way_out="use a dense model or give every stage the same size",
+    ),
+    *refused_unequal(
+        "expert groups of stages of different sizes have not been run",
+        case("--expert-model-parallel-size", above(1)),
+        "--overlap-moe-expert-parallel-comm",
+    ),
+    *refused_unequal(
+        "one expert size on stages of different sizes gives each stage another number of expert replicas",
+        case("--expert-tensor-parallel-size", given),
+    ),
+    *refused_unequal(
+        "another copy of the embedding lives on the prediction stage and is summed over equal shards",
+        "--mtp-num-layers",
+        "--mtp-standalone",
+    ),
+    *refused_unequal(
+        "logging its indexer loss sums over the pipeline group, which hangs between stages of different sizes",
+        "--experimental-attention-variant dsa",
+    ),
+    *refused_unequal(
+        "these attention layers have not been run on stages of different sizes",
+        "--experimental-attention-variant gated_delta_net",
+        "--multi-latent-attention",
+    ),
+    *refused_unequal(
+        "layers that are not attention and MLP draw and cut their weights by the tensor-parallel size",
+        "--is-hybrid-model",
+        case("--hybrid-layer-pattern", given),
+        case("--hybrid-override-pattern", given),
+    ),
+    *refused_unequal(
+        "the head and feed-forward sizes of every layer come from a file that is not checked against the stages",
+        case("--heterogeneous-layers-config-path", given),
+        case("--heterogeneous-layers-config-encoded-json", given),
+    ),
+    *refused_unequal(
+        "only decoder models such as GPT have been made to work with stages of different sizes",
+        case("--decoder-num-layers", given),
+        case("--decoder-seq-length", given),
+        "--vision-pretraining",
+        case("--bert-load", given),
+        case("--ict-load", given),
+        case("--biencoder-projection-dim", above(0)),
+        "--tokenizer-type BertWordPieceLowerCase",
+        "--tokenizer-type BertWordPieceCase",
+        "--tokenizer-type MultimodalTokenizer",
+        "--tokenizer-type NullMultimodalTokenizer",
+        way_out="train a decoder model or give every stage the same size",
+    ),
+)
+
+
+def _engine_on_cpu(args: object, context: OptionContext) -> bool:
+    return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
+
+
+_KERNELS = (
+    OptionRule(
+        option="--transformer-impl transformer_engine on the cpu platform",
+        attribute="transformer_impl",
+        applies=_engine_on_cpu,
+        verdict=Verdict.REFUSED,
+        reason="Transformer Engine is Megatron's default and has no CPU path",
+        way_out="use --transformer-impl local",
+    ),
+    *supported(
+        "its layers take their size from the tensor-parallel group of their stage",
+        "not run: needs CUDA and Transformer Engine",
+        "--transformer-impl transformer_engine",
+    ),
+    *supported(
+        "its layers take their size from the tensor-parallel group of their stage", _PARITY, "--transformer-impl local"
+    ),
+    *refused_unequal(
+        "these layers are made for inference, which is not supported between unequal stages",
+        "--transformer-impl inference_optimized",
+        way_out="use --transformer-impl transformer_engine or local",
+    ),
+    *supported("master weights and scales stay on a rank, found-inf travels on the model group", _CLIPPING, "--fp16"),
+    *supported("activations cross a boundary in the pipeline dtype", _OPTIMIZER, "--bf16"),
+    *refused_unequal(
+        "scaling factors and padded shapes of 8-bit and 4-bit weights have not been run on stages of different sizes",
+        case("--fp8-format", given, "fp8"),
+        case("--fp4-format", given, "fp4"),
+        "--fp8-param-gather",
+        "--fp4-param-gather",
+        case("--te-precision-config-file", given),
+        way_out="train in --bf16 or give every stage the same size",
+    ),
+    *refused(
+        "a graph of the whole iteration would capture the plugin's transfers, which the host completes",
+        "--cuda-graph-impl full_iteration",
+    ),
+    *refused_unequal(
+        "captured graphs have not been run with boundaries between stages of different sizes",
+        "--cuda-graph-impl local",
+        "--cuda-graph-impl transformer_engine",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
+        "--optimizer-cuda-graph",
+    ),
+    *refused_unequal(
+        "delayed weight gradients need fused CUDA kernels and have not been run on stages of different sizes",
+        "--delay-wgrad-compute",
+        "--defer-embedding-wgrad-compute",
+    ),
+    *refused_unequal(
+        "moving activations to the host has not been run on stages of different sizes",
+        "--fine-grained-activation-offloading",
+        case("--cpu-offloading-num-layers", above(0)),
+        way_out="use --recompute-granularity or give every stage the same size",
+    ),
+)
+
+_DATA_PARALLEL = (
+    *supported(
+        "its shards and collectives stay among the data-parallel replicas of one stage",
+        _OPTIMIZER,
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ),
+    *supported(
+        "it only shifts when the buckets of a stage are reduced or gathered",
+        _OPTIONS,
+        case("--no-align-grad-reduce", off, "align_grad_reduce"),
+        case("--no-align-param-gather", off, "align_param_gather"),
+    ),
+    *refused_unequal(
+        "gathering weights during the optimizer step has not been run on stages of different sizes",
+        "--overlap-param-gather-with-optimizer-step",
+        way_out="use --overlap-param-gather alone or give every stage the same size",
+    ),
+    *refused(
+        "the plugin's group builder makes one distributed-optimizer instance",
+        case("--num-distributed-optimizer-instances", above(1)),
+    ),
+    *refused(
+        "the plugin's group builder makes no second gather group, Megatron's makes it from one size",
+        "--create-all-gather-group",
+    ),
+    *refused("the plugin's group builder does not set up SHARP", "--use-sharp"),
+    *refused(
+        "the plugin's group builder does not read NCCL options per group, so they would have no effect",
+        case("--nccl-communicator-config-path", given),
+        "--high-priority-stream-groups",
+    ),
+    *refused_unequal(
+        "gradient buffers that NCCL registers have not been run on stages of different sizes",
+        case("--use-nccl-ub", on, "nccl_ub"),
+    ),
+    *refused_unequal(
+        "fully sharded data parallelism makes its device mesh from one tensor-parallel size",
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
+        way_out="use --use-distributed-optimizer or give every stage the same size",
+    ),
+    *refused_unequal(
+        "weights that appear after start-up miss the copy of the tied embedding between stages",
+        "--init-model-with-meta-device",
+    ),
+)
+
+_STEP = (
+    *supported("it works on each weight element alone", _OPTIMIZER, "--optimizer adam", "--optimizer sgd"),
+    *refused_unequal(
+        "it works on the shard of a matrix that a rank holds, so its result depends on the sizes",
+        "--optimizer muon",
+        "--optimizer dist_muon",
+        "--optimizer adaptive_muon",
+        "--optimizer soap",
+        way_out="use --optimizer adam or sgd",
+    ),
+    *refused_unequal(
+        "this optimizer has not been run on stages of different sizes",
+        "--optimizer lion",
+        way_out="use --optimizer adam or sgd",
+    ),
+    *refused_unequal(
+        "optimizer states on the host need Transformer Engine and have not been run on stages of different sizes",
+        "--optimizer-cpu-offload",
+    ),
+    *supported(
+        "norms and counts are summed over the model group, which holds every weight shard once",
+        _CLIPPING,
+        case("--clip-grad", above(0)),
+        "--log-num-zeros-in-grad",
+    ),
+    *supported("the norm is summed over the model group", _OPTIONS, "--log-params-norm"),
+    *refused_unequal(
+        "the attention logits are read inside Transformer Engine and this has not been run on unequal stages",
+        "--log-max-attention-logit",
+        "--qk-clip",
+    ),
+    *supported(
+        "the plugin sends the token count from the last stage to every rank of every stage",
+        "tests/multiproc/test_parity.py::test_per_token_loss_with_uneven_masks",
+        "--calculate-per-token-loss",
+    ),
+    *supported(
+        "the batch arithmetic uses the data-parallel size, which all stages share",
+        _OPTIONS,
+        "--decrease-batch-size-if-needed",
+        case("--rampup-batch-size", given),
+        case("--step-batch-size-schedule", given),
+    ),
+    *supported(
+        "evaluation uses the same communicator",
+        "tests/multiproc/test_parity.py::test_evaluate_then_train",
+        case("--eval-iters", above(0)),
+    ),
+    *supported(
+        "its decisions are reduced over the whole world",
+        _OPTIONS,
+        "--rerun-mode validate_results",
+        "--rerun-mode report_stats",
+    ),
+    *refused_unequal(
+        "repeating a step after an injected error has not been run on stages of different sizes",
+        case("--error-injection-rate", above(0)),
+    ),
+    *supported(
+        "it compares the replicas of one stage",
+        _OPTIONS,
+        case("--check-weight-hash-across-dp-replicas-interval", given),
+    ),
+    *supported("timers are gathered over the whole world", _OPTIONS, case("--timing-log-level", above(0))),
+    *supported(
+        "it gathers one record per rank over the whole world", "not run: measures with CUDA events", "--log-straggler"
+    ),
+    *supported(
+        "every rank talks to its own monitor process only",
+        "not run: needs nvidia-resiliency-ext",
+        "--enable-ft-package",
+    ),
+    *refused(
+        "it builds the groups again in the same process, and the plugin's channels would be stale",
+        "--inprocess-restart",
+        way_out="leave it out and restart the processes",
+    ),
+    *refused_unequal(
+        "it replaces reduce-scatter by all-reduce, which the sum of the tied embedding does not expect",
+        case("--save-wgrads-interval", given),
+    ),
+    *refused_unequal(
+        "saving and loading logits has not been run on stages of different sizes",
+        case("--logits-save-dir", given),
+        case("--logits-load-dir", given),
+    ),
+)
+
+_CHECKPOINT_RULES = (
+    *supported(
+        "the sharded format records for every tensor which part a rank holds, whatever the sizes",
+        _CHECKPOINT,
+        "--ckpt-format torch_dist",
+        case("--save", given),
+        case("--no-ckpt-fully-parallel-save", off, "ckpt_fully_parallel_save"),
+        "--ckpt-fully-parallel-load",
+    ),
+    *supported(
+        "weights load into any list, optimizer states into the same list or when fully reshardable",
+        _RESHARD,
+        case("--load", given),
+        "--dist-ckpt-optim-fully-reshardable",
+    ),
+    *supported(
+        "one file per rank position, so it loads only into the list that wrote it", _CHECKPOINT, "--ckpt-format torch"
+    ),
+    *refused_unequal(
+        "these formats belong to fully sharded data parallelism",
+        "--ckpt-format torch_dcp",
+        "--ckpt-format fsdp_dtensor",
+        way_out="use --ckpt-format torch_dist",
+    ),
+    *refused_unequal("saving in the background has not been run on stages of different sizes", "--async-save"),
+    *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
+    *refused_unequal(
+        "local checkpoints have not been run on stages of different sizes",
+        "--non-persistent-ckpt-type local",
+        way_out="use --non-persistent-ckpt-type global",
+    ),
+    *refused_unequal(
+        "it takes one tensor-parallel size for all stages from the checkpoint",
+        "--use-mp-args-from-checkpoint-args",
+        way_out="leave it out and give --vtp-size-list",
+    ),
+    *refused_unequal(
+        "taking the options of the model from a checkpoint has not been run on stages of different sizes",
+        "--use-checkpoint-args",
+        way_out="give the options of the model on the command line",
+    ),
+    *refused_unequal(
+        "writing another format has not been run on stages of different sizes",
+        case("--ckpt-convert-format", given),
+        way_out="convert with a uniform list",
+    ),
+    *refused_unequal(
+        "its own checks compute with one tensor-parallel size",
+        case("--yaml-cfg", given),
+        way_out="give the options on the command line",
+    ),
+)
+
+_INPUT = (
+    *supported(
+        "only tensor-parallel rank 0 of the first and the last stage reads",
+        _DATA,
+        "--dataloader-type external",
+        "--dataloader-type cyclic",
+    ),
+    *supported(
+        "the batch stays inside the stages that read it",
+        _OPTIONS,
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--eod-mask-loss",
+    ),
+    *refused_unequal(
+        "packed sequences need their lengths on every stage, which has not been run on unequal stages",
+        "--sft",
+        "--dataloader-inter-document-masking",
+        way_out="train on unpacked samples of one length",
+    ),
+    *refused_unequal("rollouts and weight transfer are built on one tensor-parallel size", "--perform-rl-step"),
+    *refused_unequal(
+        "the inference engine broadcasts over the pipeline group, which hangs between unequal stages",
+        "--inference-dynamic-batching",
+        "--use-legacy-static-engine",
+        "--flash-decode",
+        case("--inference-shards", given),
+        case("--inference-batch-times-seqlen-threshold", above(-1)),
+        way_out="load the checkpoint into a uniform run for inference",
+    ),
+)
+
+RULES: tuple[OptionRule, ...] = (
+    *_PIPELINE,
+    *_TENSOR_AND_SEQUENCE,
+    *_MODEL,
+    *_KERNELS,
+    *_DATA_PARALLEL,
+    *_STEP,
+    *_CHECKPOINT_RULES,
+    *_INPUT,
+)
+"""The table, by subject. Attributes are those of Megatron's parsed arguments."""
+
+CONFIG_RULES: tuple[OptionRule, ...] = refused_unequal(
+    "its gradients are summed over the pipeline group, which hangs between stages of different sizes",
+    case("config.has_cond_embedder", on, "has_cond_embedder"),
+    case("config.flextron", on, "flextron"),
+    way_out="switch it off or give every stage the same size",
+)
+"""Switches that have no flag: a script sets them on the model's configuration."""

@@ -1,0 +1,68 @@
+"""What every platform answers: a handful of attributes and methods, so that the runtime never names a device."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+
+PlatformName = Literal["cpu", "cuda", "npu"]
+BackendName = Literal["gloo", "nccl", "hccl"]
+
+
+@runtime_checkable
+class Platform(Protocol):
+    """The device that this process trains on and the backend that its tensors travel on.
+
+    One object per process, made by :func:`vtp_plugin.platform.detect`. It is not a registry and owns no process group.
+    """
+
+    @property
+    def name(self) -> PlatformName:
+        """The device type, as in ``torch.device(name)``."""
+        ...
+
+    @property
+    def backend(self) -> BackendName:
+        """The process-group backend for tensors of this device."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why this platform was chosen, one phrase for the start-up log line."""
+        ...
+
+    @property
+    def host_blocking_wait(self) -> bool:
+        """Whether ``Work.wait()`` blocks the host until the data is there (gloo) or only orders streams."""
+        ...
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether :meth:`install` has changed torch and :meth:`uninstall` has not yet restored it."""
+        ...
+
+    def device(self) -> torch.device:
+        """Return the current device, with its index where the device type has one."""
+        ...
+
+    def module(self) -> ModuleType:
+        """Return ``torch.cpu``, ``torch.cuda`` or ``torch.npu``, looked up at the time of the call."""
+        ...
+
+    def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
+        """Return the ``pg_options`` for the process group of a point-to-point channel, or None for the defaults.
+
+        Args:
+            buffer_size_bytes: The largest message of the channel in bytes. Only HCCL sizes a buffer from it.
+        """
+        ...
+
+    def install(self) -> None:
+        """Make Megatron's device calls work on this platform. Only the CPU platform changes anything."""
+        ...
+
+    def uninstall(self) -> None:
+        """Restore what :meth:`install` changed; without a preceding :meth:`install` it does nothing."""
+        ...

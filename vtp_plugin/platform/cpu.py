@@ -1,0 +1,104 @@
+"""The CPU platform: unmodified Megatron trains on the host, over gloo.
+
+Megatron-Core has no CPU path: it calls ``torch.cuda`` in several hundred places. :meth:`CpuPlatform.install` maps what
+it calls onto the CPU and :meth:`CpuPlatform.uninstall` puts every attribute back. ``torch.distributed`` stays as it
+is: the backend is the caller's choice.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import torch
+import torch._dynamo
+import torch.compiler
+
+from vtp_plugin.errors import ConfigError, PatchError
+from vtp_plugin.platform.base import BackendName, PlatformName
+from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
+from vtp_plugin.platform.cpu_tensors import map_tensors
+from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
+from vtp_plugin.platform.undo import UndoStack
+
+
+class CpuPlatform:
+    """Training on the host with gloo; see :class:`vtp_plugin.platform.base.Platform` for what is not told here."""
+
+    name: PlatformName = "cpu"
+    backend: BackendName = "gloo"
+    host_blocking_wait = True
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self._undo = UndoStack()
+        self._device = CpuDevice()
+        self._compiler_stance: AbstractContextManager[None] | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether this object has mapped ``torch.cuda`` onto the CPU."""
+        return len(self._undo) > 0
+
+    def device(self) -> torch.device:
+        """Return the CPU."""
+        return torch.device("cpu")
+
+    def module(self) -> ModuleType:
+        """Return ``torch.cpu``."""
+        return torch.cpu
+
+    def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
+        """Return None: gloo has no options."""
+        return None
+
+    def device_random(self) -> AbstractContextManager[None]:
+        """Return a context in which dropout and in-place initialisers draw from the device's generator.
+
+        They take no ``device`` argument, so the mapping cannot tell that Megatron means the device. Use it round code
+        that draws "on the device" while the CPU's generator must not move. Nesting does nothing.
+        """
+        return self._device.generator.as_default()
+
+    def install(self) -> None:
+        """Map ``torch.cuda`` onto the CPU, for the whole process. A second call does nothing.
+
+        Functions under ``torch.compile`` run uncompiled from now on, whether they were compiled before or later.
+
+        Raises:
+            ConfigError: An accelerator works on this machine.
+            PatchError: Another object has installed the mapping.
+        """
+        if self.is_installed:
+            return
+        if is_cpu_mapping_installed():
+            raise PatchError("platform cpu: torch.cuda is mapped by another CpuPlatform already; uninstall that first")
+        if (accelerator := working_accelerator()) is not None:
+            raise ConfigError(refusal(accelerator))
+        stance = torch.compiler.set_stance("force_eager")
+        try:
+            map_torch_cuda(self._undo, self._device)
+            map_tensors(self._undo, self._device.generator)
+        except BaseException:
+            self._undo.undo()
+            stance.__exit__(None, None, None)
+            raise
+        self._compiler_stance = stance
+
+    def uninstall(self) -> None:
+        """Put every attribute and the compiler's stance back."""
+        self._undo.undo()
+        if self._compiler_stance is not None:
+            self._compiler_stance.__exit__(None, None, None)
+            self._compiler_stance = None
+            # torch._dynamo has collected torch's functions, by identity, while they were ours.
+            torch._dynamo.trace_rules.clear_lru_cache()
+
+
+def refusal(accelerator: str) -> str:
+    """Return the error text for a CPU run beside a working accelerator ("cuda" or "npu")."""
+    variable = "ASCEND_RT_VISIBLE_DEVICES" if accelerator == "npu" else "CUDA_VISIBLE_DEVICES"
+    return (
+        f"platform cpu: refuses to replace a working accelerator ({accelerator}); "
+        f'hide it with {variable}="" or ask for platform {accelerator}'
+    )

@@ -1,0 +1,217 @@
+"""What ``torch.cuda`` answers while the CPU stands in for it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Final
+
+import torch
+import torch.cuda.profiler
+
+from vtp_plugin.platform.cpu_random import DefaultGenerators, DeviceGenerator
+from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamContext, StreamState
+from vtp_plugin.platform.undo import UndoStack
+
+# From capability 10 on Megatron drops its demand that CUDA_DEVICE_MAX_CONNECTIONS be 1, which means nothing here.
+_CAPABILITY: Final = (10, 0)
+
+_NOTHING_TO_DO: Final = [
+    "check_error",
+    "empty_cache",
+    "init",
+    "ipc_collect",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "set_device",
+    "set_per_process_memory_fraction",
+    "synchronize",
+    "_lazy_init",
+    "_sleep",
+]
+_ZERO: Final = [
+    "clock_rate",
+    "current_device",
+    "device_memory_used",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_usage",
+    "power_draw",
+    "temperature",
+    "utilization",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProperties:
+    """The part of ``torch.cuda.get_device_properties()`` that Megatron reads."""
+
+    name: str = "cpu"
+    major: int = _CAPABILITY[0]
+    minor: int = _CAPABILITY[1]
+    total_memory: int  # bytes
+    multi_processor_count: int
+
+
+class _Cudart:
+    """Stands for ``torch.cuda.cudart()``: the profiler switches."""
+
+    @staticmethod
+    def cudaProfilerStart() -> int:  # noqa: N802 - CUDA's name
+        return 0
+
+    @staticmethod
+    def cudaProfilerStop() -> int:  # noqa: N802 - CUDA's name
+        return 0
+
+
+class CpuDevice:
+    """One simulated CUDA device: always there, idle, with the host's memory.
+
+    Its methods replace the functions of ``torch.cuda`` that have the same name and take the same arguments.
+    """
+
+    def __init__(self) -> None:
+        self.generator = DeviceGenerator()
+        self._streams = StreamState()
+
+    @staticmethod
+    def _memory_bytes(pages: str) -> int:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def is_available(self) -> bool:
+        """Return True: Megatron refuses to start otherwise."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Return True, so that torch runs what it would queue until the driver is up."""
+        return True
+
+    def device_count(self) -> int:
+        """Return 1; 0 would make Megatron skip its parallel groups."""
+        return 1
+
+    def get_device_properties(self, device: object = None) -> DeviceProperties:
+        """Return the host's memory and cores."""
+        return DeviceProperties(
+            total_memory=self._memory_bytes("SC_PHYS_PAGES"), multi_processor_count=os.cpu_count() or 1
+        )
+
+    def get_device_capability(self, device: object = None) -> tuple[int, int]:
+        """Return the compute capability that the properties state."""
+        return _CAPABILITY
+
+    def get_device_name(self, device: object = None) -> str:
+        """Return "cpu"."""
+        return "cpu"
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        """Return the host's free and total memory in bytes."""
+        return self._memory_bytes("SC_AVPHYS_PAGES"), self._memory_bytes("SC_PHYS_PAGES")
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        """Return counters that are all 0, whatever the key."""
+        return defaultdict(int)
+
+    def memory_snapshot(self, *args: object, **kwargs: object) -> list[object]:
+        """Return no segments."""
+        return []
+
+    def memory_summary(self, device: object = None, abbreviated: bool = False) -> str:
+        """Return one line instead of the table."""
+        return "no device memory: the CPU stands in for CUDA"
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """Return True."""
+        return True
+
+    def is_current_stream_capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
+
+    def cudart(self) -> _Cudart:
+        """Return the stand-in of the CUDA runtime library."""
+        return _Cudart()
+
+    def torch_cuda_attributes(self) -> dict[str, object]:
+        """Return name -> replacement for ``torch.cuda``."""
+        generator, streams = self.generator, self._streams
+        methods = (
+            self.is_available, self.is_initialized, self.device_count, self.get_device_properties,
+            self.get_device_capability, self.get_device_name, self.mem_get_info, self.memory_stats,
+            self.memory_snapshot, self.memory_summary, self.is_bf16_supported, self.is_current_stream_capturing,
+            self.cudart, streams.current_stream, streams.default_stream, streams.set_stream, streams.stream,
+            generator.get_rng_state, generator.get_rng_state_all, generator.set_rng_state,
+            generator.set_rng_state_all, generator.manual_seed, generator.seed, generator.initial_seed,
+        )  # fmt: skip
+        return {
+            **{method.__name__: method for method in methods},
+            **{name: _returning(None) for name in _NOTHING_TO_DO},
+            **{name: _returning(0) for name in _ZERO},
+            "manual_seed_all": lambda seed: generator.manual_seed(seed),
+            "seed_all": lambda: generator.seed(),
+            "default_generators": DefaultGenerators(generator),
+            "device": nullcontext,
+            "device_of": lambda tensor: nullcontext(),
+            "Event": CpuEvent,
+            "Stream": CpuStream,
+            "StreamContext": lambda stream: StreamContext(streams, stream),
+        }
+
+
+def map_torch_cuda(undo: UndoStack, device: CpuDevice) -> None:
+    """Replace what Megatron calls on ``torch.cuda`` by the stand-in device; ``undo`` receives every replacement."""
+    submodules = (torch.cuda.random, torch.cuda.memory, torch.cuda.streams)
+    for name, replacement in device.torch_cuda_attributes().items():
+        original = vars(torch.cuda).get(name)
+        if original is None:
+            continue  # a function of another torch version
+        for module in submodules:
+            if vars(module).get(name) is original:
+                undo.set(module, name, replacement)
+        undo.set(torch.cuda, name, replacement)
+    for name in ("start", "stop"):
+        undo.set(torch.cuda.profiler, name, _returning(None))
+    _map_nvtx(undo, torch.cuda.nvtx)
+    # A CUDA build reports an accelerator even without a driver, and torch would then open streams on it (seen in
+    # optimizers, in torch._dynamo and in a DataLoader that pins memory).
+    undo.set(torch._C, "_accelerator_getAccelerator", _returning(None))
+
+
+def _map_nvtx(undo: UndoStack, nvtx: ModuleType) -> None:
+    """Silence the profiler ranges: torch's CPU build raises on them."""
+    replacements: dict[str, Callable[..., object]] = {
+        **{name: _returning(0) for name in ("range_push", "range_pop", "range_start")},
+        **{name: _returning(None) for name in ("range_end", "mark")},
+        "range": _nvtx_range,
+    }
+    for name, replacement in replacements.items():
+        undo.set(nvtx, name, replacement)
+
+
+@contextmanager
+def _nvtx_range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
+    yield
+
+
+def _returning(value: int | None) -> Callable[..., int | None]:
+    """Return a new function that takes anything and returns ``value``.
+
+    A new one for each name: torch._dynamo collects torch's functions by name whenever it first compiles something, and
+    raises if it meets one function under two names that it treats differently.
+    """
+
+    def stand_in(*args: object, **kwargs: object) -> int | None:
+        return value
+
+    return stand_in

@@ -1,0 +1,38 @@
+"""Opening of process groups from planned rank lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from vtp_plugin.platform.base import Platform
+
+
+def open_group(
+    ranks: Sequence[int], *, platform: Platform, timeout_s: float, description: str, buffer_size_bytes: int | None = None
+) -> dist.ProcessGroup | None:
+    """Open a process group. Every rank of the world calls this for every planned group, in the plan's order.
+
+    torch names groups by a counter of such calls (the names of ``use_local_synchronization`` are salted with it, too,
+    since 2.15), so a rank that leaves out a call meets the wrong peers at its next one. For a rank that is not a member
+    a call costs microseconds: no connection, no barrier.
+
+    Args:
+        ranks: global ranks.
+        platform: decides the options; the backend is that of the world (a fake one in dry runs).
+        timeout_s: limit of every operation, in seconds; torch's own default for a new group is 30 minutes.
+        description: shown by torch's debugging tools.
+        buffer_size_bytes: largest message, for backends that reserve device memory per communicator.
+
+    Returns:
+        The group; None on ranks that are not members.
+    """
+    group = dist.new_group(
+        ranks=list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        pg_options=platform.group_options(buffer_size_bytes),
+        group_desc=description,
+    )
+    return group if isinstance(group, dist.ProcessGroup) else None
