@@ -12,6 +12,15 @@ from vtp_plugin.session import Session
 # No stage has this size, so Megatron's comparison says "another layout" on every rank.
 _OTHER_LAYOUT = -1
 
+# Arguments whose values follow the own stage's size.
+_PER_STAGE = (
+    "tensor_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
+    "sequence_parallel",
+)
+
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
@@ -64,7 +73,7 @@ def _preprocess(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], di
     @functools.wraps(original)
     def preprocess_common_state_dict(common_state_dict: Any) -> dict[str, Any]:
         result = original(common_state_dict)
-        for name in ("tensor_model_parallel_size", "sequence_parallel", "expert_tensor_parallel_size"):
+        for name in _PER_STAGE:
             result["args"].pop(name, None)
         return result
 

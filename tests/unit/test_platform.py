@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
+import importlib
+import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,6 +16,7 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.cuda import CudaPlatform
 from vtp_plugin.platform.npu import NpuPlatform, buffer_size_mb
+from vtp_plugin.platform.probe import probe_npu
 from vtp_plugin.platform.undo import UndoStack
 
 has_cuda = torch.cuda.is_available()
@@ -63,9 +65,9 @@ def test_a_working_cuda_device_is_chosen_and_not_replaced() -> None:
 
 
 @without_cuda
-def test_a_torch_npu_that_does_not_import_is_no_npu(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_npu_that_does_not_import_is_no_npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every failure of the import counts, and its first line becomes part of the reason."""
-    (tmp_path / "torch_npu.py").write_text("raise RuntimeError('libhccl.so is missing\\nmore lines')\n")  # type: ignore[operator]
+    (tmp_path / "torch_npu.py").write_text("raise RuntimeError('libhccl.so is missing\\nmore lines')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     platform = detect()
     assert platform.name == "cpu"
@@ -75,22 +77,14 @@ def test_a_torch_npu_that_does_not_import_is_no_npu(tmp_path: object, monkeypatc
 
 
 def test_torch_npu_is_not_imported_when_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only find_spec() is asked: an import hook sees no import of torch_npu."""
-    imported: list[str] = []
+    """Nothing is imported to find out that there is no NPU."""
 
-    class Recorder:
-        def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> None:
-            frame = sys._getframe(1)
-            while frame.f_back is not None:
-                if frame.f_code.co_name == "import_module":
-                    imported.append(name)
-                frame = frame.f_back
+    def refuse(name: str, package: str | None = None) -> ModuleType:
+        raise AssertionError(f"imported {name}")
 
-    monkeypatch.setattr(sys, "meta_path", [Recorder(), importlib.machinery.PathFinder])
-    monkeypatch.setattr(sys, "path", [])
-    sys.path_importer_cache.clear()
-    detect()
-    assert "torch_npu" not in imported
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    assert probe_npu() == (False, "torch_npu is not installed")
 
 
 @pytest.mark.parametrize("kind", [CpuPlatform, CudaPlatform, NpuPlatform])

@@ -151,9 +151,9 @@ def train(
             micro_batch_size=2,
             forward_only=False,
         )
-        _, norm, _ = optimizer.step()
+        step: Any = optimizer.step()
         losses.append(sum(part["loss"].item() for part in reduced) / 2)
-        norms.append(float(norm))
+        norms.append(float(step[1]))
     return losses, norms
 
 
@@ -161,6 +161,7 @@ def snapshot() -> dict[tuple[str, str], object]:
     """Return the attributes of everything that the mapping may touch."""
     import torch
     import torch.cuda.profiler
+    import torch.utils._device
 
     owners: tuple[Any, ...] = (
         torch,
@@ -184,8 +185,8 @@ def snapshot() -> dict[tuple[str, str], object]:
 def main() -> None:
     """Train all cases, uninstall, and print the report as the last line."""
     import torch
-    import torch._dynamo
 
+    # Imports torch._dynamo, so that the snapshots do not differ by torch's own submodules.
     from vtp_plugin.platform import detect
 
     before = snapshot()

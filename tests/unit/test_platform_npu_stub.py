@@ -112,7 +112,7 @@ def test_detect_finds_the_npu_module(num_devices: int) -> None:
             assert detect().name == "cpu" and "torch.npu sees no device" in detect().reason
         """,
     }
-    setup = "npu.num_devices = {}\n_setup_privateuseone_for_python_backend('npu', npu)\n".format(num_devices)
+    setup = f"npu.num_devices = {num_devices}\n_setup_privateuseone_for_python_backend('npu', npu)\n"
     finish(start(textwrap.dedent(STUB_DEVICE) + setup + textwrap.dedent(checks[num_devices])))
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
-import torch._dynamo
+import torch._dynamo.trace_rules
 import torch.compiler
 
 from vtp_plugin.errors import ConfigError, PatchError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,7 +14,7 @@ import torch
 import torch.cuda.profiler
 
 from vtp_plugin.platform.cpu_random import DefaultGenerators, DeviceGenerator
-from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamContext, StreamState
+from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamState
 from vtp_plugin.platform.undo import UndoStack
 
 # From capability 10 on Megatron drops its demand that CUDA_DEVICE_MAX_CONNECTIONS be 1, which means nothing here.
@@ -67,11 +67,11 @@ class _Cudart:
     """Stands for ``torch.cuda.cudart()``: the profiler switches."""
 
     @staticmethod
-    def cudaProfilerStart() -> int:  # noqa: N802 - CUDA's name
+    def cudaProfilerStart() -> int:
         return 0
 
     @staticmethod
-    def cudaProfilerStop() -> int:  # noqa: N802 - CUDA's name
+    def cudaProfilerStop() -> int:
         return 0
 
 
@@ -165,7 +165,6 @@ class CpuDevice:
             "device_of": lambda tensor: nullcontext(),
             "Event": CpuEvent,
             "Stream": CpuStream,
-            "StreamContext": lambda stream: StreamContext(streams, stream),
         }
 
 
@@ -200,7 +199,7 @@ def _map_nvtx(undo: UndoStack, nvtx: ModuleType) -> None:
 
 
 @contextmanager
-def _nvtx_range(msg: str, *args: object, **kwargs: object) -> Iterator[None]:
+def _nvtx_range(msg: str, *args: object, **kwargs: object) -> Generator[None]:
     yield
 
 

@@ -7,7 +7,7 @@ CPU platform keeps that property with a second generator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ class DeviceGenerator:
         return torch.default_generator if self._is_default else self._own
 
     @contextmanager
-    def as_default(self) -> Iterator[None]:
+    def as_default(self) -> Generator[None]:
         """Let random operations without a ``generator=`` argument draw from the device's stream.
 
         The state moves into the CPU's default generator and back, whose own state is put aside meanwhile. Nesting does

@@ -85,6 +85,8 @@ def map_tensors(undo: UndoStack, device_generator: DeviceGenerator) -> None:
     for name in _TENSOR_FACTORIES:
         undo.set(torch.Tensor, name, _factory_on_cpu(getattr(torch.Tensor, name)))
     undo.set(torch.Tensor, "to", _to_on_cpu(torch.Tensor.to))
+    # Module.to() parses its arguments in C++, where torch's CPU build refuses a bare index.
+    undo.set(torch.nn.Module, "to", _to_on_cpu(torch.nn.Module.to))
     undo.set(torch.Tensor, "type", _type_as_if_on_cuda(torch.Tensor.type))
     for name in ("cuda", "pin_memory"):
         undo.set(torch.Tensor, name, _return_self(getattr(torch.Tensor, name)))
@@ -140,7 +142,7 @@ def _random_factory_on_cpu(function: Callable[..., Any], device_generator: Devic
 
 def _to_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and is_cuda_device(args[0]):
             args = (_CPU, *args[1:])
         elif is_cuda_device(kwargs.get("device")):

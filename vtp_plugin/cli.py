@@ -1,0 +1,126 @@
+"""Command line: ``python -m vtp_plugin run | plan | draw | doctor``. Thin: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vtp_plugin
+from vtp_plugin.config import parse_size_list
+from vtp_plugin.errors import ConfigError, VtpError
+
+if TYPE_CHECKING:
+    from vtp_plugin.layout.pipeline import PipelineLayout
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; errors of the plugin are one line and exit code 2."""
+    options = _parser().parse_args(argv)
+    try:
+        options.command(options)
+    except VtpError as error:
+        if options.command is _run:
+            # The exception hook also tells the other ranks.
+            raise
+        print(f"vtp_plugin: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m vtp_plugin", description=vtp_plugin.__doc__)
+    parser.add_argument("--version", action="version", version=f"vtp_plugin {vtp_plugin.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run a Megatron training script under the plugin")
+    run.add_argument("script", help="the training script; what follows it is the script's")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="such as --vtp-size-list 1,4,4")
+    run.set_defaults(command=_run)
+
+    plan = commands.add_parser("plan", help="print who is where and what crosses, without starting anything")
+    _add_layout_options(plan)
+    plan.set_defaults(command=_plan)
+
+    draw = commands.add_parser("draw", help="draw a pipeline as SVG")
+    _add_layout_options(draw)
+    draw.add_argument("--output", type=Path, required=True, help="SVG file to write")
+    draw.set_defaults(command=_draw)
+
+    doctor = commands.add_parser("doctor", help="print versions, platform, patches and the table of Megatron options")
+    doctor.add_argument("--device", default="auto", help="auto, cuda, npu or cpu")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_layout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vtp-size-list", required=True, help="tensor-parallel size of every stage, such as 1,4,4")
+    parser.add_argument("--world-size", type=int, help="number of ranks; default: one replica")
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="replica-major rank order")
+    parser.add_argument("--vtp-transport", default="auto", help="auto or rank0")
+    parser.add_argument("--ring", action="store_true", help="virtual stages: the last stage sends to the first")
+
+
+def _run(options: argparse.Namespace) -> None:
+    script = Path(options.script)
+    if not script.is_file():
+        raise ConfigError(f"script {options.script} does not exist; give the path of the training script")
+    vtp_plugin.apply()
+    # As Python itself does for a script: its own arguments, and the modules beside it first.
+    sys.argv = [options.script, *options.arguments]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+
+    layout = _layout(options)
+    print(layout.describe())
+    for boundary in pipeline_boundaries(layout, is_ring=options.ring, transport=options.vtp_transport):
+        print(
+            f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: {boundary.strategy}"
+        )
+        plan = boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False)
+        print("  " + plan.describe().replace("\n", "\n  "))
+
+
+def _draw(options: argparse.Namespace) -> None:
+    from vtp_plugin.layout.draw import draw_pipeline
+
+    options.output.write_text(draw_pipeline(_layout(options), is_ring=options.ring), encoding="ascii")
+    print(f"wrote {options.output}")
+
+
+def _layout(options: argparse.Namespace) -> PipelineLayout:
+    from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+
+    sizes = parse_size_list(options.vtp_size_list)
+    if not isinstance(sizes, tuple):
+        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
+    cp = options.context_parallel_size
+    order = RankOrder.REPLICA_MAJOR if options.use_tp_pp_dp_mapping else RankOrder.STAGE_MAJOR
+    world_size = options.world_size or sum(sizes) * cp
+    return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=order)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from importlib.metadata import version
+
+    from vtp_plugin.options import format_table
+    from vtp_plugin.patching import format_status
+    from vtp_plugin.platform import detect
+
+    platform = detect(options.device)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    print(f"vtp_plugin {vtp_plugin.__version__}, {versions}, Python {sys.version.split()[0]}")
+    print(f"platform: {platform.name}, backend {platform.backend} ({platform.reason})\n")
+    vtp_plugin.apply(vtp_size_list=[1, 2], device=options.device)
+    try:
+        print(format_status(vtp_plugin.status()))
+    finally:
+        vtp_plugin.revert()
+    print("\n" + format_table())
