@@ -16,15 +16,20 @@ def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Pa
 
 
 def platform_records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records that make Megatron run on this platform at all, with or without a list."""
+    """Give the records that make Megatron run on this platform from its wheel at all."""
     from vtp_plugin.patches.core.datasets import utils
+    from vtp_plugin.patches.core.optimizer import distrib_optimizer
+    from vtp_plugin.platform.cpu import CpuPlatform
 
-    if session.choose_platform().name != "cpu":
-        return utils.records()
+    common = (*utils.records(), *distrib_optimizer.records())
+    platform = session.choose_platform()
+    if not isinstance(platform, CpuPlatform):
+        return common
     from vtp_plugin.patches.core.tensor_parallel import random
     from vtp_plugin.patches.core.transformer import torch_norm
+    from vtp_plugin.patches.training import initialize
 
-    return (*utils.records(), *random.records(), *torch_norm.records())
+    return (*common, *random.records(platform), *torch_norm.records(), *initialize.records(platform))
 
 
 def training_records(session: Session) -> tuple[PatchRecord, ...]:
@@ -48,3 +53,10 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         checkpointing,
     )
     return tuple(record for module in modules for record in module.records(session))
+
+
+def torch_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records whose host is torch; they apply with a list that ``apply()`` was told."""
+    from vtp_plugin.patches import torch_distributed
+
+    return torch_distributed.records(session)

@@ -76,7 +76,7 @@ def apply(
             "vtp_plugin.revert() first"
         )
     host_version = _megatron_version()
-    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
+    from vtp_plugin.patches.registry import argument_records, platform_records, torch_records, training_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
 
@@ -87,7 +87,9 @@ def apply(
         if session.is_activated:
             return
         session.is_activated = True
-        session.choose_platform()
+        is_mapped = session.choose_platform().name == "cpu"
+        if session.config.size_list is None and not is_mapped:
+            return
         records = platform_records(session)
         if session.config.size_list is not None:
             records += training_records(session)
@@ -96,6 +98,7 @@ def apply(
     session.applied.append(apply_records(argument_records(session, activate), host_version))
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
+        session.applied.append(apply_records(torch_records(session), distribution_version("torch"), "torch"))
         activate()
 
 
@@ -180,16 +183,20 @@ def _refuse_late() -> None:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print errors of the plugin as one line, and tell the other ranks about any error."""
+    """Print errors of the plugin as one line, others as a traceback with such a line, and tell the other ranks."""
     session = _Holder.session
     monitor = None if session is None else session.monitor
     if monitor is not None:
-        monitor.post_failure(error)
-    if isinstance(error, VtpError):
-        position = f"; {monitor.describe_position()}" if monitor is not None else ""
-        print(f"{_prefix()} error: {error}{position}", file=sys.stderr, flush=True)
-    else:
+        monitor.begin_failure()
+    text = str(error)
+    if not isinstance(error, VtpError):
         sys.__excepthook__(kind, error, trace)
+        text = "this rank failed with the error above"
+    position = f"; {monitor.describe_position()}" if monitor is not None else ""
+    if monitor is not None or isinstance(error, VtpError):
+        print(f"{_prefix()} error: {text}{position}", file=sys.stderr, flush=True)
+    if monitor is not None:
+        monitor.post_failure(error)
 
 
 def _prefix() -> str:

@@ -132,15 +132,42 @@ class Session:
             "timeout_s": self.config.timeout_s,
         }
 
+    def request_statement(self) -> dict[str, object]:
+        """Say what this rank was started with, before any layout is known."""
+        sizes = self.config.size_list
+        return {
+            "vtp_plugin version": vtp_plugin.__version__,
+            "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
+            "timeout_s": self.config.timeout_s,
+        }
+
     def agree(
-        self, store: dist.Store, prepare: Callable[[], Mapping[str, object]], *, rank: int, world_size: int
+        self,
+        store: dist.Store,
+        prepare: Callable[[], Mapping[str, object]],
+        *,
+        rank: int,
+        world_size: int,
+        name: str = "start-up check",
+        timeout_s: float | None = None,
     ) -> None:
-        """Run a check on all ranks, go on only if all succeed and agree, then begin to watch the others."""
-        agree(store, "start-up check", prepare, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
+        """Run a check on all ranks, go on only if all succeed and agree, then begin to watch the others.
+
+        Args:
+            store: reaches all ranks.
+            prepare: the check; what it returns must be equal on all ranks.
+            rank: own rank.
+            world_size: number of ranks.
+            name: of the check, for error messages.
+            timeout_s: for the check; default is the configured one, which the check itself may change.
+        """
+        limit_s = self.config.timeout_s if timeout_s is None else timeout_s
+        agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s)
         self.store = store
-        self.monitor = Monitor(store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
-        self.monitor.start()
-        atexit.register(self.stop_monitor)
+        if self.monitor is None:
+            self.monitor = Monitor(store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
+            self.monitor.start()
+            atexit.register(self.stop_monitor)
 
     def stop_monitor(self) -> None:
         """End the watch over the other ranks; they are told that this rank is done."""

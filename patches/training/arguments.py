@@ -120,7 +120,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
             session.store = store
-            session.agree(store, prepare, rank=args.rank, world_size=args.world_size)
+            session.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         if args.rank == 0 and session.layout is not None:
             print(session.describe(), flush=True)
             print(_vocabulary_hint(session, args), flush=True)

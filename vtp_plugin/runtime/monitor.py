@@ -5,11 +5,15 @@ in a collective of Megatron's own never comes back to our code. So two small thr
 issue no communication on a device; they talk to the store over a connection of their own.
 
 * The *poller* shows a sign of life, looks for that of the next rank (a ring: linear cost in the world size), and looks
-  for a failure that some rank posted.
+  for a failure that some rank posted. A call on the store may block for ever, when its server is stopped.
 * The *timer* ends the process when the poller found a failure, when the store itself does not answer, or when this rank
-  has waited too long at a boundary.
+  has waited too long at a boundary. It never waits for the store.
 
 Ending means: one line that names the boundary, direction, microbatch and waiting time, and a non-zero exit.
+
+Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, a wait of one's own 0.8; telling the
+others and ending takes about 0.1 more. All of it on a clock that stands still while this process does: a suspended
+or overloaded machine accuses nobody.
 """
 
 from __future__ import annotations
@@ -17,19 +21,22 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.startup import describe_error
+from vtp_plugin.runtime.startup import EXIT_CODE, describe_error, report
 
-EXIT_CODE = 1
-_DONE = b"done"
+# Added to a sign of life by a rank that ends; more than any number of beats.
+_DONE = 1 << 40
+# The store's server is one thread: all ranks together ask for failures at most so often in a second.
+_MAX_LOOKS_PER_S = 2000
+# After an error of its own a process may print and clean up for so long.
+_FAILING_S = 30.0
 
 
 class DeviceEvent(Protocol):
@@ -42,11 +49,19 @@ class DeviceEvent(Protocol):
 
 @dataclass(slots=True)
 class Wait:
-    """A wait of this rank for a peer. On device backends it ends when the stream has passed, not when the host has."""
+    """A wait of this rank for a peer. On device backends it ends when the stream has passed, not when the host has.
+
+    Attributes:
+        place: boundary, direction and microbatch.
+        peer: who is waited for.
+        begin_s: start, on the monitor's clock.
+        event: recorded behind the wait on the device's stream; None while the host has not come so far.
+        ended: the host knows that the wait is over.
+    """
 
     place: str
     peer: str
-    begin_s: float = field(default_factory=time.monotonic)
+    begin_s: float
     event: DeviceEvent | None = None
     ended: bool = False
 
@@ -76,19 +91,27 @@ class Monitor:
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """Open the connection; the threads run after :meth:`start`."""
-        self._store = dist.PrefixStore("monitor", store.clone())
+        own_store = dist.PrefixStore("monitor", store.clone())
+        # The same store may have carried an earlier run of this process.
+        self._store = dist.PrefixStore(str(own_store.add(f"rounds of {rank}", 1)), own_store)
         self._rank = rank
         self._world_size = world_size
         self.timeout_s = timeout_s
-        # A death is noticed after dead_s, told after one more interval: together less than the timeout.
-        self._dead_s = 0.5 * timeout_s
-        self._interval_s = min(15.0, timeout_s / 20)
+        self._dead_s = 0.6 * timeout_s
+        self._beat_interval_s = min(15.0, timeout_s / 20)
+        self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
         self._exit_process = exit_process
-        self._stopping = threading.Event()
+        self._clock_s = 0.0
+        self._contact_s = 0.0
+        self._cut_s: float | None = None
+        self._failing_s: float | None = None
         self._failure: str | None = None
-        self._last_contact_s = time.monotonic()
         self._waits: list[Wait] = []
         self._last_wait: Wait | None = None
+        self._farewell_lock = threading.Lock()
+        self._said_farewell = False
+        self._stopping = threading.Event()
+        self._timer_ends = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -102,49 +125,51 @@ class Monitor:
         """Say goodbye to the others and end the threads.
 
         Rank 0, which may own the store's server, leaves last: it waits, still watching, until all others are done.
+        After a failure of its own it waits only until they can know, and the timer stays: a process may hang at exit.
         """
         if self._stopping.is_set():
             return
         with contextlib.suppress(RuntimeError):
-            self._store.add("done", 1)
-            while self._rank == 0 and self._store.add("done", 0) < self._world_size:
-                time.sleep(0.02)
+            self._store.add(f"life/{self._rank}", _DONE)
+            self._say_farewell()
+            if self._rank == 0:
+                self._await_farewells(None if self._failing_s is None else self._linger_s)
         self._stopping.set()
-        for thread in self._threads:
-            thread.join(timeout=2 * self._interval_s + 1.0)
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"life/{self._rank}", _DONE)
-
-    @contextlib.contextmanager
-    def waiting(self, place: str, peer: str) -> Iterator[Wait]:
-        """Time a blocking wait of the main thread. ``place`` names boundary, direction and microbatch."""
-        wait = self.begin(place, peer)
-        try:
-            yield wait
-        finally:
-            wait.ended = wait.event is None
+        if self._failing_s is None:
+            self._timer_ends.set()
+        poller, timer = self._threads or (None, None)
+        if poller is not None and timer is not None:
+            # A thread that comes back from the store while the interpreter ends would abort the process.
+            poller.join(timeout=2 * self._beat_interval_s + 1.0)
+            if self._failing_s is None:
+                timer.join(timeout=1.0)
 
     def begin(self, place: str, peer: str) -> Wait:
-        """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed."""
-        wait = Wait(place, peer)
+        """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed.
+
+        Args:
+            place: boundary, direction and microbatch.
+            peer: who is waited for.
+        """
+        wait = Wait(place, peer, self._clock_s)
         self._waits = [w for w in self._waits if not w.is_over()]
         self._waits.append(wait)
         self._last_wait = wait
         return wait
 
+    def begin_failure(self) -> None:
+        """Leave this rank some time to print an error of its own and to end by itself."""
+        if self._failing_s is None:
+            self._failing_s = self._clock_s
+
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait for its silence."""
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set("failed", "", f"rank {self._rank} failed: {describe_error(error)}")
-
-    @property
-    def failure(self) -> str | None:
-        """What another rank reported, once known."""
-        return self._failure
+        self.begin_failure()
+        self._post(f"rank {self._rank} failed: {describe_error(error)}")
 
     def describe_position(self) -> str:
         """Say where this rank stands: the wait that it is in, or the boundary that it used last."""
-        now_s = time.monotonic()
+        now_s = self._clock_s
         open_waits = [w for w in self._waits if not w.is_over()]
         if open_waits:
             wait = open_waits[0]
@@ -154,54 +179,118 @@ class Monitor:
             return f"this rank was not waiting at a boundary (last: {self._last_wait.place}, {ago_s:.1f} s ago)"
         return "this rank had not used any boundary yet"
 
+    @property
+    def _linger_s(self) -> float:
+        """How long rank 0 keeps the store for the others to learn of a failure."""
+        return 2.5 * self._look_interval_s
+
     def _poll(self) -> None:
         neighbour = (self._rank + 1) % self._world_size
-        seen, seen_s, beat = b"", time.monotonic(), 0
-        while not self._stopping.is_set():
-            try:
-                beat += 1
-                self._store.set(f"life/{self._rank}", str(beat))
-                key = f"life/{neighbour}"
-                life = self._store.get(key) if self._store.check([key]) else b""
-                now_s = time.monotonic()
-                if life != seen or life == _DONE or neighbour == self._rank:
-                    seen, seen_s = life, now_s
-                elif now_s - seen_s > self._dead_s:
-                    reason = f"rank {neighbour} does not answer: no sign of life for {now_s - seen_s:.1f} s"
-                    self._store.compare_set("failed", "", reason)
-                if self._store.check(["failed"]):
-                    self._failure = self._store.get("failed").decode()
-                self._last_contact_s = now_s
-            except RuntimeError:
-                pass  # The timer ends the process when contact stays lost.
-            self._stopping.wait(self._interval_s)
+        next_beat_s, life, life_s = 0.0, 0, 0.0
+        try:
+            while not self._stopping.is_set():
+                if self._clock_s >= next_beat_s:
+                    next_beat_s = self._clock_s + self._beat_interval_s
+                    self._store.add(f"life/{self._rank}", 1)
+                    seen = self._store.add(f"life/{neighbour}", 0)
+                    if seen != life or seen >= _DONE:
+                        life, life_s = seen, self._clock_s
+                    elif self._clock_s - life_s > self._dead_s:
+                        silent_s = self._clock_s - life_s
+                        self._post(f"rank {neighbour} does not answer: no sign of life for {silent_s:.1f} s")
+                if self._failure is None and self._store.check(["failed"]):
+                    failure = self._store.get("failed").decode()
+                    self._say_farewell()
+                    self._failure = failure
+                self._contact_s = self._clock_s
+                self._stopping.wait(self._look_interval_s)
+        except RuntimeError:
+            # A broken connection stays broken; the timer ends the process.
+            self._cut_s = self._clock_s
 
     def _keep_time(self) -> None:
-        while not self._stopping.wait(self._interval_s / 4):
+        pause_s = self._look_interval_s / 4
+        last_s = time.monotonic()
+        while not self._timer_ends.wait(pause_s):
             now_s = time.monotonic()
-            if self._failure is not None:
-                self._end(f"{self._failure}; {self.describe_position()}")
-            elif now_s - self._last_contact_s > self._dead_s + self._interval_s:
-                lost_s = now_s - self._last_contact_s
-                self._end(
-                    f"no contact for {lost_s:.1f} s with the store that the launcher or rank 0 keeps: it ended or "
-                    f"stopped; {self.describe_position()}"
-                )
-            else:
-                self._check_own_waits(now_s)
+            self._clock_s += min(now_s - last_s, 4 * pause_s)
+            last_s = now_s
+            reason = self._reason_to_end()
+            if reason is not None:
+                self._end(reason)
+                return
 
-    def _check_own_waits(self, now_s: float) -> None:
-        for wait in list(self._waits):
-            if not wait.is_over() and now_s - wait.begin_s > 0.8 * self.timeout_s:
-                reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.place} for {wait.peer}: no answer"
-                with contextlib.suppress(RuntimeError):
-                    self._store.compare_set("failed", "", f"rank {self._rank} {reason}")
-                self._end(f"{reason}; look for a rank that ended, stopped or runs another schedule")
+    def _reason_to_end(self) -> str | None:
+        """Decide from what is known in this process."""
+        now_s = self._clock_s
+        if self._failing_s is not None:
+            if now_s - self._failing_s <= min(_FAILING_S, 0.3 * self.timeout_s):
+                return None
+            return f"this rank failed and did not end by itself; {self.describe_position()}"
+        if self._failure is not None:
+            return f"{self._failure}; {self.describe_position()}"
+        silent_s = now_s - self._contact_s
+        # Whoever loses a peer often loses the store too, and its own error says more than this one.
+        is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
+        if is_cut or silent_s > self._dead_s + self._beat_interval_s:
+            return (
+                f"no contact for {silent_s:.1f} s with the store that the launcher or rank 0 keeps: it ended or "
+                f"stopped; {self.describe_position()}"
+            )
+        return self._find_long_wait(now_s)
+
+    def _find_long_wait(self, now_s: float) -> str | None:
+        try:
+            waits = [w for w in self._waits if now_s - w.begin_s > 0.8 * self.timeout_s and not w.is_over()]
+        except RuntimeError as error:
+            # An event of a device that failed; the main thread may be blocked in front of the same device.
+            return f"the device failed: {describe_error(error)}"
+        if not waits:
+            return None
+        wait = waits[0]
+        reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.place} for {wait.peer}: no answer"
+        self._run_bounded(lambda: self._post(f"rank {self._rank} {reason}"), 1.0)
+        return f"{reason}; look for a rank that ended, stopped or runs another schedule"
 
     def _end(self, reason: str) -> None:
-        print(f"[vtp rank {self._rank}] error: {reason}", file=sys.stderr, flush=True)
+        report(self._rank, reason)
         # Helpers of a checkpoint save would outlive this process and keep its output open.
         for child in multiprocessing.active_children():
             child.kill()
-        self._exit_process(EXIT_CODE)
+        self._run_bounded(self._say_farewell, 1.0)
+        if self._rank == 0:
+            self._run_bounded(lambda: self._await_farewells(self._linger_s), self._linger_s + 0.1)
         self._stopping.set()
+        self._exit_process(EXIT_CODE)
+
+    def _post(self, text: str) -> None:
+        """Post a failure, if it is the first."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("failures", 1) == 1:
+                self._store.set("failed", text)
+
+    def _say_farewell(self) -> None:
+        """Count this rank, once, among those that need the store no more."""
+        with self._farewell_lock:
+            if not self._said_farewell:
+                self._said_farewell = True
+                self._store.add("farewells", 1)
+
+    def _await_farewells(self, limit_s: float | None) -> None:
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        while self._store.add("farewells", 0) < self._world_size:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                return
+            time.sleep(0.02)
+
+    @staticmethod
+    def _run_bounded(action: Callable[[], None], limit_s: float) -> None:
+        """Run something that may block, and go on without it when it takes too long."""
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                action()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(limit_s)

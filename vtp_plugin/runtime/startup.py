@@ -7,10 +7,12 @@ all go on or all leave with the same reason. Cost: one key per rank and one verd
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,34 +20,56 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError, VtpError
 
-_FAREWELL_S = 10.0
+EXIT_CODE = 1
+_FAREWELL_S = 5.0
+_POLL_S = 0.02
+# Rank 0 judges early enough for its verdict to reach those that came before it.
+_JUDGE_SHARE = 0.9
+# Once an error is known, ranks that have not come are waited for no longer than this.
+_GRACE_S = 5.0
+_WAITED = "start-up: waited"
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Join the launcher's rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) before torch.distributed is initialised.
 
+    Does not wait for the other ranks; :func:`agree` does, and can name those that are missing.
     ``init_process_group`` later shares the same server: torch opens it as multi-tenant.
 
     Raises:
-        ConfigError: the launcher's variables are missing.
-        PeerError: not all ranks came within ``timeout_s``.
+        ConfigError: the launcher's variables are missing or wrong.
+        PeerError: the server did not answer within ``timeout_s``.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(f"environment variable {name} is not set; start the script with torchrun")
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdigit():
+        raise ConfigError(f"environment variable MASTER_PORT is {port!r}, not a number; start the script with torchrun")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     begin_s = time.monotonic()
+    reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
-        )
+        with _time_limit(rank, timeout_s, reason):
+            store = dist.TCPStore(
+                host,
+                int(port),
+                is_master=serves,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
     except (RuntimeError, TimeoutError) as error:
-        waited_s = time.monotonic() - begin_s
+        if serves:
+            raise ConfigError(
+                f"rank 0 cannot serve at {host}:{port} ({_first_line(error)}); choose a free MASTER_PORT"
+            ) from None
         raise PeerError(
-            f"start-up: waited {waited_s:.1f} s and not all {world_size} ranks came to "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({_first_line(error)}); "
-            "look for a rank that did not start, or raise --vtp-timeout-s"
+            f"{_WAITED} {time.monotonic() - begin_s:.1f} s {reason} ({_first_line(error)}); look for a rank 0 that did "
+            "not start or ended, or raise the timeout"
         ) from None
-    return dist.PrefixStore("vtp", store)
+    # A launcher that restarts the ranks may keep its store.
+    return dist.PrefixStore(f"vtp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def gather_node_sizes(
@@ -81,11 +105,15 @@ def gather_node_sizes(
             f"size {divisor}; start another number of ranks there or write the list"
         )
     keys = [str(i) for i in range(num_nodes)]
-    try:
-        nodes.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:
-        missing = [int(key) for key in keys if not nodes.check([key])]
-        raise PeerError(f"start-up: waited {timeout_s:.1f} s for node {_ranks(missing)}: no answer") from None
+    begin_s = time.monotonic()
+    while not nodes.check(keys):
+        waited_s = time.monotonic() - begin_s
+        if waited_s > timeout_s:
+            missing = [int(key) for key in keys if not nodes.check([key])]
+            raise PeerError(
+                f"{_WAITED} {waited_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
+            )
+        time.sleep(_POLL_S)
     sizes = tuple(int(nodes.get(key)) for key in keys)
     if 0 in sizes:
         raise ConfigError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
@@ -93,7 +121,10 @@ def gather_node_sizes(
 
 
 class Agreement:
-    """One collective check. All ranks of the world construct it with the same name and call :meth:`settle` once."""
+    """One collective check. All ranks of the world construct it with the same name and call :meth:`settle` once.
+
+    The same name may be used again later on the same store: rounds are counted.
+    """
 
     def __init__(self, store: dist.Store, name: str, *, rank: int, world_size: int, timeout_s: float) -> None:
         """Bind the check to a store; nothing is sent yet."""
@@ -116,64 +147,72 @@ class Agreement:
         """
         own = {"error": describe_error(error)} if error is not None else {"says": dict(statement)}
         begin_s = time.monotonic()
-        self._store.set(str(self._rank), json.dumps(own))
-        if self._rank == 0:
-            self._store.set("verdict", self._judge(begin_s))
-        verdict = self._read("verdict", begin_s, "rank 0")
-        self._store.add("farewell", 1)
-        if self._rank == 0 and verdict:
-            # Rank 0 may own the store's server: it leaves last, or the others never learn why.
-            self._wait_for_farewells()
+        try:
+            with _time_limit(self._rank, self._timeout_s, f"for the store at {self._name}: no answer"):
+                verdict = self._exchange(json.dumps(own), begin_s)
+        except dist.DistError as broken:
+            waited_s = time.monotonic() - begin_s
+            raise PeerError(
+                f"{_WAITED} {waited_s:.1f} s for rank 0 or the launcher, which keeps the store, at {self._name}: the "
+                f"connection broke ({_first_line(broken)}); it ended"
+            ) from None
         if verdict:
-            kind = PeerError if verdict.startswith("start-up: waited") else ConfigError
+            kind = PeerError if verdict.startswith(_WAITED) else ConfigError
             raise kind(verdict) from error
 
-    def _judge(self, begin_s: float) -> str:
-        """Compare all ranks' posts on rank 0; the empty string means agreement."""
-        missing, errors = [], {}
+    def _exchange(self, own: str, begin_s: float) -> str:
+        """Post, judge on rank 0, and return the verdict; the empty string means agreement."""
+        posts = dist.PrefixStore(str(self._store.add(f"rounds of {self._rank}", 1)), self._store)
+        posts.set(str(self._rank), own)
+        if self._rank != 0:
+            verdict = self._read_verdict(posts, begin_s)
+            posts.add("farewell", 1)
+            return verdict
+        verdict, num_present = self._judge(posts, begin_s)
+        posts.set("verdict", verdict)
+        if verdict:
+            # Rank 0 may own the store's server: it leaves last, or the others never learn why.
+            _poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self._timeout_s))
+        return verdict
+
+    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[str, int]:
+        """Compare all posts on rank 0; return the verdict and how many ranks came."""
+        deadline_s = begin_s + _JUDGE_SHARE * self._timeout_s
+        missing: list[int] = []
+        errors: dict[int, str] = {}
         statements: dict[int, dict[str, Any]] = {}
         for rank in range(self._world_size):
-            left_s = max(0.01, self._timeout_s - (time.monotonic() - begin_s))
-            try:
-                self._store.wait([str(rank)], timedelta(seconds=left_s))
-            except RuntimeError:
+            if not _poll(lambda key=str(rank): posts.check([key]), deadline_s - time.monotonic()):
                 missing.append(rank)
                 continue
-            post = json.loads(self._store.get(str(rank)))
+            post = json.loads(posts.get(str(rank)))
             if "error" in post:
                 errors[rank] = post["error"]
-                # A failing rank does not have to be waited for together with those that failed to start.
+                deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             else:
                 statements[rank] = post["says"]
+        num_present = self._world_size - len(missing)
         if errors:
-            return _summarise_errors(errors)
+            return _summarise_errors(errors), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
             return (
-                f"start-up: waited {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; it did not "
+                f"{_WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; it did not "
                 "start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
-            )
-        return first_difference(statements)
+            ), num_present
+        return first_difference(statements), num_present
 
-    def _read(self, key: str, begin_s: float, whom: str) -> str:
-        # Rank 0 may use the whole timeout for a third rank; its verdict then still has to travel.
-        left_s = self._timeout_s * 1.25 + 2.0 - (time.monotonic() - begin_s)
+    def _read_verdict(self, posts: dist.Store, begin_s: float) -> str:
         try:
-            self._store.wait([key], timedelta(seconds=max(0.01, left_s)))
-            return self._store.get(key).decode()
-        except RuntimeError as error:
+            posts.wait(["verdict"], timedelta(seconds=self._timeout_s))
+            return posts.get("verdict").decode()
+        except dist.DistStoreError:
             waited_s = time.monotonic() - begin_s
+            whom = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
             raise PeerError(
-                f"start-up: waited {waited_s:.1f} s for {whom} at {self._name}: no answer ({_first_line(error)}); it did "
-                "not start, ended, or runs without vtp_plugin"
+                f"{_WAITED} {waited_s:.1f} s for {whom} at {self._name}: no answer; it did not start, ended, or runs "
+                "without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
             ) from None
-
-    def _wait_for_farewells(self) -> None:
-        deadline_s = time.monotonic() + min(_FAREWELL_S, self._timeout_s)
-        while time.monotonic() < deadline_s:
-            if self._store.add("farewell", 0) >= self._world_size:
-                return
-            time.sleep(0.02)
 
 
 def agree(
@@ -218,11 +257,55 @@ def first_difference(statements: Mapping[int, Mapping[str, object]]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Give an exception as one line: plugin errors as they are, others with their type."""
+    """Give an exception as one line: plugin errors as they are, others with their type.
+
+    >>> describe_error(ConfigError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
+    ('no stages', "KeyError: 'x'", 'SystemExit')
+    """
     text = _first_line(error)
     if isinstance(error, VtpError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def report(rank: int, text: str) -> None:
+    """Write one line to the process's standard error.
+
+    Not by way of ``sys.stderr``, which torch's exception hook replaces while it formats a traceback.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, f"[vtp rank {rank}] error: {text}\n".encode())
+
+
+@contextlib.contextmanager
+def _time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
+    """End the process when the block takes clearly longer than its own timeout.
+
+    Calls on a store have no limit when its server is stopped rather than gone.
+    """
+    limit_s = 1.1 * timeout_s + 1.0
+
+    def leave() -> None:
+        report(rank, f"{_WAITED} {limit_s:.1f} s {what}; the process that keeps the store is stopped")
+        os._exit(EXIT_CODE)
+
+    timer = threading.Timer(limit_s, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _poll(is_true: Callable[[], bool], limit_s: float) -> bool:
+    """Ask until the answer is yes or the time is up; asks at least once."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_true():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _summarise_errors(errors: Mapping[int, str]) -> str:

@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 from vtp_plugin.patching import PatchRecord
+from vtp_plugin.platform.cpu import CpuPlatform
 
 
-def records() -> tuple[PatchRecord, ...]:
+def records(platform: CpuPlatform) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="P2",
             target="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-            build=_fork,
+            build=functools.partial(_fork, platform),
             why="on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker "
             "switches the device's; without this, tensor-parallel ranks would draw equal shards",
             versions=">=0.19,<0.20",
@@ -27,17 +26,13 @@ def records() -> tuple[PatchRecord, ...]:
     )
 
 
-def _fork(original: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+def _fork(
+    platform: CpuPlatform, original: Callable[..., AbstractContextManager[None]]
+) -> Callable[..., AbstractContextManager[None]]:
     @functools.wraps(original)
     @contextmanager
     def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with original(self, *args, **kwargs):
-            host_state = torch.get_rng_state()
-            torch.set_rng_state(torch.cuda.get_rng_state())
-            try:
-                yield
-            finally:
-                torch.cuda.set_rng_state(torch.get_rng_state())
-                torch.set_rng_state(host_state)
+        with original(self, *args, **kwargs), platform.device_random():
+            yield
 
     return fork
