@@ -20,8 +20,8 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H10",
             target="torch.distributed.distributed_c10d:init_process_group",
             build=functools.partial(_init, session),
-            why="it waits for missing ranks for its own timeout, 30 minutes by default, and does not name them; without "
-            "megatron.training it is the first point at which all ranks meet",
+            why="it waits for missing ranks for its own timeout, 30 minutes by default, and does not name them; "
+            "without megatron.training it is the first point at which all ranks meet",
             versions=">=2.6,<3",
             remove_when="torch names the missing ranks",
         ),

@@ -186,17 +186,17 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     """Print errors of the plugin as one line, others as a traceback with such a line, and tell the other ranks."""
     session = _Holder.session
     monitor = None if session is None else session.monitor
+    position = ""
     if monitor is not None:
-        monitor.begin_failure()
+        position = f"; {monitor.describe_position()}"
+        # Before printing: torch may complain about a broken store, and our line shall be the last.
+        monitor.post_failure(error)
     text = str(error)
     if not isinstance(error, VtpError):
         sys.__excepthook__(kind, error, trace)
         text = "this rank failed with the error above"
-    position = f"; {monitor.describe_position()}" if monitor is not None else ""
     if monitor is not None or isinstance(error, VtpError):
         print(f"{_prefix()} error: {text}{position}", file=sys.stderr, flush=True)
-    if monitor is not None:
-        monitor.post_failure(error)
 
 
 def _prefix() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vtp_plugin
-from vtp_plugin.config import parse_size_list
+from vtp_plugin.config import VtpConfig, parse_size_list
 from vtp_plugin.errors import ConfigError, VtpError
 
 if TYPE_CHECKING:
@@ -80,18 +80,25 @@ def _plan(options: argparse.Namespace) -> None:
 
     layout = _layout(options)
     print(layout.describe())
-    for boundary in pipeline_boundaries(layout, is_ring=options.ring, transport=options.vtp_transport):
+    for boundary in pipeline_boundaries(layout, is_ring=options.ring, transport=_transport(options)):
         print(
-            f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: {boundary.strategy}"
+            f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: "
+            f"{boundary.strategy}"
         )
         plan = boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False)
         print("  " + plan.describe().replace("\n", "\n  "))
 
 
 def _draw(options: argparse.Namespace) -> None:
-    from vtp_plugin.layout.draw import draw_pipeline
+    from vtp_plugin.boundary.draw import draw_pipeline
 
-    options.output.write_text(draw_pipeline(_layout(options), is_ring=options.ring), encoding="ascii")
+    picture = draw_pipeline(_layout(options), is_ring=options.ring, transport=_transport(options))
+    try:
+        options.output.write_text(picture, encoding="ascii")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {options.output} cannot be written: {error.strerror}; choose another file"
+        ) from error
     print(f"wrote {options.output}")
 
 
@@ -103,8 +110,12 @@ def _layout(options: argparse.Namespace) -> PipelineLayout:
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
     cp = options.context_parallel_size
     order = RankOrder.REPLICA_MAJOR if options.use_tp_pp_dp_mapping else RankOrder.STAGE_MAJOR
-    world_size = options.world_size or sum(sizes) * cp
+    world_size = sum(sizes) * cp if options.world_size is None else options.world_size
     return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=order)
+
+
+def _transport(options: argparse.Namespace) -> str:
+    return VtpConfig(transport=options.vtp_transport).transport
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -66,8 +66,10 @@ def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Lite
     Raises:
         ConfigError: an entry is not a positive integer, or the list is empty.
     """
-    if value is None or value == "auto":
-        return value
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
     entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
     if not entries:
         raise ConfigError("vtp_size_list is empty; give one tensor-parallel size per pipeline stage, such as 1,4,4")
@@ -77,11 +79,11 @@ def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Lite
 def _positive_int(entry: object, entries: Sequence[object]) -> int:
     shown = ",".join(str(e) for e in entries)
     try:
-        number = int(entry)  # type: ignore[call-overload]
+        # By way of its text: True and 2.0 are numbers to int(), but not sizes.
+        number = int(str(entry))
     except (TypeError, ValueError):
         number = 0
-    # bool and 2.0 are numbers to int(), but not sizes.
-    if number < 1 or isinstance(entry, bool | float):
+    if number < 1:
         raise ConfigError(
             f"vtp_size_list {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
             "write one tensor-parallel size per pipeline stage, such as 1,4,4"
@@ -106,10 +108,10 @@ def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
         told = getattr(base, name)
         if told != getattr(default, name) and told != value:
             raise ConfigError(
-                f"apply() was told {name}={_shown(told)}, the command line says {_shown(value)}; give it in one place only"
+                f"apply() was told {name}={_shown(told)}, the command line says {_shown(value)}; give it in one place"
             )
         changes[name] = value
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(base, **changes)
 
 
 def _shown(value: object) -> str:

@@ -42,7 +42,7 @@ class Session:
         platform: where it runs; known once the device option is.
         layout: who is where; known once the list and the world size are.
         communicator: moves activations; None while Megatron's own is in use.
-        tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or while Megatron's is in use.
+        tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
         monitor: keeps the time; None before the ranks have agreed.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
@@ -111,8 +111,8 @@ class Session:
         dp = layout.stages[0].dp
         if self.config.data_parallel_size not in (None, dp):
             raise ConfigError(
-                f"--vtp-data-parallel-size {self.config.data_parallel_size} contradicts the world: {world_size} ranks / "
-                f"({'+'.join(str(s) for s in sizes)}) ranks a replica / cp {cp} = {dp} replicas; change one of them"
+                f"--vtp-data-parallel-size {self.config.data_parallel_size} contradicts the world: {world_size} ranks "
+                f"/ ({'+'.join(str(s) for s in sizes)}) ranks a replica / cp {cp} = {dp} replicas; change one of them"
             )
         self.layout = layout
 
@@ -224,7 +224,8 @@ class Session:
             backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
         )
         if tied and own.stage in (0, layout.num_stages - 1):
-            to_last, to_first = (channels[spec.name] for spec in tied[layout.replicas.index((own.dp_rank, own.cp_rank))])
+            own_pair = tied[layout.replicas.index((own.dp_rank, own.cp_rank))]
+            to_last, to_first = (channels[spec.name] for spec in own_pair)
             self.tied_weight = TiedWeight(
                 is_first=own.stage == 0,
                 to_last=to_last,
@@ -243,7 +244,9 @@ class Session:
         assert self.layout is not None and self.platform is not None
         lines = [self.layout.describe()]
         sizes = self.layout.tp_sizes
-        for i in range(len(sizes) - 1):
+        if not self.is_active:
+            lines.append("all stages have one size: Megatron's own groups and communicator")
+        for i in range(len(sizes) - 1 if self.is_active else 0):
             strategy, reason = choose_strategy(sizes[i], sizes[i + 1], self.config.transport)
             lines.append(f"boundary {i}->{i + 1}: {strategy} ({reason})")
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")

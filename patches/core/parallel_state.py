@@ -110,10 +110,11 @@ def _planned_ranks(session: Session, options: dict[str, Any]) -> Iterator[None]:
     kinds = iter((False, True))
 
     def generator(**_sizes: Any) -> LayoutRankGenerator:
-        is_expert = next(kinds)
-        return LayoutRankGenerator(layout, ep=ep if is_expert else 1, expert=is_expert)
+        if not next(kinds):
+            return LayoutRankGenerator(layout)
+        return LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tp)
 
-    parallel_state.RankGenerator = generator  # type: ignore[assignment]
+    parallel_state.RankGenerator = generator
     try:
         yield
     finally:

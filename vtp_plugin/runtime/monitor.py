@@ -18,7 +18,6 @@ or overloaded machine accuses nobody.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import threading
@@ -67,7 +66,11 @@ class Wait:
 
     def is_over(self) -> bool:
         """Tell whether the wait has ended, on the host or on the device's stream."""
-        return self.ended or (self.event is not None and self.event.query())
+        try:
+            return self.ended or (self.event is not None and self.event.query())
+        except RuntimeError:
+            # The device failed: its stream will not come past the wait.
+            return False
 
 
 class Monitor:
@@ -129,20 +132,22 @@ class Monitor:
         """
         if self._stopping.is_set():
             return
-        with contextlib.suppress(RuntimeError):
-            self._store.add(f"life/{self._rank}", _DONE)
-            self._say_farewell()
-            if self._rank == 0:
-                self._await_farewells(None if self._failing_s is None else self._linger_s)
+        self._try(self._leave_others)
         self._stopping.set()
+        ending = self._threads
         if self._failing_s is None:
             self._timer_ends.set()
-        poller, timer = self._threads or (None, None)
-        if poller is not None and timer is not None:
+        else:
+            ending = self._threads[:1]
+        for thread in ending:
             # A thread that comes back from the store while the interpreter ends would abort the process.
-            poller.join(timeout=2 * self._beat_interval_s + 1.0)
-            if self._failing_s is None:
-                timer.join(timeout=1.0)
+            thread.join(timeout=2 * self._beat_interval_s + 1.0)
+
+    def _leave_others(self) -> None:
+        self._store.add(f"life/{self._rank}", _DONE)
+        self._say_farewell()
+        if self._rank == 0:
+            self._await_farewells(None if self._failing_s is None else self._linger_s)
 
     def begin(self, place: str, peer: str) -> Wait:
         """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed.
@@ -157,15 +162,15 @@ class Monitor:
         self._last_wait = wait
         return wait
 
-    def begin_failure(self) -> None:
-        """Leave this rank some time to print an error of its own and to end by itself."""
+    def post_failure(self, error: BaseException) -> None:
+        """Tell the others that this rank fails, so that they need not wait for its silence.
+
+        Takes a second at most. This rank then has some time to print the error and to end by itself.
+        """
         if self._failing_s is None:
             self._failing_s = self._clock_s
-
-    def post_failure(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, so that they need not wait for its silence."""
-        self.begin_failure()
-        self._post(f"rank {self._rank} failed: {describe_error(error)}")
+        text = f"rank {self._rank} failed: {describe_error(error)}"
+        self._run_bounded(lambda: self._post(text), 1.0)
 
     def describe_position(self) -> str:
         """Say where this rank stands: the wait that it is in, or the boundary that it used last."""
@@ -185,28 +190,27 @@ class Monitor:
         return 2.5 * self._look_interval_s
 
     def _poll(self) -> None:
+        self._try(self._watch_others)
+
+    def _watch_others(self) -> None:
         neighbour = (self._rank + 1) % self._world_size
         next_beat_s, life, life_s = 0.0, 0, 0.0
-        try:
-            while not self._stopping.is_set():
-                if self._clock_s >= next_beat_s:
-                    next_beat_s = self._clock_s + self._beat_interval_s
-                    self._store.add(f"life/{self._rank}", 1)
-                    seen = self._store.add(f"life/{neighbour}", 0)
-                    if seen != life or seen >= _DONE:
-                        life, life_s = seen, self._clock_s
-                    elif self._clock_s - life_s > self._dead_s:
-                        silent_s = self._clock_s - life_s
-                        self._post(f"rank {neighbour} does not answer: no sign of life for {silent_s:.1f} s")
-                if self._failure is None and self._store.check(["failed"]):
-                    failure = self._store.get("failed").decode()
-                    self._say_farewell()
-                    self._failure = failure
-                self._contact_s = self._clock_s
-                self._stopping.wait(self._look_interval_s)
-        except RuntimeError:
-            # A broken connection stays broken; the timer ends the process.
-            self._cut_s = self._clock_s
+        while not self._stopping.is_set():
+            now_s = self._clock_s
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._beat_interval_s
+                self._store.add(f"life/{self._rank}", 1)
+                seen = self._store.add(f"life/{neighbour}", 0)
+                if seen != life or seen >= _DONE:
+                    life, life_s = seen, now_s
+                elif now_s - life_s > self._dead_s:
+                    self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
+            if self._failure is None and self._store.check(["failed"]):
+                failure = self._store.get("failed").decode()
+                self._say_farewell()
+                self._failure = failure
+            self._contact_s = self._clock_s
+            self._stopping.wait(self._look_interval_s)
 
     def _keep_time(self) -> None:
         pause_s = self._look_interval_s / 4
@@ -240,11 +244,7 @@ class Monitor:
         return self._find_long_wait(now_s)
 
     def _find_long_wait(self, now_s: float) -> str | None:
-        try:
-            waits = [w for w in self._waits if now_s - w.begin_s > 0.8 * self.timeout_s and not w.is_over()]
-        except RuntimeError as error:
-            # An event of a device that failed; the main thread may be blocked in front of the same device.
-            return f"the device failed: {describe_error(error)}"
+        waits = [w for w in self._waits if now_s - w.begin_s > 0.8 * self.timeout_s and not w.is_over()]
         if not waits:
             return None
         wait = waits[0]
@@ -253,11 +253,11 @@ class Monitor:
         return f"{reason}; look for a rank that ended, stopped or runs another schedule"
 
     def _end(self, reason: str) -> None:
+        self._run_bounded(self._say_farewell, 1.0)
         report(self._rank, reason)
         # Helpers of a checkpoint save would outlive this process and keep its output open.
         for child in multiprocessing.active_children():
             child.kill()
-        self._run_bounded(self._say_farewell, 1.0)
         if self._rank == 0:
             self._run_bounded(lambda: self._await_farewells(self._linger_s), self._linger_s + 0.1)
         self._stopping.set()
@@ -265,9 +265,8 @@ class Monitor:
 
     def _post(self, text: str) -> None:
         """Post a failure, if it is the first."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.add("failures", 1) == 1:
-                self._store.set("failed", text)
+        if self._store.add("failures", 1) == 1:
+            self._store.set("failed", text)
 
     def _say_farewell(self) -> None:
         """Count this rank, once, among those that need the store no more."""
@@ -283,14 +282,19 @@ class Monitor:
                 return
             time.sleep(0.02)
 
-    @staticmethod
-    def _run_bounded(action: Callable[[], None], limit_s: float) -> None:
-        """Run something that may block, and go on without it when it takes too long."""
+    def _try(self, action: Callable[[], None]) -> None:
+        """Use the store unless its connection is known to be broken: torch reports every failing call at length.
 
-        def run() -> None:
-            with contextlib.suppress(RuntimeError):
+        A broken connection stays broken; the timer ends the process, unless it ends by itself.
+        """
+        if self._cut_s is None:
+            try:
                 action()
+            except RuntimeError:
+                self._cut_s = self._clock_s
 
-        thread = threading.Thread(target=run, daemon=True)
+    def _run_bounded(self, action: Callable[[], None], limit_s: float) -> None:
+        """Use the store, and go on without it when it does not answer in time."""
+        thread = threading.Thread(target=self._try, args=(action,), daemon=True)
         thread.start()
         thread.join(limit_s)

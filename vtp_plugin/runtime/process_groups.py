@@ -11,7 +11,12 @@ from vtp_plugin.platform.base import Platform
 
 
 def open_group(
-    ranks: Sequence[int], *, platform: Platform, timeout_s: float, description: str, buffer_size_bytes: int | None = None
+    ranks: Sequence[int],
+    *,
+    platform: Platform,
+    timeout_s: float,
+    description: str,
+    buffer_size_bytes: int | None = None,
 ) -> dist.ProcessGroup | None:
     """Open a process group. Every rank of the world calls this for every planned group, in the plan's order.
 

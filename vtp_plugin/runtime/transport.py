@@ -242,14 +242,16 @@ class Channel:
         return header, work
 
     def _post(
-        self, operation: Callable[..., object], tensors: list[torch.Tensor], peers: list[int], batched: bool
+        self, operation: Callable[..., dist.Work | None], tensors: list[torch.Tensor], peers: list[int], batched: bool
     ) -> list[dist.Work]:
         if not tensors:
             return []
         ops = [dist.P2POp(operation, tensor, peer, self._group) for tensor, peer in zip(tensors, peers, strict=True)]
         if batched:
             return dist.batch_isend_irecv(ops)
-        return [op.op(op.tensor, op.peer, group=op.group) for op in ops]
+        works = [op.op(op.tensor, op.peer, group=op.group) for op in ops]
+        assert None not in works, "only members of the channel's group have transfers"
+        return [work for work in works if work is not None]
 
     def wait_for(self, works: Sequence[dist.Work], place: str, peer: str) -> None:
         """Wait for backend handles, timed by the monitor."""
@@ -278,8 +280,9 @@ class Channel:
         if self._platform.host_blocking_wait:
             wait.ended = True
         else:
-            wait.event = self._platform.module().Event()
-            wait.event.record()
+            event = self._platform.module().Event()
+            event.record()
+            wait.event = event
 
     def warm_up(self) -> None:
         """Send one element along every transfer of the plan, one after another in the plan's order.

@@ -1,4 +1,4 @@
-"""P4: checkpoints of the distributed optimizer with torch's own Adam, where neither Apex nor Transformer Engine is; and in fp32."""
+"""P4: checkpoints of the distributed optimizer in fp32, and with torch's own Adam."""
 
 from __future__ import annotations
 

@@ -1,0 +1,227 @@
+"""One rank of a small core-only training that can block, raise or finish at a chosen moment.
+
+Started as a plain process, without a launcher that would end the others for us: as a script of its own, or by ``serve``,
+a process that has imported torch and Megatron already and forks a rank for every line that it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NUM_MICROBATCHES = 4
+BLOCK_STEP, BLOCK_MICROBATCH = 1, 1
+SEQ, BATCH, VOCAB, HIDDEN = 8, 2, 36, 24
+PR_SET_PDEATHSIG = 1
+
+
+class Script:
+    """What this rank does beside training."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rank = int(os.environ["RANK"])
+
+    def reach(self, moment: str) -> None:
+        """Tell the test that this rank is here; the victim stays, or fails, at its moment."""
+        if moment != self.options.moment:
+            return
+        (Path(self.options.folder) / f"{self.rank}.reached").touch()
+        if self.rank != self.options.victim:
+            return
+        if self.options.act == "raise":
+            raise ValueError("the victim's own error")
+        if self.options.act == "exit":
+            sys.exit(3)
+        time.sleep(1000)
+
+
+def train(script: Script) -> None:
+    """Train a few steps, save once, and end normally."""
+    import vtp_plugin
+
+    options = script.options
+    vtp_plugin.apply(
+        vtp_size_list=options.vtp_size_list, device="cpu", timeout_s=options.timeout_s, force=options.force
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    script.reach("start")
+    from megatron.core import parallel_state
+
+    num_stages = len(options.vtp_size_list.split(","))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
+    script.reach("initialised")
+    model, optimizer = build(num_stages)
+    for step in range(options.num_steps):
+        run_step(script, step, model, optimizer)
+        script.reach("between")
+    save(script, model)
+    print("trained", flush=True)
+    time.sleep(options.linger_s * (script.rank != 0))
+    if options.timed_end:
+        from vtp_plugin.api import _Holder
+
+        dist.barrier()
+        begin_s = time.monotonic()
+        assert _Holder.session is not None
+        _Holder.session.stop_monitor()
+        print(f"stopped within {time.monotonic() - begin_s:.3f} s", flush=True)
+
+
+def build(num_stages: int) -> tuple[Any, Any]:
+    """Make this rank's part of the model and its optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(7)
+    config = TransformerConfig(
+        num_layers=num_stages,
+        hidden_size=HIDDEN,
+        num_attention_heads=12,
+        ffn_hidden_size=48,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=num_stages,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+    )
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    return wrapped, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0), [wrapped])
+
+
+def run_step(script: Script, step: int, model: Any, optimizer: Any) -> None:
+    """Run Megatron's schedule and the optimizer once."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tokens = torch.randint(0, VOCAB, (NUM_MICROBATCHES, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step))
+
+    def forward(batches: Iterator[tuple[int, torch.Tensor]], module: Any) -> Any:
+        microbatch, batch = next(batches)
+        is_moment = step == BLOCK_STEP and microbatch == BLOCK_MICROBATCH
+        if is_moment:
+            script.reach("forward")
+        positions = torch.arange(SEQ)[None].expand(BATCH, SEQ)
+        output = module(batch[:, :-1], positions, None, labels=batch[:, 1:])
+        if is_moment:
+            output.register_hook(lambda grad: script.reach("backward"))
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(enumerate(tokens)),
+        model=[model],
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=SEQ,
+        micro_batch_size=BATCH,
+    )
+    optimizer.step()
+
+
+def save(script: Script, model: Any) -> None:
+    """Save the model as Megatron does by default; the victim stays inside."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    class Strategy(TorchDistSaveShardedStrategy):
+        def save(self, *args: Any, **kwargs: Any) -> None:
+            script.reach("save")
+            super().save(*args, **kwargs)
+
+    folder = Path(script.options.folder) / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    dist_checkpointing.save(model.module.sharded_state_dict(), str(folder), sharded_strategy=Strategy())
+
+
+def serve() -> argparse.Namespace | None:
+    """Fork a rank for every line of standard input; return its options in the child, None at the end in the parent.
+
+    A line is JSON with ``env``, ``arguments`` and ``output``; the answer is the process id, and when the rank has ended,
+    its exit status stands in the file ``<output>.status``.
+    """
+    import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401 -- imported once for all ranks
+
+    outputs: dict[int, str] = {}
+    while True:
+        if select.select([sys.stdin], [], [], 0.02)[0]:
+            line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+            if not line:
+                return None
+            order = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                return _become_rank(order)
+            outputs[pid] = order["output"]
+            print(pid, flush=True)
+        with suppress(ChildProcessError):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                path = Path(outputs.pop(pid) + ".status")
+                path.with_suffix(".part").write_text(str(os.waitstatus_to_exitcode(status)))
+                path.with_suffix(".part").rename(path)
+
+
+def _become_rank(order: dict[str, Any]) -> argparse.Namespace:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(order["env"])
+    return parse(order["arguments"])
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line of a rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder")
+    parser.add_argument("--vtp-size-list", default="1,2")
+    parser.add_argument("--timeout-s", type=float, default=8.0)
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--moment", default="never")
+    parser.add_argument("--victim", type=int, default=-1)
+    parser.add_argument("--act", default="block")
+    parser.add_argument("--num-steps", type=int, default=2)
+    parser.add_argument("--linger-s", type=float, default=0.0)
+    parser.add_argument("--timed-end", action="store_true")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    chosen = serve() if sys.argv[1:] == ["serve"] else parse(sys.argv[1:])
+    if chosen is not None:
+        train(Script(chosen))

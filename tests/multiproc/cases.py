@@ -1,0 +1,317 @@
+"""What a multi-process training test runs, as data, and how its results are compared; used by parent and workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+
+Plugin = Literal["on", "forced", "reverted", "stock"]
+
+HIDDEN = 24
+HEADS = 12  # 1, 2, 3 and 4 divide it
+FFN = 48
+VOCAB = 36
+SEQ = 9
+MICRO_BATCH = 2
+LR = {"sgd": 0.1, "adam": 0.01}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        sizes: tensor-parallel size of every stage.
+        dp: replicas of the pipeline.
+        vpp: model chunks per stage; 2 and more use the interleaved schedule.
+        layers_per_chunk: transformer layers of every chunk.
+        plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
+            "reverted" trains with the plugin, takes it back and then trains as stock.
+        num_microbatches: per replica and step.
+        dtype: of weights and activations; gradients are always summed in fp32.
+        bucket_size: parameters per gradient bucket.
+        varying_lengths: every microbatch has another sequence length.
+        loss_tuple: length of what the loss function returns.
+        num_evaluations: forward-only passes before every training step.
+        loss_scale: constant one; fp16 without it scales dynamically.
+        inf_at: (stage, tp_rank, step) whose first gradient element gets an inf, on the last replica.
+        save, load: directories of distributed checkpoints of the start weights.
+        wants_weights: return the weights after the last step.
+        wants_tied: return both ends of the tied embedding at the start and after every step.
+    """
+
+    sizes: tuple[int, ...]
+    dp: int = 1
+    vpp: int = 1
+    layers_per_chunk: int = 1
+    plugin: Plugin = "on"
+    transport: str = "auto"
+    order: str = "tp-cp-ep-dp-pp"
+    tied: bool = False
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int = 3000
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    num_steps: int = 4
+    num_microbatches: int = 5
+    batch_p2p: bool = False
+    overlap_p2p: bool = False
+    varying_lengths: bool = False
+    recompute: bool = False
+    deallocate: bool = False
+    clip: float = 1.0
+    count_zeros: bool = False
+    masked: bool = False
+    loss_tuple: Literal[2, 3] = 2
+    per_token_loss: bool = False
+    num_evaluations: int = 0
+    loss_scale: float | None = None
+    inf_at: tuple[int, int, int] | None = None
+    save: str | None = None
+    load: str | None = None
+    wants_weights: bool = False
+    wants_tied: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.sizes) * self.dp
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sizes) * self.vpp * self.layers_per_chunk
+
+    def __str__(self) -> str:
+        """Show what differs from the defaults, for test ids."""
+        default = Case(sizes=self.sizes)
+        parts = [",".join(str(size) for size in self.sizes)]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != getattr(default, field.name) and field.name not in ("save", "load", "wants_weights"):
+                parts.append(field.name if value is True else f"{field.name}={value}")
+        return " ".join(parts).replace("_", "-")
+
+
+def oracle_of(case: Case) -> Case:
+    """Give the uniform TP=1 run that computes the same: stages, chunks, replicas and arithmetic stay, all else is plain.
+
+    An inf hits tensor-parallel rank 0; a constant loss scale in fp32 exists in the distributed optimizer only.
+    """
+    return replace(
+        case,
+        sizes=(1,) * len(case.sizes),
+        plugin="on",
+        transport="auto",
+        order="tp-cp-ep-dp-pp",
+        distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        overlap_p2p=False,
+        batch_p2p=False,
+        recompute=False,
+        deallocate=False,
+        num_evaluations=0,
+        bucket_size=Case(sizes=(1,)).bucket_size,
+        inf_at=None if case.inf_at is None else (case.inf_at[0], 0, case.inf_at[2]),
+        wants_weights=True,
+        wants_tied=False,
+        save=None,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One rank's local part of a parameter; ``dim`` is None where every tensor-parallel rank holds all of it."""
+
+    dim: int | None
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class RankResult:
+    """What one rank saw. Losses are there on the last stage only, ``tied`` on the two ends of a tied embedding.
+
+    Attributes:
+        losses: by step, by microbatch; every number as Megatron computed it.
+        evaluations: as ``losses``, of the forward-only passes.
+        successful: by step: the optimizer did not skip it.
+        weights: by global name.
+        tied: the local slice ``[V / tp, H]`` at the start and after every step.
+        read: data batches that this rank took.
+    """
+
+    stage: int
+    tp_rank: int
+    dp_rank: int
+    losses: list[list[float]]
+    evaluations: list[list[float]]
+    grad_norms: list[float]
+    num_zeros: list[float]
+    successful: list[bool]
+    weights: dict[str, Part]
+    tied: list[torch.Tensor]
+    read: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A whole run, put together from its ranks.
+
+    Attributes:
+        losses: by replica, step and microbatch.
+        grad_norms: by step; equal on all ranks to the last bit.
+        weights: whole tensors by global name; equal on all replicas and on all copies inside a stage, to the last bit.
+    """
+
+    ranks: list[RankResult]
+    losses: list[list[list[float]]]
+    evaluations: list[list[list[float]]]
+    grad_norms: list[float]
+    num_zeros: list[float]
+    successful: list[bool]
+    weights: dict[str, torch.Tensor]
+
+
+def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
+    """Put the ranks of a run together and check that those agree that must."""
+    last = len(case.sizes) - 1
+    losses, evaluations = [], []
+    for dp_rank in range(case.dp):
+        ends = [r for r in ranks if r.stage == last and r.dp_rank == dp_rank]
+        assert len(ends) == case.sizes[last]
+        assert all(r.losses == ends[0].losses for r in ends), "the last stage's ranks disagree about the loss"
+        assert [len(step) for step in ends[0].losses] == [case.num_microbatches] * case.num_steps
+        losses.append(ends[0].losses)
+        evaluations.append(ends[0].evaluations)
+    for name in ("grad_norms", "num_zeros", "successful"):
+        values = [getattr(r, name) for r in ranks]
+        assert all(value == values[0] for value in values), f"ranks disagree about {name}: {values}"
+    return Run(
+        ranks=list(ranks),
+        losses=losses,
+        evaluations=evaluations,
+        grad_norms=ranks[0].grad_norms,
+        num_zeros=ranks[0].num_zeros,
+        successful=ranks[0].successful,
+        weights=_whole_weights(case, ranks),
+    )
+
+
+def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    for stage, size in enumerate(case.sizes):
+        for dp_rank in range(case.dp):
+            members = sorted(
+                (r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)), key=lambda member: member.tp_rank
+            )
+            assert [r.tp_rank for r in members] == list(range(size))
+            for name, part in members[0].weights.items():
+                tensor = _join(name, [r.weights[name] for r in members])
+                assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ in {name}"
+    return whole
+
+
+def _join(name: str, parts: Sequence[Part]) -> torch.Tensor:
+    if parts[0].dim is not None:
+        return torch.cat([part.tensor for part in parts], dim=parts[0].dim)
+    assert all(torch.equal(part.tensor, parts[0].tensor) for part in parts), f"copies of {name} differ in a stage"
+    return parts[0].tensor
+
+
+def assert_close(run: Run, oracle: Run, *, rel: float = 1e-5) -> None:
+    """Compare every microbatch's loss and every grad norm."""
+    assert len(run.grad_norms) == len(oracle.grad_norms) >= 4
+    for what, ours, theirs in (
+        ("losses", run.losses, oracle.losses),
+        ("grad norms", run.grad_norms, oracle.grad_norms),
+    ):
+        worst = largest_relative_difference(torch.tensor(ours), torch.tensor(theirs))
+        assert worst <= rel, f"{what} differ by {worst:.2e} relative:\n{ours}\n{theirs}"
+    moved = abs(oracle.losses[0][0][0] - oracle.losses[0][-1][0])
+    assert moved > 0, "the run trains nothing, so it shows nothing"
+
+
+def largest_relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Give max |a - b| / |b|; infinite where only one is finite, 0 where both are the same infinity or nan."""
+    ours, theirs = ours.double(), theirs.double()
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    difference = torch.where(same, 0.0, ((ours - theirs).abs() / theirs.abs()).nan_to_num(nan=torch.inf))
+    return float(difference.max())
+
+
+def assert_weights_close(run: Run, oracle: Run, *, atol: float = 1e-5, rtol: float = 1e-5) -> None:
+    """Compare all weights. After Adam give ``atol`` in units of lr * steps: it amplifies rounding of zero gradients."""
+    assert run.weights.keys() == oracle.weights.keys() and run.weights
+    for name, weight in run.weights.items():
+        torch.testing.assert_close(
+            weight, oracle.weights[name], atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_identical(run: Run, oracle: Run) -> None:
+    """Compare losses, grad norms and all weights to the last bit."""
+    assert run.losses == oracle.losses
+    assert run.grad_norms == oracle.grad_norms
+    assert run.weights.keys() == oracle.weights.keys() and run.weights
+    for name, weight in run.weights.items():
+        assert torch.equal(weight, oracle.weights[name]), f"{name} is not the same to the last bit"
+
+
+class Runs:
+    """Runs cases on a pool; every oracle once."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._kept: dict[Case, Run] = {}
+
+    def run(self, case: Case, *, timeout_s: float = 100.0) -> Run:
+        """Train and put the result together."""
+        ranks = self._pool.run(
+            case.world_size, "tests.multiproc.train_job:train", {"case": case}, timeout_s=timeout_s
+        )
+        return assemble(case, ranks)
+
+    def kept(self, case: Case) -> Run:
+        """Train, or return what an earlier call got."""
+        if case not in self._kept:
+            self._kept[case] = self.run(case)
+        return self._kept[case]
+
+    def oracle(self, case: Case) -> Run:
+        """Give the uniform run that ``case`` must equal."""
+        return self.kept(oracle_of(case))
+
+
+Row = Mapping[str, object]
+
+
+def pairs_of(row: Row) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Give all pairs of (name, value) in a row of a grid.
+
+    >>> pairs_of({"a": 1, "b": 2})
+    {(('a', 1), ('b', 2))}
+    """
+    return set(combinations(row.items(), 2))
+
+
+def pairwise(rows: Iterable[Row]) -> list[Row]:
+    """Choose rows so that every pair of values that occurs in some row occurs in a chosen one; greedy, deterministic.
+
+    >>> len(pairwise({"a": a, "b": b, "c": c} for a in (0, 1) for b in (0, 1) for c in (0, 1)))
+    4
+    """
+    left = [(row, pairs_of(row)) for row in rows]
+    open_pairs = set().union(*(pairs for _, pairs in left))
+    chosen = []
+    while open_pairs:
+        row, pairs = max(left, key=lambda entry: len(entry[1] & open_pairs))
+        chosen.append(row)
+        open_pairs -= pairs
+    return chosen

@@ -1,0 +1,370 @@
+"""The training job of the multi-process tests: Megatron's own model, DDP, optimizer and schedules, no megatron.training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, distributed, parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import vtp_plugin
+from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, SEQ, VOCAB, Case, Part, RankResult
+from tests.pool import init_gloo
+from vtp_plugin.platform import detect
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KEYS = ["tokens", "labels", "mask"]
+
+
+def train(case: Case) -> RankResult:
+    """Run a case on this rank."""
+    init_gloo(timeout_s=60.0)
+    if case.plugin == "reverted":
+        with applied(case, force=True), model_parallel(case):
+            Trainer(case).step(0)
+        with cpu_only(), model_parallel(case):
+            return Trainer(case).run()
+    with cpu_only() if case.plugin == "stock" else applied(case, force=case.plugin == "forced"), model_parallel(case):
+        assert vtp_plugin.is_vtp_enabled() == (case.plugin == "forced" or len(set(case.sizes)) > 1)
+        return Trainer(case).run()
+
+
+@contextmanager
+def applied(case: Case, *, force: bool) -> Iterator[None]:
+    """Apply the plugin and take it back."""
+    vtp_plugin.apply(
+        vtp_size_list=list(case.sizes),
+        device="cpu",
+        transport=case.transport,  # pyright: ignore[reportArgumentType]
+        timeout_s=60.0,
+        force=force,
+    )
+    try:
+        yield
+    finally:
+        vtp_plugin.revert()
+
+
+@contextmanager
+def cpu_only() -> Iterator[None]:
+    """Map torch.cuda onto the CPU and leave Megatron alone."""
+    platform = detect("cpu")
+    platform.install()
+    try:
+        yield
+    finally:
+        platform.uninstall()
+
+
+@contextmanager
+def model_parallel(case: Case) -> Iterator[None]:
+    """Have Megatron make its groups, as a user would; only stock Megatron needs to be told a tensor-parallel size."""
+    sizes = {"tensor_model_parallel_size": case.sizes[0]} if case.plugin in ("stock", "reverted") else {}
+    parallel_state.initialize_model_parallel(
+        **sizes,
+        pipeline_model_parallel_size=len(case.sizes),
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        order=case.order,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    # The rule of megatron.training: weights depend on the pipeline rank, not on the tensor-parallel one.
+    torch.manual_seed(7 + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class Trainer:
+    """Model, optimizer and data of this rank."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.config = _config(case)
+        chunks = _chunks(case, self.config)
+        if case.load:
+            _load(chunks, case.load)
+        if case.save:
+            dist_checkpointing.save(_sharded(chunks), case.save)
+        self.model = _wrap(case, self.config, chunks)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = distributed.finalize_model_grads
+        if case.overlap_grad_reduce:
+            _set_functions(self.config, "no_sync_func", [chunk.no_sync for chunk in self.model])
+            _set_functions(self.config, "grad_sync_func", [chunk.start_grad_sync for chunk in self.model])
+        if case.overlap_param_gather and case.vpp > 1:
+            _set_functions(self.config, "param_sync_func", [chunk.start_param_sync for chunk in self.model])
+        self.num_read = 0
+
+    def run(self) -> RankResult:
+        """Train all steps."""
+        case = self.case
+        result = RankResult(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            losses=[],
+            evaluations=[],
+            grad_norms=[],
+            num_zeros=[],
+            successful=[],
+            weights={},
+            tied=[],
+            read=0,
+        )
+        self._keep_tied(result)
+        for step in range(case.num_steps):
+            for _ in range(case.num_evaluations):
+                result.evaluations.append(self.evaluate(step))
+            losses, successful, grad_norm, num_zeros = self.step(step)
+            result.losses.append(losses)
+            result.successful.append(bool(successful))
+            result.grad_norms.append(float("nan") if grad_norm is None else float(grad_norm))
+            result.num_zeros.append(-1.0 if num_zeros is None else float(num_zeros))
+            self._keep_tied(result)
+        if case.wants_weights:
+            with self._gathered_weights():
+                result.weights = _weights(self.model)
+        result.read = self.num_read
+        return result
+
+    def step(self, step: int) -> tuple[list[float], Any, Any, Any]:
+        """Train one step: losses by microbatch, then what the optimizer returns."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._pass(step, forward_only=False)
+        self._plant_inf(step)
+        return losses, *self.optimizer.step()
+
+    def evaluate(self, step: int) -> list[float]:
+        """Pass the step's data forward only, as megatron.training does between two steps."""
+        for chunk in self.model:
+            chunk.eval()
+        with self._gathered_weights(), torch.no_grad():
+            losses = self._pass(step, forward_only=True)
+        for chunk in self.model:
+            chunk.train()
+        return losses
+
+    def _pass(self, step: int, *, forward_only: bool) -> list[float]:
+        iterators = [self._batches(chunk, step) for chunk in self.model]
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if self.case.vpp > 1 else iterators[0],
+            model=self.model if self.case.vpp > 1 else self.model[0],
+            num_microbatches=self.case.num_microbatches,
+            seq_length=SEQ,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
+        )
+        return [report["loss"].item() for report in reports]
+
+    def _batches(self, chunk: Any, step: int) -> Iterator[dict[str, torch.Tensor]] | None:
+        """Give data to the ranks that read it in Megatron: tensor-parallel rank 0 of first and last chunk."""
+        if parallel_state.get_tensor_model_parallel_rank() != 0 or not _reads(chunk):
+            return None
+        return map(self._count, _batches(self.case, step, parallel_state.get_data_parallel_rank()))
+
+    def _count(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.num_read += 1
+        return batch
+
+    def _forward_step(self, iterator: Iterator[dict[str, torch.Tensor]] | None, chunk: Any) -> Any:
+        tokens = labels = mask = positions = None
+        if _reads(chunk):
+            batch = tensor_parallel.broadcast_data(KEYS, next(iterator) if iterator else None, torch.int64)
+            tokens, labels, mask = (batch[key] for key in KEYS)
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        output = chunk(tokens, positions, None, labels=labels)
+
+        def loss_function(losses: torch.Tensor) -> Any:
+            assert mask is not None
+            total, num_tokens = (losses.float() * mask).sum(), mask.sum().int()
+            # Megatron divides the loss in place, so what is reported must be a copy.
+            if self.case.loss_tuple == 3:
+                return total, num_tokens, {"loss": total.detach().clone()}
+            loss = total / num_tokens
+            return loss, {"loss": loss.detach().clone()}
+
+        return output, loss_function
+
+    def _plant_inf(self, step: int) -> None:
+        """Spoil one element of one gradient of one rank."""
+        case = self.case
+        if case.inf_at is None:
+            return
+        here = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            step,
+        )
+        if here != case.inf_at or parallel_state.get_data_parallel_rank() != case.dp - 1:
+            return
+        cut = [p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False) and p.dim() == 2]
+        gradient = cut[0].main_grad
+        gradient.view(-1)[0] = torch.inf
+
+    @contextmanager
+    def _gathered_weights(self) -> Iterator[None]:
+        """Gather the weights that overlapping would gather in the next forward pass, as megatron.training does."""
+        if not self.case.overlap_param_gather:
+            yield
+            return
+        for chunk in self.model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        yield
+        for chunk in self.model:
+            chunk.enable_forward_pre_hook()
+
+    def _keep_tied(self, result: RankResult) -> None:
+        if not self.case.wants_tied:
+            return
+        ends = [chunk for chunk in self.model if _reads(chunk)]
+        with self._gathered_weights():
+            result.tied += [_bare(chunk).shared_embedding_or_output_weight().detach().clone() for chunk in ends]
+
+
+def _config(case: Case) -> TransformerConfig:
+    recompute: dict[str, Any] = {}
+    if case.recompute:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=case.num_layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=len(case.sizes),
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        pipeline_dtype=DTYPES[case.dtype],
+        params_dtype=DTYPES[case.dtype],
+        bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+        batch_p2p_comm=case.batch_p2p,
+        overlap_p2p_comm=case.overlap_p2p,
+        variable_seq_lengths=case.varying_lengths,
+        deallocate_pipeline_outputs=case.deallocate,
+        calculate_per_token_loss=case.per_token_loss,
+        **recompute,
+    )
+
+
+def _optimizer_config(case: Case) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=case.optimizer,
+        lr=LR[case.optimizer],
+        clip_grad=case.clip,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap_param_gather,
+        params_dtype=DTYPES[case.dtype],
+        bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+        loss_scale=case.loss_scale,
+        initial_loss_scale=1024.0,
+        hysteresis=1,
+        log_num_zeros_in_grad=case.count_zeros,
+    )
+
+
+def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
+    chunks = []
+    for i in range(case.vpp):
+        vp_stage = i if case.vpp > 1 else None
+        chunks.append(
+            GPTModel(
+                config,
+                get_gpt_layer_local_spec(),
+                vocab_size=VOCAB,
+                max_sequence_length=SEQ,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=case.tied,
+                vp_stage=vp_stage,
+            )
+        )
+    return chunks
+
+
+def _wrap(case: Case, config: TransformerConfig, chunks: list[GPTModel]) -> list[Any]:
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_grad_reduce=case.overlap_grad_reduce,
+        overlap_param_gather=case.overlap_param_gather,
+        bucket_size=case.bucket_size,
+    )
+    return [
+        distributed.DistributedDataParallel(
+            config,
+            ddp_config,
+            chunk if case.dtype == "fp32" else Float16Module(config, chunk),
+            disable_bucketing=i > 0,
+        )
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def _set_functions(config: TransformerConfig, name: str, functions: list[Any]) -> None:
+    setattr(config, name, functions if len(functions) > 1 else functions[0])
+
+
+def _sharded(chunks: list[GPTModel]) -> dict[str, Any]:
+    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+
+
+def _load(chunks: list[GPTModel], path: str) -> None:
+    loaded = dist_checkpointing.load(_sharded(chunks), path)
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+
+
+def _bare(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _reads(chunk: Any) -> bool:
+    return _bare(chunk).pre_process or _bare(chunk).post_process
+
+
+def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    for microbatch in range(case.num_microbatches):
+        index = (step * case.dp + dp_rank) * case.num_microbatches + microbatch
+        generator = torch.Generator().manual_seed(1000 + index)
+        length = SEQ - 2 * (index % 3) if case.varying_lengths else SEQ
+        text = torch.randint(0, VOCAB, (MICRO_BATCH, length + 1), generator=generator)
+        mask = torch.ones(MICRO_BATCH, length, dtype=torch.int64)
+        if case.masked:
+            mask = (torch.rand(mask.shape, generator=generator) < (index % 4 + 1) / 5).long()
+            mask[0, 0] = 1
+        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
+
+
+def _weights(model: list[Any]) -> dict[str, Part]:
+    """Give every parameter by a name that holds the layer's number in the whole model."""
+    weights = {}
+    for chunk in map(_bare, model):
+        for name, parameter in chunk.named_parameters():
+            words = name.split(".")
+            if words[:2] == ["decoder", "layers"]:
+                words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            weights[".".join(words)] = Part(
+                dim=parameter.partition_dim if is_cut else None, tensor=parameter.detach().float().clone()
+            )
+    return weights

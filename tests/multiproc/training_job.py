@@ -1,0 +1,239 @@
+"""A job that runs a Megatron training script under the plugin, as ``python -m vtp_plugin run SCRIPT ...`` would.
+
+megatron.training keeps its arguments, tokenizer, timers, microbatch calculator, random states and signal handlers in
+module globals. So every run happens in a fork of the worker, which has imported Megatron but never used it: nothing is
+left to reset, the exit code and the printed lines are those of a real process, and a run that fails costs no worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import megatron.training.training as training
+
+import vtp_plugin
+from tests.pool import ROOT
+from tests.pool_worker import _die_with
+
+# Imported once in the worker, so that the runs need not do it.
+for _name in (
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.training.checkpointing",
+    "torch.distributed.checkpoint",
+):
+    importlib.import_module(_name)
+
+EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What Megatron's ``train_step`` returned.
+
+    Attributes:
+        loss: mean over the tokens of the global batch; None except on the last stage.
+        grad_norm: before clipping.
+        num_zeros: zero gradients; None unless they are counted.
+    """
+
+    loss: float | None
+    grad_norm: float
+    num_zeros: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """How one rank's process went.
+
+    Attributes:
+        exit_code: None when it was still running at the end of the time; its stacks are then in ``output``.
+        output: what it printed, both streams.
+        steps: of this run, in order.
+        evaluations: loss of every evaluation; empty except on the last stage.
+        facts: what the test's hooks have noted.
+    """
+
+    exit_code: int | None
+    output: str
+    steps: list[Step]
+    evaluations: list[float]
+    facts: dict[str, Any]
+
+
+class _Notes:
+    """What a run collects, in the process that runs."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.evaluations: list[float] = []
+        self.facts: dict[str, Any] = {}
+
+
+def run_script(
+    arguments: Sequence[str],
+    by_rank: Mapping[int, Sequence[str]] | None = None,
+    *,
+    how: Literal["run", "apply", "stock"] = "run",
+    apply_kwargs: Mapping[str, Any] | None = None,
+    script: str = EXAMPLE,
+    hooks: Sequence[str] = (),
+    timeout_s: float = 60.0,
+) -> ScriptRun:
+    """Run the script in a fork of this process and return what came of it.
+
+    Args:
+        arguments: of the script.
+        by_rank: further arguments of single ranks.
+        how: under ``vtp_plugin run``; with ``vtp_plugin.apply(**apply_kwargs)`` in front, as a script itself would; or
+            stock Megatron without the plugin, on the CPU platform alone.
+        apply_kwargs: of ``apply()``.
+        script: the script.
+        hooks: names of functions of ``tests.multiproc.training_hooks`` to call before the script starts; each takes
+            the dictionary of facts.
+        timeout_s: for the whole run.
+    """
+    arguments = [*arguments, *(by_rank or {}).get(int(os.environ["RANK"]), ())]
+    with tempfile.TemporaryDirectory(prefix="vtp-run-") as folder:
+        output, results = Path(folder) / "output", Path(folder) / "results"
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            start = {
+                "run": lambda: _run_command(script, arguments),
+                "apply": lambda: _run_with_apply(script, arguments, apply_kwargs or {}),
+                "stock": lambda: _run_stock(script, arguments),
+            }[how]
+            _be_a_process(parent, output, results, start, hooks)
+        exit_code = _wait(pid, timeout_s)
+        notes = pickle.loads(results.read_bytes()) if results.exists() else {"steps": [], "evaluations": [], "facts": {}}
+        return ScriptRun(exit_code=exit_code, output=output.read_text(errors="replace"), **notes)
+
+
+def _run_command(script: str, arguments: Sequence[str]) -> None:
+    from vtp_plugin.cli import main
+
+    main(["run", script, *arguments])
+
+
+def _run_with_apply(script: str, arguments: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    vtp_plugin.apply(**kwargs)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _run_stock(script: str, arguments: Sequence[str]) -> None:
+    """Run Megatron with what makes it start on a CPU, and nothing of the plugin's own."""
+    from importlib.metadata import version
+
+    from vtp_plugin.config import VtpConfig
+    from vtp_plugin.patches.registry import platform_records
+    from vtp_plugin.patching import apply_records
+    from vtp_plugin.session import Session
+
+    session = Session(VtpConfig(device="cpu"))
+    session.choose_platform()
+    apply_records(platform_records(session), version("megatron-core"))
+    sys.argv = [script, *arguments, "--distributed-backend", "gloo"]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _be_a_process(
+    parent: int, output: Path, results: Path, start: Callable[[], None], hooks: Sequence[str]
+) -> NoReturn:
+    """Do in a fork what a fresh interpreter does with a script, up to its exit code."""
+    code = 70
+    try:
+        _die_with(parent)
+        atexit._clear()
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        notes = _Notes()
+        _collect(notes)
+        code = _exit_code_of(start, hooks, notes)
+        partial = results.with_suffix(".partial")
+        partial.write_bytes(
+            pickle.dumps({"steps": notes.steps, "evaluations": notes.evaluations, "facts": notes.facts})
+        )
+        partial.rename(results)
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _exit_code_of(start: Callable[[], None], hooks: Sequence[str], notes: _Notes) -> int:
+    try:
+        for name in hooks:
+            getattr(importlib.import_module("tests.multiproc.training_hooks"), name)(notes.facts)
+        start()
+    except SystemExit as leave:
+        if leave.code is not None and not isinstance(leave.code, int):
+            print(leave.code, file=sys.stderr)
+            return 1
+        return leave.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _collect(notes: _Notes) -> None:
+    """Note what Megatron's loop gets from its steps and evaluations, at full precision and without averaging."""
+    train_step, evaluate = training.train_step, training.evaluate
+
+    def noting_train_step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        losses, grad_norm, num_zeros = result[0], result[5], result[6]
+        loss = float(losses["lm loss"]) if "lm loss" in losses else None
+        notes.steps.append(
+            Step(loss=loss, grad_norm=float(grad_norm), num_zeros=None if num_zeros is None else float(num_zeros))
+        )
+        return result
+
+    def noting_evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        if result[0] and "lm loss" in result[0]:
+            notes.evaluations.append(float(result[0]["lm loss"]))
+        return result
+
+    training.train_step, training.evaluate = noting_train_step, noting_evaluate
+
+
+def _wait(pid: int, timeout_s: float) -> int | None:
+    """Wait for a child; one that is late writes its stacks and is killed."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if (code := _poll(pid)) is not None:
+            return code
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _poll(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
