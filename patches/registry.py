@@ -53,10 +53,3 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         checkpointing,
     )
     return tuple(record for module in modules for record in module.records(session))
-
-
-def torch_records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records whose host is torch; they apply with a list that ``apply()`` was told."""
-    from vtp_plugin.patches import torch_distributed
-
-    return torch_distributed.records(session)

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.hang.ranks import Server
 from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Worker processes for jobs on 1 to 8 ranks, kept alive over the whole session."""
-    with Pool(max_workers=8) as workers:
+    """Worker processes for jobs on 1 to 12 ranks, kept alive over the whole session; only whole grids need over 8."""
+    with Pool(max_workers=12) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A process that has imported torch and Megatron and forks ranks that are killed, stopped or started wrongly."""
+    server = Server(tmp_path_factory.mktemp("rank-server") / "log")
+    yield server
+    server.close()

@@ -282,6 +282,9 @@ class _Worker:
 def _start(command: list[str], fd: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a worker with one thread per process, gloo on the loopback device and no accelerator in sight."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    # Connect pairs when they first talk: with 25 groups a job, connecting every pair of each at once costs seconds,
+    # and now and then (seen with 6 ranks on 2 cores) a connection attempt waits for its 20 s retry.
+    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return subprocess.Popen(
         command,
         cwd=ROOT,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
@@ -27,6 +30,7 @@ class _Holder:
 
     session: Session | None = None
     request: VtpConfig | None = None
+    has_failed = False
 
 
 def apply(
@@ -44,6 +48,9 @@ def apply(
     the plugin replaces. Without a list here or on the command line (``--vtp-size-list``), Megatron stays as it is. In a
     child process that ``multiprocessing`` spawns while it imports the script again, the call does nothing.
 
+    With a list, under a launcher and before torch.distributed is initialised, all ranks meet here: torch would wait for
+    a missing rank for its own timeout, 30 minutes by default, and not name it.
+
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
         device: ``"auto"`` asks npu, then cuda, then cpu.
@@ -54,6 +61,7 @@ def apply(
 
     Raises:
         ConfigError: a value breaks its rule.
+        PeerError: not all ranks came within the timeout.
         PatchError: Megatron is missing, of another version, or already initialised; or ``apply`` was called before with
             other arguments.
     """
@@ -76,7 +84,9 @@ def apply(
             "vtp_plugin.revert() first"
         )
     host_version = _megatron_version()
-    from vtp_plugin.patches.registry import argument_records, platform_records, torch_records, training_records
+    # Early, to run after the handlers that are registered later.
+    atexit.register(_leave_after_failure)
+    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
 
@@ -98,13 +108,14 @@ def apply(
     session.applied.append(apply_records(argument_records(session, activate), host_version))
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
-        session.applied.append(apply_records(torch_records(session), distribution_version("torch"), "torch"))
         activate()
+        session.meet(os.environ)
 
 
 def revert() -> None:
     """Undo ``apply``: every replaced object of Megatron and torch is the original again. Without ``apply``: nothing."""
     session, _Holder.session, _Holder.request = _Holder.session, None, None
+    atexit.unregister(_leave_after_failure)
     if sys.excepthook is _excepthook:
         sys.excepthook = sys.__excepthook__
     if session is None:
@@ -186,11 +197,14 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     """Print errors of the plugin as one line, others as a traceback with such a line, and tell the other ranks."""
     session = _Holder.session
     monitor = None if session is None else session.monitor
+    _Holder.has_failed = session is not None
     position = ""
     if monitor is not None:
         position = f"; {monitor.describe_position()}"
         # Before printing: torch may complain about a broken store, and our line shall be the last.
         monitor.post_failure(error)
+        if monitor.failure is not None:
+            position += f"; before that, {monitor.failure}"
     text = str(error)
     if not isinstance(error, VtpError):
         sys.__excepthook__(kind, error, trace)
@@ -199,8 +213,18 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         print(f"{_prefix()} error: {text}{position}", file=sys.stderr, flush=True)
 
 
-def _prefix() -> str:
-    import os
+def _leave_after_failure() -> None:
+    """End here, after the other exit handlers: destructors of process groups may wait for peers that are gone."""
+    if not _Holder.has_failed:
+        return
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
+
+def _prefix() -> str:
     rank = os.environ.get("RANK")
     return "[vtp]" if rank is None else f"[vtp rank {rank}]"

@@ -5,29 +5,44 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
 from vtp_plugin.config import VtpConfig, parse_size_list
 from vtp_plugin.errors import ConfigError, VtpError
 
 if TYPE_CHECKING:
+    from vtp_plugin.config import DeviceName
     from vtp_plugin.layout.pipeline import PipelineLayout
+    from vtp_plugin.patching import PatchStatus
+
+_REQUIRED_PACKAGES = ("torch", "megatron-core")
+_OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # they change what Megatron does
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; errors of the plugin are one line and exit code 2."""
-    options = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(words)
+    if options.command is _run:
+        # argparse would swallow a "--" that is the script's.
+        options.arguments = words[words.index(options.script, 1) + 1 :]
     try:
         options.command(options)
     except VtpError as error:
         if options.command is _run:
             # The exception hook also tells the other ranks.
             raise
-        print(f"vtp_plugin: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"vtp_plugin: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +82,7 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> None:
     script = Path(options.script)
     if not script.is_file():
-        raise ConfigError(f"script {options.script} does not exist; give the path of the training script")
+        _fail(f"script {options.script} does not exist; give the path of the training script")
     vtp_plugin.apply()
     # As Python itself does for a script: its own arguments, and the modules beside it first.
     sys.argv = [options.script, *options.arguments]
@@ -79,8 +94,9 @@ def _plan(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 
     layout = _layout(options)
+    boundaries = pipeline_boundaries(layout, is_ring=options.ring, transport=_transport(options))
     print(layout.describe())
-    for boundary in pipeline_boundaries(layout, is_ring=options.ring, transport=_transport(options)):
+    for boundary in boundaries:
         print(
             f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: "
             f"{boundary.strategy}"
@@ -119,19 +135,37 @@ def _transport(options: argparse.Namespace) -> str:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from importlib.metadata import version
-
+    device = VtpConfig(device=options.device).device
+    found = {name: _version(name) for name in (*_REQUIRED_PACKAGES, *_OPTIONAL_PACKAGES)}
+    shown = [f"{name} {version}" for name, version in found.items() if version]
+    print(", ".join([f"vtp_plugin {vtp_plugin.__version__}", *shown, f"Python {sys.version.split()[0]}"]))
+    if missing := [name for name in _REQUIRED_PACKAGES if not found[name]]:
+        raise VtpError(f"not installed: {', '.join(missing)}; run: pip install {' '.join(missing)}")
     from vtp_plugin.options import format_table
     from vtp_plugin.patching import format_status
     from vtp_plugin.platform import detect
 
-    platform = detect(options.device)
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
-    print(f"vtp_plugin {vtp_plugin.__version__}, {versions}, Python {sys.version.split()[0]}")
-    print(f"platform: {platform.name}, backend {platform.backend} ({platform.reason})\n")
-    vtp_plugin.apply(vtp_size_list=[1, 2], device=options.device)
+    platform = detect(device)
+    print(f"platform: {platform.name}, backend {platform.backend} ({platform.reason})")
+    patches = _try_patches(device)
+    print(f"patches: {sum(patch.applied for patch in patches)} of {len(patches)} applied, then reverted\n")
+    print(f"{format_status(patches)}\n\nMegatron's options with stages of unequal size\n\n{format_table()}")
+
+
+def _try_patches(device: DeviceName) -> tuple[PatchStatus, ...]:
+    """Apply all patches as a run with unequal stages does, note their state, and revert them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
+        vtp_plugin.apply(vtp_size_list=[1, 2], device=device)
+        try:
+            return vtp_plugin.status()
+        finally:
+            vtp_plugin.revert()
+
+
+def _version(distribution: str) -> str:
+    """Return the version of an installed distribution, else an empty string."""
     try:
-        print(format_status(vtp_plugin.status()))
-    finally:
-        vtp_plugin.revert()
-    print("\n" + format_table())
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

@@ -47,8 +47,8 @@ class VtpConfig:
             raise ConfigError(
                 f"transport {self.transport!r} is unknown; use one of {', '.join(get_args(TransportName))}"
             )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout of {self.timeout_s} s must be positive; leave it out for 600 s")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise ConfigError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 

@@ -25,7 +25,7 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import PipelineCommunicator, boundary_specs, open_channels
 from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.startup import agree, gather_node_sizes
+from vtp_plugin.runtime.startup import agree, gather_node_sizes, open_store
 from vtp_plugin.runtime.tied import TiedWeight, tied_weight_specs
 
 if TYPE_CHECKING:
@@ -141,6 +141,20 @@ class Session:
             "timeout_s": self.config.timeout_s,
         }
 
+    def meet(self, environment: Mapping[str, str]) -> None:
+        """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
+
+        Raises:
+            ConfigError: a rank was told something else.
+            PeerError: a rank did not come within the timeout.
+        """
+        rank, world_size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+        is_launched = rank.isdigit() and world_size.isdigit() and "MASTER_ADDR" in environment
+        if dist.is_initialized() or not is_launched or int(world_size) < 2:
+            return
+        store = open_store(int(rank), int(world_size), self.config.timeout_s)
+        self.agree(store, self.request_statement, rank=int(rank), world_size=int(world_size), name="start")
+
     def agree(
         self,
         store: dist.Store,
@@ -162,10 +176,11 @@ class Session:
             timeout_s: for the check; default is the configured one, which the check itself may change.
         """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
+        monitor_store = store.clone() if self.monitor is None else None
         agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s)
         self.store = store
-        if self.monitor is None:
-            self.monitor = Monitor(store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
+        if monitor_store is not None:
+            self.monitor = Monitor(monitor_store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
             self.monitor.start()
             atexit.register(self.stop_monitor)
 

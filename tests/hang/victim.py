@@ -1,7 +1,7 @@
 """One rank of a small core-only training that can block, raise or finish at a chosen moment.
 
-Started as a plain process, without a launcher that would end the others for us: as a script of its own, or by ``serve``,
-a process that has imported torch and Megatron already and forks a rank for every line that it reads.
+Started as a plain process, without a launcher that would end the others for us: as a script of its own, or by
+``serve``, a process that has imported torch and Megatron already and forks a rank for every line that it reads.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Script:
         if self.rank != self.options.victim:
             return
         if self.options.act == "raise":
+            time.sleep(self.options.delay_s)
             raise ValueError("the victim's own error")
         if self.options.act == "exit":
             sys.exit(3)
@@ -51,24 +52,27 @@ class Script:
 
 def train(script: Script) -> None:
     """Train a few steps, save once, and end normally."""
-    import vtp_plugin
-
     options = script.options
-    vtp_plugin.apply(
-        vtp_size_list=options.vtp_size_list, device="cpu", timeout_s=options.timeout_s, force=options.force
-    )
+    if not options.without_plugin:
+        apply_plugin(options)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     script.reach("start")
     from megatron.core import parallel_state
 
     num_stages = len(options.vtp_size_list.split(","))
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
-    script.reach("initialised")
-    model, optimizer = build(num_stages)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_size,
+        pipeline_model_parallel_size=options.pipeline_size or num_stages,
+    )
+    if options.apply_again == "late":
+        from vtp_plugin.api import _Holder
+
+        _Holder.session = None
+        apply_plugin(options)
+    model, optimizer = build(options, num_stages)
     for step in range(options.num_steps):
         run_step(script, step, model, optimizer)
-        script.reach("between")
     save(script, model)
     print("trained", flush=True)
     time.sleep(options.linger_s * (script.rank != 0))
@@ -82,7 +86,24 @@ def train(script: Script) -> None:
         print(f"stopped within {time.monotonic() - begin_s:.3f} s", flush=True)
 
 
-def build(num_stages: int) -> tuple[Any, Any]:
+def apply_plugin(options: argparse.Namespace) -> None:
+    """Apply the plugin, maybe pretending another version, maybe twice."""
+    import vtp_plugin
+
+    if options.pretend_version:
+        vtp_plugin.__version__ = options.pretend_version
+
+    def apply(timeout_s: float) -> None:
+        vtp_plugin.apply(vtp_size_list=options.vtp_size_list, device="cpu", timeout_s=timeout_s, force=options.force)
+
+    apply(options.timeout_s)
+    if options.apply_again == "same":
+        apply(options.timeout_s)
+    elif options.apply_again == "other":
+        apply(options.timeout_s + 1)
+
+
+def build(options: argparse.Namespace, num_stages: int) -> tuple[Any, Any]:
     """Make this rank's part of the model and its optimizer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -100,7 +121,7 @@ def build(num_stages: int) -> tuple[Any, Any]:
         num_attention_heads=12,
         ffn_hidden_size=48,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tensor_model_parallel_size=options.config_tensor_size or parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=num_stages,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -165,10 +186,10 @@ def save(script: Script, model: Any) -> None:
     dist_checkpointing.save(model.module.sharded_state_dict(), str(folder), sharded_strategy=Strategy())
 
 
-def serve() -> argparse.Namespace | None:
-    """Fork a rank for every line of standard input; return its options in the child, None at the end in the parent.
+def serve() -> argparse.Namespace:
+    """Fork a rank for every line of standard input; return its options in the child.
 
-    A line is JSON with ``env``, ``arguments`` and ``output``; the answer is the process id, and when the rank has ended,
+    A line is JSON with ``env``, ``arguments`` and ``output``; the answer is the process id. When the rank has ended,
     its exit status stands in the file ``<output>.status``.
     """
     import megatron.core.dist_checkpointing.strategies.torch
@@ -180,7 +201,7 @@ def serve() -> argparse.Namespace | None:
         if select.select([sys.stdin], [], [], 0.02)[0]:
             line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
             if not line:
-                return None
+                os._exit(0)
             order = json.loads(line)
             pid = os.fork()
             if pid == 0:
@@ -214,14 +235,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--moment", default="never")
     parser.add_argument("--victim", type=int, default=-1)
-    parser.add_argument("--act", default="block")
+    parser.add_argument("--act", default="block", choices=("block", "raise", "exit"))
+    parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--num-steps", type=int, default=2)
     parser.add_argument("--linger-s", type=float, default=0.0)
     parser.add_argument("--timed-end", action="store_true")
+    parser.add_argument("--without-plugin", action="store_true")
+    parser.add_argument("--pretend-version")
+    parser.add_argument("--apply-again", choices=("same", "other", "late"))
+    parser.add_argument("--pipeline-size", type=int)
+    parser.add_argument("--tensor-size", type=int, default=1)
+    parser.add_argument("--config-tensor-size", type=int)
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    chosen = serve() if sys.argv[1:] == ["serve"] else parse(sys.argv[1:])
-    if chosen is not None:
-        train(Script(chosen))
+    train(Script(serve() if sys.argv[1:] == ["serve"] else parse(sys.argv[1:])))

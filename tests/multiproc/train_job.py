@@ -1,4 +1,4 @@
-"""The training job of the multi-process tests: Megatron's own model, DDP, optimizer and schedules, no megatron.training."""
+"""The training job of the multi-process tests: Megatron's model, DDP, optimizer and schedules, no megatron.training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, distributed, parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -129,7 +128,7 @@ class Trainer:
             losses, successful, grad_norm, num_zeros = self.step(step)
             result.losses.append(losses)
             result.successful.append(bool(successful))
-            result.grad_norms.append(float("nan") if grad_norm is None else float(grad_norm))
+            result.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             result.num_zeros.append(-1.0 if num_zeros is None else float(num_zeros))
             self._keep_tied(result)
         if case.wants_weights:
@@ -200,20 +199,19 @@ class Trainer:
         return output, loss_function
 
     def _plant_inf(self, step: int) -> None:
-        """Spoil one element of one gradient of one rank."""
+        """Spoil one element of one gradient of one rank, after the gradients of the replicas were summed."""
         case = self.case
         if case.inf_at is None:
             return
+        assert case.dp == 1, "the other replicas would not see it"
         here = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
             step,
         )
-        if here != case.inf_at or parallel_state.get_data_parallel_rank() != case.dp - 1:
-            return
-        cut = [p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False) and p.dim() == 2]
-        gradient = cut[0].main_grad
-        gradient.view(-1)[0] = torch.inf
+        if here == case.inf_at:
+            cut = [p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False)]
+            cut[0].main_grad.view(-1)[0] = torch.inf
 
     @contextmanager
     def _gathered_weights(self) -> Iterator[None]:
@@ -244,6 +242,7 @@ def _config(case: Case) -> TransformerConfig:
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         ffn_hidden_size=FFN,
+        add_bias_linear=case.has_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -257,7 +256,9 @@ def _config(case: Case) -> TransformerConfig:
         batch_p2p_comm=case.batch_p2p,
         overlap_p2p_comm=case.overlap_p2p,
         variable_seq_lengths=case.varying_lengths,
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
         deallocate_pipeline_outputs=case.deallocate,
+        microbatch_group_size_per_vp_stage=case.vpp_group_size,
         calculate_per_token_loss=case.per_token_loss,
         **recompute,
     )

@@ -13,67 +13,46 @@ import faulthandler
 import importlib
 import os
 import pickle
+import re
 import runpy
 import signal
 import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import megatron.training.training as training
+import torch
+from megatron.core.datasets import gpt_dataset
+from megatron.training import arguments as megatron_arguments
 
 import vtp_plugin
-from tests.pool import ROOT
+from tests.multiproc.training_cases import EXAMPLE, ScriptRun, Step
 from tests.pool_worker import _die_with
 
 # Imported once in the worker, so that the runs need not do it.
 for _name in (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.training.checkpointing",
     "torch.distributed.checkpoint",
+    "vtp_plugin.cli",
+    "vtp_plugin.options",
+    "vtp_plugin.runtime.communicator",
+    "vtp_plugin.session",
 ):
     importlib.import_module(_name)
 
-EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What Megatron's ``train_step`` returned.
-
-    Attributes:
-        loss: mean over the tokens of the global batch; None except on the last stage.
-        grad_norm: before clipping.
-        num_zeros: zero gradients; None unless they are counted.
-    """
-
-    loss: float | None
-    grad_norm: float
-    num_zeros: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptRun:
-    """How one rank's process went.
-
-    Attributes:
-        exit_code: None when it was still running at the end of the time; its stacks are then in ``output``.
-        output: what it printed, both streams.
-        steps: of this run, in order.
-        evaluations: loss of every evaluation; empty except on the last stage.
-        facts: what the test's hooks have noted.
-    """
-
-    exit_code: int | None
-    output: str
-    steps: list[Step]
-    evaluations: list[float]
-    facts: dict[str, Any]
+# The dataset that Megatron makes up has 100,000 documents; building its index takes longer than training here.
+gpt_dataset.MockGPTLowLevelDataset.size = 100
 
 
 class _Notes:
@@ -104,8 +83,8 @@ def run_script(
             stock Megatron without the plugin, on the CPU platform alone.
         apply_kwargs: of ``apply()``.
         script: the script.
-        hooks: names of functions of ``tests.multiproc.training_hooks`` to call before the script starts; each takes
-            the dictionary of facts.
+        hooks: names in this module's ``HOOKS``, called before the script starts with the dictionary of facts; what a
+            hook returns is called when the script has ended well.
         timeout_s: for the whole run.
     """
     arguments = [*arguments, *(by_rank or {}).get(int(os.environ["RANK"]), ())]
@@ -121,7 +100,9 @@ def run_script(
             }[how]
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
-        notes = pickle.loads(results.read_bytes()) if results.exists() else {"steps": [], "evaluations": [], "facts": {}}
+        notes = (
+            pickle.loads(results.read_bytes()) if results.exists() else {"steps": [], "evaluations": [], "facts": {}}
+        )
         return ScriptRun(exit_code=exit_code, output=output.read_text(errors="replace"), **notes)
 
 
@@ -183,9 +164,10 @@ def _be_a_process(
 
 def _exit_code_of(start: Callable[[], None], hooks: Sequence[str], notes: _Notes) -> int:
     try:
-        for name in hooks:
-            getattr(importlib.import_module("tests.multiproc.training_hooks"), name)(notes.facts)
+        afterwards = [HOOKS[name](notes.facts) for name in hooks]
         start()
+        for finish in filter(None, afterwards):
+            finish()
     except SystemExit as leave:
         if leave.code is not None and not isinstance(leave.code, int):
             print(leave.code, file=sys.stderr)
@@ -237,3 +219,95 @@ def _wait(pid: int, timeout_s: float) -> int | None:
 def _poll(pid: int) -> int | None:
     done, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _mask_losses(facts: dict[str, Any]) -> None:
+    """Let every sample count another share of its tokens."""
+    original = gpt_dataset.GPTDataset.__getitem__
+
+    def masked(self: Any, index: int | None) -> dict[str, torch.Tensor]:
+        sample = original(self, index)
+        generator = torch.Generator().manual_seed(hash(tuple(sample["tokens"].tolist())) % 2**31)
+        mask = torch.rand(sample["loss_mask"].shape, generator=generator) < (sum(sample["tokens"].tolist()) % 4 + 1) / 5
+        facts.setdefault("counted", []).append(int(mask.sum()))
+        return {**sample, "loss_mask": sample["loss_mask"] * mask}
+
+    gpt_dataset.GPTDataset.__getitem__ = masked
+
+
+def _be_an_old_device(facts: dict[str, Any]) -> None:
+    """Have Megatron believe in a device before Blackwell, where tensor parallelism needs an environment variable."""
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    megatron_arguments.get_device_arch_version = lambda: 9
+
+
+def _fail_on_rank_1(facts: dict[str, Any]) -> None:
+    """Fail in the middle of a step on one rank."""
+    original = training.train_step
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("the disk is on fire")
+        return original(*args, **kwargs)
+
+    training.train_step = failing
+
+
+def _note_patches(facts: dict[str, Any]) -> Callable[[], None]:
+    """After the run, note which patches are applied, then revert and look for what has not come back."""
+    before = _definitions()
+
+    def after() -> None:
+        facts["is_vtp_enabled"] = vtp_plugin.is_vtp_enabled()
+        facts["size_list"] = vtp_plugin.get_vtp_size_list()
+        facts["applied"] = [entry.id for entry in vtp_plugin.status() if entry.applied]
+        facts["num_replaced"] = len(_changed(before))
+        vtp_plugin.revert()
+        facts["changed_after_revert"] = _changed(before)
+
+    return after
+
+
+def _definitions() -> dict[tuple[str, str], tuple[object, object]]:
+    """Give every function, class and property of Megatron and torch, by module or class and name."""
+    modules = [
+        (name, module) for name, module in sorted(sys.modules.items()) if re.match(r"megatron\b|torch(\.|$)(?!_)", name)
+    ]
+    found: dict[tuple[str, str], tuple[object, object]] = {}
+    for module_name, module in modules:
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        owners: list[tuple[str, Any]] = [(module_name, module)]
+        owners += [(f"{module_name}.{cls.__name__}", cls) for cls in classes if cls.__module__ == module_name]
+        for owner_name, owner in owners:
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, (*_CODE, type)):
+                    found[owner_name, name] = (owner, value)
+    return found
+
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, property, staticmethod, classmethod)
+
+
+# torch._dynamo replaces these when it is first used, whoever uses it.
+_DYNAMO = {f"torch.nn.modules.module.Module.{name}" for name in ("__init__", "__setstate__")}
+
+
+def _changed(before: Mapping[tuple[str, str], tuple[object, object]]) -> list[str]:
+    changed = {
+        f"{place}.{name}" for (place, name), (owner, value) in before.items() if vars(owner).get(name) is not value
+    }
+    return sorted(changed - _DYNAMO)
+
+
+def _make_up_all_documents(facts: dict[str, Any]) -> None:
+    """Have Megatron make up as much data as it does by itself."""
+    gpt_dataset.MockGPTLowLevelDataset.size = 100000
+
+
+HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
+    "mask_losses": _mask_losses,
+    "old_device": _be_an_old_device,
+    "fail_on_rank_1": _fail_on_rank_1,
+    "note_patches": _note_patches,
+    "all_documents": _make_up_all_documents,
+}

@@ -161,11 +161,12 @@ class PipelineCommunicator:
             shape: local shape of what is received; ignored with variable shapes.
             wait: return when all is done; otherwise the caller waits for the handles.
         """
-        prev_shape = next_shape = options.global_shape(shape)
         if options.has_variable_shapes:
             prev_shape, next_shape = self.exchange_headers(
                 options, send_next=send_next, send_prev=send_prev, recv_prev=recv_prev, recv_next=recv_next
             )
+        else:
+            prev_shape = next_shape = options.global_shape(shape)
         works: dict[str, Work] = {}
         from_prev = from_next = None
         if recv_prev:

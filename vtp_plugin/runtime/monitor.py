@@ -77,7 +77,8 @@ class Monitor:
     """Keeps the time of one rank. Create after all ranks agreed to start; ``stop`` before a normal end.
 
     Args:
-        store: the run's store; the monitor opens its own connection to the same server.
+        store: a connection to the run's store that nobody else uses (``store.clone()``), opened before the ranks
+            agreed: opening one can take seconds, in which this rank would seem silent.
         rank: global rank.
         world_size: number of ranks.
         timeout_s: every other rank ends within this time after a rank died, stopped or hangs, in seconds.
@@ -93,8 +94,8 @@ class Monitor:
         timeout_s: float,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """Open the connection; the threads run after :meth:`start`."""
-        own_store = dist.PrefixStore("monitor", store.clone())
+        """Prepare; the threads run after :meth:`start`."""
+        own_store = dist.PrefixStore("monitor", store)
         # The same store may have carried an earlier run of this process.
         self._store = dist.PrefixStore(str(own_store.add(f"rounds of {rank}", 1)), own_store)
         self._rank = rank
@@ -171,6 +172,11 @@ class Monitor:
             self._failing_s = self._clock_s
         text = f"rank {self._rank} failed: {describe_error(error)}"
         self._run_bounded(lambda: self._post(text), 1.0)
+
+    @property
+    def failure(self) -> str | None:
+        """What a rank posted before this one failed, once known."""
+        return self._failure
 
     def describe_position(self) -> str:
         """Say where this rank stands: the wait that it is in, or the boundary that it used last."""
@@ -264,9 +270,11 @@ class Monitor:
         self._exit_process(EXIT_CODE)
 
     def _post(self, text: str) -> None:
-        """Post a failure, if it is the first."""
+        """Post a failure if it is the first, else learn of the first: this one may be a consequence of it."""
         if self._store.add("failures", 1) == 1:
             self._store.set("failed", text)
+        else:
+            self._failure = self._store.get("failed").decode()
 
     def _say_farewell(self) -> None:
         """Count this rank, once, among those that need the store no more."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +54,9 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
     try:
         with _time_limit(rank, timeout_s, reason):
+            # Not left to torch, whose attempts together take longer than the timeout that it is given.
+            if not serves and not _poll(lambda: _is_reachable(host, int(port)), timeout_s, pause_s=0.2):
+                raise TimeoutError("nobody listens there")
             store = dist.TCPStore(
                 host,
                 int(port),
@@ -257,7 +263,7 @@ def first_difference(statements: Mapping[int, Mapping[str, object]]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Give an exception as one line: plugin errors as they are, others with their type.
+    """Give an exception as one line: plugin errors as they are, others with their type, or else where they were raised.
 
     >>> describe_error(ConfigError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
     ('no stages', "KeyError: 'x'", 'SystemExit')
@@ -265,7 +271,12 @@ def describe_error(error: BaseException) -> str:
     text = _first_line(error)
     if isinstance(error, VtpError):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = type(error).__name__
+    if text:
+        return f"{name}: {text}"
+    # Many of Megatron's checks are bare asserts: only the source line tells which one it was.
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else name
 
 
 def report(rank: int, text: str) -> None:
@@ -298,13 +309,21 @@ def _time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _poll(is_true: Callable[[], bool], limit_s: float) -> bool:
+def _is_reachable(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _poll(is_true: Callable[[], bool], limit_s: float, *, pause_s: float = _POLL_S) -> bool:
     """Ask until the answer is yes or the time is up; asks at least once."""
     deadline_s = time.monotonic() + limit_s
     while not is_true():
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
     return True
 
 

@@ -36,6 +36,14 @@ def records() -> tuple[PatchRecord, ...]:
             versions=">=0.19,<0.20",
             remove_when="every parameter gets a step tensor of its own, with the stored value",
         ),
+        PatchRecord(
+            id="P4c",
+            target=f"{_CLASS}._set_main_param_and_optimizer_states",
+            build=_set_states,
+            why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron leaves out what the checkpoint does not hold",
+        ),
     )
 
 
@@ -77,3 +85,12 @@ def _load_state_dict(original: Callable[[Any, Any], None]) -> Callable[[Any, Any
                 state["step"] = torch.tensor(float(step))
 
     return load_state_dict
+
+
+def _set_states(original: Callable[[Any, Any, dict[str, Any]], None]) -> Callable[[Any, Any, dict[str, Any]], None]:
+    @functools.wraps(original)
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # What is no tensor is left as it is; the step is set when all parameters are loaded.
+        original(self, model_param, {"step": None, **tensors})
+
+    return _set_main_param_and_optimizer_states

@@ -1,0 +1,159 @@
+"""What the plugin costs per step where it is not needed: a uniform list, side by side in one run.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py
+
+Variants, all with stages of size 2,2 and the same model: Megatron's own groups and communicator; the plugin forced on
+(transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). The variants take turns
+in every round, so that a slow minute of the machine hits all of them; printed are medians over all steps, and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+import vtp_plugin
+
+SIZES = [2, 2]
+VARIANTS: dict[str, dict[str, object]] = {
+    "Megatron": {},
+    "plugin": {"force": True},
+    "plugin, rank0": {"force": True, "transport": "rank0"},
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = _options()
+    torch.set_num_threads(1)
+    times_s: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    dist.init_process_group(options.backend)
+    for _ in range(options.rounds):
+        for name, settings in VARIANTS.items():
+            with _training(options, settings) as step:
+                # The first steps open connections and touch memory.
+                for _ in range(2):
+                    step()
+                times_s[name] += [_timed(step) for _ in range(options.steps)]
+    if dist.get_rank() == 0:
+        _print(options, times_s)
+    dist.destroy_process_group()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of every variant in every round")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--backend", default="gloo")
+    return parser.parse_args()
+
+
+def _timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    begin_s = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - begin_s
+
+
+def _print(options: argparse.Namespace, times_s: dict[str, list[float]]) -> None:
+    print(
+        f"stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, {options.num_microbatches} "
+        f"microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
+    )
+    base_s = statistics.median(times_s["Megatron"])
+    print(f"{'variant':15} {'median ms':>10} {'ratio':>7} {'ratio per round':>20}")
+    for name, values_s in times_s.items():
+        rounds = [
+            statistics.median(values_s[i : i + options.steps])
+            / statistics.median(times_s["Megatron"][i : i + options.steps])
+            for i in range(0, len(values_s), options.steps)
+        ]
+        median_s = statistics.median(values_s)
+        print(f"{name:15} {median_s * 1e3:10.2f} {median_s / base_s:7.3f} {min(rounds):10.3f} to {max(rounds):5.3f}")
+
+
+@contextmanager
+def _training(options: argparse.Namespace, settings: dict[str, object]) -> Iterator[Callable[[], None]]:
+    """Build the model under one variant; give a function that trains one step."""
+    vtp_plugin.apply(vtp_size_list=SIZES, device=options.device, **settings)  # pyright: ignore[reportArgumentType]
+    # After apply(), so that the names are the patched ones.
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(SIZES))
+    try:
+        model_parallel_cuda_manual_seed(1)
+        config = TransformerConfig(
+            num_layers=4,
+            hidden_size=options.hidden_size,
+            num_attention_heads=8,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_model_parallel_size=len(SIZES),
+            pipeline_dtype=torch.float32,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=512,
+            max_sequence_length=options.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+        )
+        chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        config.finalize_model_grads_func = finalize_model_grads
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4), [chunk])
+        tokens = torch.randint(0, 512, (1, options.seq_length + 1), generator=torch.Generator().manual_seed(1))
+        positions = torch.arange(options.seq_length)[None]
+        device = next(model.parameters()).device
+
+        def forward_step(_data: object, chunk: torch.nn.Module) -> tuple:
+            inputs, labels = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+            losses = chunk(inputs, positions.to(device), None, labels=labels)
+            return losses, lambda losses: (losses.mean(), {})
+
+        def step() -> None:
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=[chunk],
+                num_microbatches=options.num_microbatches,
+                seq_length=options.seq_length,
+                micro_batch_size=1,
+            )
+            optimizer.step()
+
+        yield step
+    finally:
+        parallel_state.destroy_model_parallel()
+        vtp_plugin.revert()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""No rank hangs silently (design section 5, contract 7): plain processes, no launcher that ends them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hang.ranks import Run, Server, run
+
+WORLD = 3
+TIMEOUT_S = 8.0
+SLACK_S = 4.0  # a line is printed within the timeout; a busy machine needs some time to end a process
+STARTING_S = 15.0  # between the start of a process and its first wait, on a busy machine
+BOUNDARY = r"boundary 0->1, (?:forward|backward), microbatch \d+"
+WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:rank|the members ranks) \d"
+POSITION = rf"{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
+STORE = "the store that the launcher or rank 0 keeps"
+
+pytestmark = pytest.mark.timeout(120)
+
+EVENTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+GRID = list(itertools.product(EVENTS, ("start", "forward", "backward", "save"), (0, 2), (False, True)))
+# Every value of every column, and most pairs.
+CHOSEN = [
+    ("kill", "forward", 0, False),
+    ("stop", "start", 2, True),
+    ("kill", "save", 2, True),
+    ("stop", "backward", 0, False),
+]
+CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full) for case in GRID]
+
+
+def start_all(whole: Run, *arguments: str, ranks: Sequence[int] = range(WORLD), timeout_s: float = TIMEOUT_S) -> None:
+    for rank in ranks:
+        whole.start(rank, f"--timeout-s={timeout_s}", *arguments)
+
+
+def assert_ends(whole: Run, ranks: Sequence[int], timeout_s: float = TIMEOUT_S, status: int = 1) -> list[str]:
+    """Wait for ranks to end by themselves, in time, each with one line of ours as the last; return these lines."""
+    whole.ended(ranks, timeout_s + SLACK_S)
+    lines = [whole.ranks[rank].last_line() for rank in ranks]
+    for rank, line in zip(ranks, lines, strict=True):
+        assert whole.ranks[rank].status() == status, whole.ranks[rank].text()
+        assert line.startswith(f"[vtp rank {rank}] error: "), whole.ranks[rank].text()[-3000:]
+    return lines
+
+
+@pytest.mark.parametrize(("event", "moment", "victim", "agent_store"), CASES)
+def test_a_rank_that_is_killed_or_stopped_ends_all_others(
+    rank_server: Server, tmp_path: Path, event: str, moment: str, victim: int, agent_store: bool
+) -> None:
+    others = [rank for rank in range(WORLD) if rank != victim]
+    with run(tmp_path, rank_server, world_size=WORLD, agent_store=agent_store) as whole:
+        start_all(whole, "--moment", moment, "--victim", str(victim))
+        whole.reached(victim)
+        whole.ranks[victim].send(EVENTS[event])
+        lines = assert_ends(whole, others)
+        for line in lines:
+            assert re.search(POSITION, line), line
+        if moment == "start":
+            whom = rf"waited [\d.]+ s for rank {victim}|rank {victim} does not answer.* [\d.]+ s|[\d.]+ s with {STORE}"
+            assert all(re.search(whom, line) for line in lines), lines
+        if moment in ("forward", "backward"):
+            assert any(re.search(WAITED, line) for line in lines), lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("event", "moment", "victim"), [("kill", "forward", 2), ("stop", "save", 0)])
+def test_ranks_that_are_scripts_of_their_own(tmp_path: Path, event: str, moment: str, victim: int) -> None:
+    """The same without the server that forks."""
+    with run(tmp_path, None, world_size=WORLD) as whole:
+        for rank in range(WORLD):
+            whole.start(rank, "--timeout-s=12", "--moment", moment, "--victim", str(victim))
+        whole.reached(victim, 100.0)
+        whole.ranks[victim].send(EVENTS[event])
+        for line in assert_ends(whole, [rank for rank in range(WORLD) if rank != victim], 12.0):
+            assert re.search(POSITION, line), line
+
+
+def test_a_rank_that_lives_but_never_sends(rank_server: Server, tmp_path: Path) -> None:
+    """Its monitor beats; only those that wait for it can tell."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=0", timeout_s=5.0)
+        whole.reached(0)
+        lines = assert_ends(whole, range(WORLD), 5.0)
+    assert re.search(r"waited [\d.]+ s at boundary 0->1, forward, microbatch 1 for rank 0: no answer", lines[1]), lines
+    assert re.search(r"rank [12] waited [\d.]+ s at .*; this rank was not waiting", lines[0]), lines
+
+
+@pytest.mark.parametrize(
+    ("late", "agent_store"), [(2, False), (0, False), pytest.param(2, True, marks=pytest.mark.full)]
+)
+def test_a_rank_that_starts_too_late(rank_server: Server, tmp_path: Path, late: int, agent_store: bool) -> None:
+    others = [rank for rank in range(WORLD) if rank != late]
+    timeout_s = 3.0
+    with run(tmp_path, rank_server, world_size=WORLD, agent_store=agent_store) as whole:
+        start_all(whole, ranks=others, timeout_s=timeout_s)
+        for line in assert_ends(whole, others, timeout_s + STARTING_S):
+            found = re.search(rf"start-up: waited ([\d.]+) s for (rank {late} at|the store that rank 0)", line)
+            assert found is not None, line
+            assert float(found[1]) < timeout_s + 1.0
+        # The late one finds nobody, and ends too.
+        start_all(whole, ranks=[late], timeout_s=timeout_s)
+        (line,) = assert_ends(whole, [late], timeout_s + STARTING_S)
+        assert "start-up: waited" in line, line
+
+
+def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_path: Path) -> None:
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--num-steps=1", ranks=[0, 1])
+        time.sleep(3.0)
+        start_all(whole, "--num-steps=1", ranks=[2])
+        whole.ended(range(WORLD), 60.0)
+        assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_an_error_of_one_rank_reaches_all(rank_server: Server, tmp_path: Path, victim: int) -> None:
+    others = [rank for rank in range(WORLD) if rank != victim]
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", f"--victim={victim}", "--act=raise", timeout_s=60.0)
+        whole.reached(victim)
+        for line in assert_ends(whole, others, 6.0):
+            assert f"rank {victim} failed: ValueError: the victim's own error" in line, line
+            assert "this rank waited" in line or "this rank was not waiting" in line, line
+        assert_ends(whole, [victim], 6.0)
+        assert "ValueError: the victim's own error" in whole.ranks[victim].text()
+        assert "Traceback" in whole.ranks[victim].text()
+
+
+def test_rank_0_fails_while_another_rank_is_stopped(rank_server: Server, tmp_path: Path) -> None:
+    """Rank 0 leaves last, but not later than the others can need."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=0", "--act=raise", "--delay-s=1")
+        whole.reached(0)
+        whole.ranks[2].send(signal.SIGSTOP)
+        assert_ends(whole, [0, 1])
+
+
+@pytest.mark.full
+def test_a_rank_that_exits_early(rank_server: Server, tmp_path: Path) -> None:
+    """``sys.exit`` is a normal end for Python; the others find the connection closed."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=2", "--act=exit")
+        whole.reached(2)
+        assert_ends(whole, [0, 1])
+        assert whole.ranks[2].status() == 3
+
+
+def test_ranks_that_end_seconds_apart(rank_server: Server, tmp_path: Path) -> None:
+    """Rank 0 is done long before the others, which need more than the timeout."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--num-steps=1", "--linger-s=5", timeout_s=4.0)
+        whole.ended(range(WORLD), 60.0)
+        assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
+
+
+@pytest.mark.full
+def test_stopping_the_monitor_takes_no_time(rank_server: Server, tmp_path: Path) -> None:
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--num-steps=1", "--timed-end", timeout_s=600.0)
+        whole.ended(range(WORLD), 60.0)
+        times_s = [
+            float(re.findall(r"stopped within ([\d.]+) s", whole.ranks[rank].text())[0]) for rank in range(WORLD)
+        ]
+    # Measured: 0.001 s on an idle machine; a poll interval, here 1 s, would show.
+    assert max(times_s) < 0.5, times_s
+
+
+@pytest.mark.full
+def test_a_busy_machine_accuses_nobody(rank_server: Server, tmp_path: Path) -> None:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
+    try:
+        with run(tmp_path, rank_server, world_size=WORLD) as whole:
+            start_all(whole, "--num-steps=4")
+            whole.ended(range(WORLD), 110.0)
+            assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -1,0 +1,169 @@
+"""Bad input at process level: one clear line on every rank, every rank exits non-zero, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from types import ModuleType
+
+import packaging
+import pytest
+
+from tests.hang.ranks import ROOT, Run, Server, run
+
+pytestmark = pytest.mark.timeout(120)
+
+WORLD = 3
+TIMEOUT_S = 6.0
+
+
+def start(whole: Run, arguments: dict[int, list[str]]) -> None:
+    for rank in range(WORLD):
+        whole.start(rank, f"--timeout-s={TIMEOUT_S}", "--num-steps=1", *arguments.get(rank, arguments.get(-1, [])))
+
+
+def assert_refused(whole: Run, pattern: str, may_trace: Collection[int] = ()) -> list[str]:
+    """All ranks end with status 1 and a last line that matches; there is no traceback."""
+    whole.ended(range(WORLD), TIMEOUT_S + 20.0)
+    lines = [whole.ranks[rank].last_line() for rank in range(WORLD)]
+    for rank, line in enumerate(lines):
+        assert whole.ranks[rank].status() == 1, whole.ranks[rank].text()
+        assert re.match(rf"\[vtp rank {rank}\] error: ", line), whole.ranks[rank].text()[-2000:]
+        assert re.search(pattern, line), line
+        assert "Traceback" not in whole.ranks[rank].text() or rank in may_trace
+    return lines
+
+
+# The arguments of rank -1 are those of all ranks that are not named. The text must be the same on all ranks.
+SAME_ON_ALL = {
+    "the list does not fit the world": ({-1: ["--vtp-size-list=2,2"]}, r"2,2|2\+2"),
+    "the list does not fit the pipeline": (
+        {-1: ["--pipeline-size=3"]},
+        r"--pipeline-model-parallel-size 3 contradicts",
+    ),
+    "the tensor size is not the largest": ({-1: ["--tensor-size=3"]}, r"--tensor-model-parallel-size 3 contradicts"),
+    "lists differ": ({2: ["--vtp-size-list=2,1"]}, r"vtp_size_list is 1,2 on rank 0 and 2,1 on rank 2"),
+    "versions differ": ({1: ["--pretend-version=0.0.9"]}, r"vtp_plugin version is .* on rank 0 and 0\.0\.9 on rank 1"),
+    "one rank finds an error": ({2: ["--pipeline-size=3"]}, r"rank 2: --pipeline-model-parallel-size 3 contradicts"),
+    "an entry is zero": ({-1: ["--vtp-size-list=1,0"]}, r"'1,0' has the entry '0', which is not a positive"),
+    "apply twice": ({-1: ["--apply-again=other"]}, r"apply\(\) was called before with other arguments"),
+    "apply too late": ({-1: ["--apply-again=late"]}, r"parallel_state is already initialised"),
+}
+CHOSEN = (
+    "the list does not fit the world",
+    "lists differ",
+    "versions differ",
+    "one rank finds an error",
+    "apply twice",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in CHOSEN else pytest.mark.full) for case in SAME_ON_ALL]
+)
+def test_all_ranks_refuse_with_one_text(rank_server: Server, tmp_path: Path, case: str) -> None:
+    arguments, pattern = SAME_ON_ALL[case]
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start(whole, arguments)
+        lines = assert_refused(whole, pattern)
+    texts = {re.sub(r"; this rank .*|; before that, .*", "", re.sub(r"^\[vtp rank \d\] ", "", line)) for line in lines}
+    assert len(texts) == 1, texts
+
+
+@pytest.mark.full
+def test_applying_again_with_the_same_arguments_changes_nothing(rank_server: Server, tmp_path: Path) -> None:
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start(whole, {-1: ["--apply-again=same"]})
+        whole.ended(range(WORLD), 60.0)
+        assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
+
+
+def test_a_config_of_another_stage_is_refused(rank_server: Server, tmp_path: Path) -> None:
+    """Found when the schedule starts, on the ranks of stage 1 only; rank 0 is told."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start(whole, {1: ["--config-tensor-size=1"], 2: ["--config-tensor-size=1"]})
+        # Rank 0 may find its connection closed before it is told why.
+        pattern = r"tensor_model_parallel_size=1, but stage 1 has 2; build the config with"
+        assert_refused(whole, pattern, may_trace=[0])
+
+
+def test_one_rank_without_the_plugin(rank_server: Server, tmp_path: Path) -> None:
+    """The others name it and end; it stays in torch's own start, which is not ours, and is ended by the test."""
+    with run(tmp_path, rank_server, world_size=WORLD, agent_store=True) as whole:
+        start(whole, {1: ["--without-plugin"]})
+        whole.ended([0, 2], TIMEOUT_S + 6.0)
+        for rank in (0, 2):
+            assert whole.ranks[rank].status() == 1
+            line = whole.ranks[rank].last_line()
+            assert re.search(r"start-up: waited [\d.]+ s for rank 1 at .* runs without vtp_plugin", line), line
+
+
+def run_script(tmp_path: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    return subprocess.run(
+        [sys.executable, *options, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RANK": "3"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_an_unsupported_megatron_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old" / "megatron_core-0.12.0.dist-info").mkdir(parents=True)
+    metadata = tmp_path / "old" / "megatron_core-0.12.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.12.0\n")
+    source = f"import sys; sys.path.insert(0, {str(tmp_path / 'old')!r})\nimport vtp_plugin\nvtp_plugin.apply()\n"
+    done = run_script(tmp_path, source)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("[vtp rank 3] error: megatron-core 0.12.0 is not supported")
+    assert "pip install" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_megatron_is_refused(tmp_path: Path) -> None:
+    """Without site-packages there is no Megatron; of the rest, this needs only ``packaging``."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    assert isinstance(packaging, ModuleType) and packaging.__file__ is not None
+    (alone / "packaging").symlink_to(Path(packaging.__file__).parent)
+    source = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(alone)!r}]\nimport vtp_plugin\nvtp_plugin.apply()\n"
+    done = run_script(tmp_path, source, "-I", "-S")
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "[vtp rank 3] error: megatron-core is not installed; run: pip install 'megatron-core>=0.19,<0.20'"
+    )
+
+
+SPAWNING = """
+import multiprocessing
+import sys
+
+import vtp_plugin
+
+if __name__ != "__main__":
+    vtp_plugin.apply(vtp_size_list="1,x")
+
+
+def child() -> None:
+    print("child:", vtp_plugin.status(), "torch" in sys.modules, flush=True)
+
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_apply_in_a_spawned_child_does_nothing(tmp_path: Path) -> None:
+    """The child imports the script again: a call that would fail, were it carried out, is silent there."""
+    done = run_script(tmp_path, SPAWNING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "child: () False"

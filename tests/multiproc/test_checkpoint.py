@@ -1,0 +1,170 @@
+"""Checkpoints of megatron.training: resumed in the same list, and loaded into another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.training_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    grad_norms,
+    launch,
+    losses,
+    num_ranks,
+    succeeded,
+    train,
+)
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(280)
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
+LEGACY = ["--ckpt-format", "torch"]
+# Its masks depend on the random states of every rank, so a resumed run shows whether they were stored. On CPU, dropout
+# of hidden states would draw from the generator that a new data loader draws from too.
+DROPOUT = ["--attention-dropout", "0.1"]
+INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
+
+Writer = Callable[..., tuple[Path, list[ScriptRun]]]
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
+    """Runs of four steps that save after every second one; each is made once."""
+    known: dict[tuple[object, ...], tuple[Path, list[ScriptRun]]] = {}
+
+    def write(
+        sizes: str, extra: Sequence[str] = (), *, dp: int = 1, stock: bool = False
+    ) -> tuple[Path, list[ScriptRun]]:
+        key = (sizes, tuple(extra), dp, stock)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("written")
+            saving = [*extra, "--save", str(folder), "--save-interval", "2"]
+            if stock:
+                known[key] = folder, _train_stock(pool, sizes, saving, dp=dp)
+            else:
+                known[key] = folder, train(pool, sizes, saving, dp=dp)
+            _assert_clean(known[key][1])
+        return known[key]
+
+    return write
+
+
+def _train_stock(pool: Pool, sizes: str, extra: Sequence[str], *, dp: int) -> list[ScriptRun]:
+    """Run Megatron without the plugin on a uniform list of ones."""
+    command = arguments(sizes, dp=dp)
+    position = command.index("--vtp-device")
+    command[position : position + 4] = ["--pipeline-model-parallel-size", str(len(sizes.split(",")))]
+    kwargs = {"arguments": [*command, *extra], "how": "stock"}
+    return succeeded(launch(pool, num_ranks(sizes, dp), kwargs))
+
+
+def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
+    """Train the last two steps from the checkpoint of the second one."""
+    runs = train(pool, sizes, [*extra, "--load", str(folder), "--ckpt-step", "2"], dp=dp)
+    assert "successfully loaded checkpoint" in runs[0].output
+    assert [len(run.steps) for run in runs] == [2] * len(runs)
+    _assert_clean(runs)
+    return runs
+
+
+def _assert_clean(runs: Sequence[ScriptRun]) -> None:
+    """Check that Megatron found nothing odd in what the ranks stored, or in what they found."""
+    odd = re.compile(r"differs from common state dict|common state dict.*differ|Unexpected keys|Missing keys", re.I)
+    for run in runs:
+        assert not odd.search(run.output), odd.search(run.output)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp"),
+    [
+        pytest.param("1,2", DROPOUT, 1, id="1,2-dropout"),
+        pytest.param("2,1", [*DISTRIBUTED, *DROPOUT], 2, id="2,1-distributed"),
+        pytest.param("1,2", [*LEGACY, *DROPOUT], 1, id="1,2-legacy"),
+        pytest.param("2,3", DROPOUT, 1, id="2,3-dropout", marks=pytest.mark.full),
+        pytest.param("1,2", [*DISTRIBUTED, *DROPOUT], 2, id="1,2-distributed", marks=pytest.mark.full),
+        pytest.param("1,2", [*RESHARDABLE, *DROPOUT], 2, id="1,2-reshardable", marks=pytest.mark.full),
+        pytest.param("2,1", [*DISTRIBUTED, *LEGACY], 2, id="2,1-distributed-legacy", marks=pytest.mark.full),
+        pytest.param("1,2", [*INTERLEAVED, "--optimizer", "sgd"], 1, id="1,2-interleaved-sgd", marks=pytest.mark.full),
+        pytest.param("1,2", ["--bf16", *DISTRIBUTED], 2, id="1,2-bf16-distributed", marks=pytest.mark.full),
+        pytest.param("2,1", ["--bf16"], 1, id="2,1-bf16", marks=pytest.mark.full),
+        pytest.param(
+            "1,2",
+            ["--no-ckpt-fully-parallel-save", "--use-tp-pp-dp-mapping"],
+            2,
+            id="1,2-serial-save",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "2,1", ["--ckpt-fully-parallel-load", *DISTRIBUTED], 2, id="2,1-parallel-load", marks=pytest.mark.full
+        ),
+        pytest.param("1,2", ["--untie-embeddings-and-output-weights"], 1, id="1,2-untied", marks=pytest.mark.full),
+    ],
+)
+def test_save_and_resume(pool: Pool, written: Writer, sizes: str, extra: list[str], dp: int) -> None:
+    """The resumed run repeats the uninterrupted one bit by bit, random states included."""
+    folder, whole = written(sizes, extra, dp=dp)
+    runs = _resume(pool, folder, sizes, extra, dp=dp)
+    assert losses(runs) == losses(whole)[2:]
+    assert grad_norms(runs) == grad_norms(whole)[2:]
+    assert not any("mismatch" in run.output for run in runs), "Megatron took the checkpoint for one of another layout"
+
+
+def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
+    """Without the stored random states the resumed run is another one, so the test above sees them."""
+    folder, whole = written("1,2", DROPOUT)
+    runs = _resume(pool, folder, "1,2", [*DROPOUT, "--no-load-rng"])
+    assert losses(runs) != losses(whole)[2:]
+
+
+@pytest.mark.parametrize(
+    ("source", "stock", "target", "extra", "dp"),
+    [
+        pytest.param("1,1", False, "1,2", [], 1, id="1,1-to-1,2"),
+        pytest.param("1,1", True, "2,3", [], 1, id="stock-1,1-to-2,3"),
+        pytest.param("1,1", True, "2,1", RESHARDABLE, 2, id="stock-1,1-to-2,1-reshardable"),
+        pytest.param("1,2", False, "1,1", [], 1, id="1,2-to-1,1"),
+        pytest.param("1,1", True, "1,2", [], 1, id="stock-1,1-to-1,2", marks=pytest.mark.full),
+        pytest.param("1,1", False, "2,1", [], 1, id="1,1-to-2,1", marks=pytest.mark.full),
+        pytest.param("1,1", False, "1,4", [], 1, id="1,1-to-1,4", marks=pytest.mark.full),
+        pytest.param("1,1", False, "1,2,1,2", [], 1, id="1,1-to-four-stages", marks=pytest.mark.full),
+        pytest.param("1,1", False, "3", [], 1, id="1,1-to-one-stage", marks=pytest.mark.full),
+        pytest.param("2,3", False, "1,2", [], 1, id="2,3-to-1,2", marks=pytest.mark.full),
+        pytest.param("1,1", False, "1,2", RESHARDABLE, 2, id="1,1-to-1,2-reshardable", marks=pytest.mark.full),
+        pytest.param("1,2", False, "2,1", RESHARDABLE, 2, id="1,2-to-2,1-reshardable", marks=pytest.mark.full),
+        pytest.param("2,1", False, "1,1", RESHARDABLE, 2, id="2,1-to-1,1-reshardable", marks=pytest.mark.full),
+    ],
+)
+def test_load_into_another_list(
+    pool: Pool, written: Writer, source: str, stock: bool, target: str, extra: list[str], dp: int
+) -> None:
+    """Weights and optimizer states of any list go on in any other."""
+    folder, whole = written(source, extra, dp=dp, stock=stock)
+    runs = _resume(pool, folder, target, extra, dp=dp)
+    assert_same_training(runs, whole, first=2)
+
+
+def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer) -> None:
+    """All ranks take the same decision about a checkpoint of another layout, and say so."""
+    folder, _ = written("1,1")
+    runs = train(pool, "1,2", ["--load", str(folder), "--ckpt-step", "2"])
+    assert "(TP, PP) mismatch" in runs[0].output
+
+
+@pytest.mark.parametrize(("source", "target"), [("1,1", "1,2"), pytest.param("1,2", "2,1", marks=pytest.mark.full)])
+def test_optimizer_state_that_cannot_be_resharded_is_refused(
+    pool: Pool, written: Writer, source: str, target: str
+) -> None:
+    folder, _ = written(source, DISTRIBUTED, dp=2)
+    command = arguments(target, dp=2, extra=[*DISTRIBUTED, "--load", str(folder), "--ckpt-step", "2"])
+    runs = launch(pool, num_ranks(target, 2), {"arguments": command})
+    assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-2000:]) for run in runs]
+    reasons = {line for run in runs for line in re.findall(r"^RuntimeError: .*", run.output, flags=re.MULTILINE)}
+    assert len(reasons) == 1, reasons
+    assert "--dist-ckpt-optim-fully-reshardable" in reasons.pop()

@@ -1,0 +1,58 @@
+"""Both ends of a tied embedding hold one weight, cut differently, at the start and after every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.multiproc.cases import VOCAB, Case, Run, Runs, assert_close
+
+DISTRIBUTED: dict[str, Any] = {"optimizer": "adam", "distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+CASES = [
+    Case(sizes=(1, 2), dp=2),
+    Case(sizes=(1, 2), dp=2, **OVERLAPPED),
+    Case(sizes=(2, 1), dp=2, vpp=2, num_microbatches=4, **DISTRIBUTED),
+    Case(sizes=(1, 3), dp=2, bucket_size=1, **DISTRIBUTED),
+    Case(sizes=(1, 3), dp=2, overlap_grad_reduce=True),
+    Case(sizes=(1, 4), optimizer="adam"),
+    Case(sizes=(2, 3), **OVERLAPPED),
+    Case(sizes=(2, 1, 2)),
+    Case(sizes=(3, 1, 2), vpp=2, num_microbatches=3, overlap_grad_reduce=True, overlap_p2p=True),
+    Case(sizes=(1, 2, 1, 2), dtype="bf16"),
+    Case(sizes=(2, 3), dp=1, clip=0.05, **DISTRIBUTED),
+]
+
+
+def ends_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
+    """Give the whole weight of every end and replica, by moment: start, after step 0, ..."""
+    moments = []
+    for moment in range(case.num_steps + 1):
+        wholes = []
+        for stage in (0, len(case.sizes) - 1):
+            for dp_rank in range(case.dp):
+                members = [r for r in run.ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
+                members.sort(key=lambda member: member.tp_rank)
+                assert len(members) == case.sizes[stage]
+                wholes.append(torch.cat([r.tied[moment] for r in members]))
+        moments.append(wholes)
+    return moments
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ends_are_equal_to_the_last_bit(runs: Runs, case: Case) -> None:
+    case = replace(case, tied=True, wants_tied=True)
+    run = runs.run(case)
+    moments = ends_over_time(case, run)
+    assert len(moments) == case.num_steps + 1
+    for moment, wholes in enumerate(moments):
+        for whole in wholes:
+            assert whole.shape[0] == VOCAB
+            assert torch.equal(whole, wholes[0]), f"ends or replicas differ after {moment} steps"
+    assert all(not torch.equal(a[0], b[0]) for a, b in zip(moments, moments[1:], strict=False)), "nothing was trained"
+    assert moments[0][0].abs().min(dim=1).values.max() > 0, "the start weight is zero"
+    assert_close(run, runs.oracle(case), rel=1e-5 if case.dtype == "fp32" else 0.02)

@@ -1,0 +1,173 @@
+"""Arguments and results of runs of ``examples/pretrain_gpt.py``; no torch, so that the tests import it for nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.pool import ROOT, Pool
+
+EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
+JOB = "tests.multiproc.training_job:run_script"
+TOLERANCE = 1e-5
+TIMEOUT_S = 100.0
+
+# 12 heads divide by 1, 2, 3 and 4. The distributed optimizer's checkpoints fail in Megatron itself when the last
+# parameter of a bucket is no multiple of 64. One log line per step, no evaluation, no processes that load data.
+_OPTIONS = {
+    "--num-layers": "4",
+    "--hidden-size": "64",
+    "--ffn-hidden-size": "192",
+    "--num-attention-heads": "12",
+    "--kv-channels": "4",
+    "--seq-length": "12",
+    "--max-position-embeddings": "12",
+    "--micro-batch-size": "2",
+    "--lr": "1e-2",
+    "--min-lr": "1e-3",
+    "--clip-grad": "0.5",
+    "--log-interval": "1",
+    "--eval-interval": "1000",
+    "--eval-iters": "0",
+    "--mock-data": "",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "60",
+    "--num-workers": "0",
+    "--transformer-impl": "local",
+    "--attention-dropout": "0",
+    "--hidden-dropout": "0",
+    "--use-cpu-initialization": "",
+    "--no-gradient-accumulation-fusion": "",
+    "--no-persist-layer-norm": "",
+}
+MODEL = [word for option in _OPTIONS.items() for word in option if word]
+VOCAB_MULTIPLE = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What Megatron's ``train_step`` returned.
+
+    Attributes:
+        loss: mean over the global batch; None except on the last stage.
+        grad_norm: before clipping.
+        num_zeros: zero gradients; None unless they are counted.
+    """
+
+    loss: float | None
+    grad_norm: float
+    num_zeros: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """How the process of one rank went.
+
+    Attributes:
+        exit_code: None when it was still running at the end of its time; its stacks are then in ``output``.
+        output: what it printed, both streams.
+        steps: of this run, in order.
+        evaluations: loss of every evaluation; empty except on the last stage.
+        facts: what the test's hooks noted.
+    """
+
+    exit_code: int | None
+    output: str
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[str]:
+        """The plugin's error lines, without the rank in front."""
+        return re.findall(r"^\[vtp(?: rank \d+)?\] error: (.*)$", self.output, flags=re.MULTILINE)
+
+
+def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str = "cpu") -> list[str]:
+    """Give the command line of a run that pads the vocabulary as every other run here does.
+
+    >>> " ".join(arguments("1,2", extra=["--save", "x"])[-8:])
+    '--train-iters 4 --vtp-device cpu --vtp-size-list 1,2 --save x'
+    """
+    ends = [int(size) for size in (sizes.split(",")[0], sizes.split(",")[-1])]
+    return [
+        *MODEL,
+        *("--make-vocab-size-divisible-by", str(VOCAB_MULTIPLE // math.lcm(*ends))),
+        *("--global-batch-size", str(8 * dp)),
+        *("--train-iters", "4"),
+        *("--vtp-device", device),
+        *("--vtp-size-list", sizes),
+        *extra,
+    ]
+
+
+def num_ranks(sizes: str, dp: int = 1) -> int:
+    """Give the world size of a list.
+
+    >>> num_ranks("1,2", dp=2)
+    6
+    """
+    return dp * sum(int(size) for size in sizes.split(","))
+
+
+def uniform(sizes: str) -> str:
+    """Give the uniform list with as many stages and one rank each.
+
+    >>> uniform("2,3,1")
+    '1,1,1'
+    """
+    return ",".join("1" for _ in sizes.split(","))
+
+
+def train(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, **options: Any) -> list[ScriptRun]:
+    """Run the example on a list and return how every rank went; a failure of any rank is the test's."""
+    kwargs = {"arguments": arguments(sizes, dp=dp, extra=extra), **options}
+    return succeeded(launch(pool, num_ranks(sizes, dp), kwargs))
+
+
+def launch(
+    pool: Pool, world_size: int, kwargs: dict[str, Any], node_sizes: Sequence[int] | None = None
+) -> list[ScriptRun]:
+    """Run a script on all ranks of a world, whatever comes of it."""
+    limit_s = kwargs.setdefault("timeout_s", TIMEOUT_S)
+    return pool.run(world_size, JOB, kwargs, timeout_s=limit_s + 30.0, node_sizes=node_sizes)
+
+
+def succeeded(runs: list[ScriptRun]) -> list[ScriptRun]:
+    """Check that every rank ended well."""
+    for rank, run in enumerate(runs):
+        assert run.exit_code == 0, f"rank {rank} ended with {run.exit_code}:\n{run.output[-6000:]}"
+    return runs
+
+
+def losses(runs: Sequence[ScriptRun]) -> list[float]:
+    """Give the loss of every step, as all ranks of the last stage saw it."""
+    seen = [[step.loss for step in run.steps] for run in runs if run.steps[0].loss is not None]
+    assert seen and all(row == seen[0] for row in seen), seen
+    return [loss for loss in seen[0] if loss is not None]
+
+
+def grad_norms(runs: Sequence[ScriptRun]) -> list[float]:
+    """Give the gradient norm of every step, which all ranks must have found alike."""
+    seen = [[step.grad_norm for step in run.steps] for run in runs]
+    assert all(row == seen[0] for row in seen), seen
+    return seen[0]
+
+
+def evaluations(runs: Sequence[ScriptRun]) -> list[float]:
+    """Give the loss of every evaluation, as the last rank saw it."""
+    return runs[-1].evaluations
+
+
+def assert_same_training(
+    runs: Sequence[ScriptRun], reference: Sequence[ScriptRun], *, first: int = 0, tolerance: float = TOLERANCE
+) -> None:
+    """Check losses and gradient norms of all steps against those of a reference from step ``first`` on."""
+    for name, values in (("loss", losses), ("grad norm", grad_norms)):
+        got, wanted = values(runs), values(reference)[first:]
+        assert len(got) == len(wanted) > 0, (name, got, wanted)
+        for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            assert abs(a - b) <= tolerance * abs(b), f"{name} of step {step}: {a}, reference {b}; all: {got}, {wanted}"

@@ -1,0 +1,136 @@
+"""The command line, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vtp_plugin
+from tests.import_rules import ROOT
+from vtp_plugin.boundary.draw import draw_pipeline
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options import RULES
+
+SCRIPT = """\
+import sys
+import beside
+assert __name__ == "__main__"
+print(beside.WORD, sys.argv)
+"""
+
+
+def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    # Without accelerators, so that --device cpu is allowed everywhere.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "vtp_plugin", *arguments],
+        cwd=cwd,
+        env={**os.environ, **hidden, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def output_of(*arguments: str, cwd: Path) -> str:
+    done = run_cli(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def error_of(*arguments: str, cwd: Path) -> str:
+    """Return the only line of a refusal."""
+    done = run_cli(*arguments, cwd=cwd)
+    assert done.returncode == 2 and done.stdout == "", (done.returncode, done.stdout, done.stderr)
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_version(tmp_path: Path) -> None:
+    assert output_of("--version", cwd=tmp_path) == f"vtp_plugin {vtp_plugin.__version__}\n"
+
+
+def test_plan_shows_layout_and_crossings(tmp_path: Path) -> None:
+    assert output_of("plan", "--vtp-size-list", "1,2,2", "--world-size", "10", cwd=tmp_path) == (
+        "stage  tp  cp  dp  ranks  leaders\n"
+        "    0   1   1   2  0-1    0-1\n"
+        "    1   2   1   2  2-5    2,4\n"
+        "    2   2   1   2  6-9    6,8\n"
+        "world size 10, rank order tp-cp-dp-pp, writer rank 9\n"
+        "boundary 0->1, forward, replica dp 0 cp 0: rank0\n"
+        "  0 -> 2 [0:1, 0:1, 0:1]\n"
+        "  broadcast from 2 to (2, 3)\n"
+        "boundary 0->1, forward, replica dp 1 cp 0: rank0\n"
+        "  1 -> 4 [0:1, 0:1, 0:1]\n"
+        "  broadcast from 4 to (4, 5)\n"
+        "boundary 1->2, forward, replica dp 0 cp 0: direct\n"
+        "  2 -> 6 [0:1, 0:1, 0:1]\n"
+        "  3 -> 7 [0:1, 0:1, 0:1]\n"
+        "boundary 1->2, forward, replica dp 1 cp 0: direct\n"
+        "  4 -> 8 [0:1, 0:1, 0:1]\n"
+        "  5 -> 9 [0:1, 0:1, 0:1]\n"
+    )
+
+
+def test_draw_writes_the_picture_that_the_flags_ask_for(tmp_path: Path) -> None:
+    flags = ("--ring", "--vtp-transport", "rank0", "--output", "picture.svg")
+    assert output_of("draw", "--vtp-size-list", "2,2", *flags, cwd=tmp_path) == "wrote picture.svg\n"
+    layout = PipelineLayout.from_sizes((2, 2), world_size=4)
+    assert (tmp_path / "picture.svg").read_text() == draw_pipeline(layout, is_ring=True, transport="rank0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("plan", "--vtp-size-list", "1,x"), "'1,x' has the entry 'x', which is not a positive whole number"),
+        (("plan", "--vtp-size-list", "2,0"), "'2,0' has the entry '0', which is not a positive whole number"),
+        (("plan", "--vtp-size-list", "auto"), "auto needs a running launcher"),
+        (("plan", "--vtp-size-list", "1,2", "--world-size", "0"), "the world size must be a positive integer, got 0"),
+        (("plan", "--vtp-size-list", "1,2", "--world-size", "4"), "which does not divide the world size 4"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-transport", "tcp"), "transport 'tcp' is unknown"),
+        (("draw", "--vtp-size-list", "1,-2", "--output", "x.svg"), "'-2', which is not a positive whole number"),
+        (("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
+        (("doctor", "--device", "tpu"), "device 'tpu' is unknown; use one of auto, cuda, npu, cpu"),
+        (("run", "absent.py", "--help"), "script absent.py does not exist; give the path of the training script"),
+        (("run", "."), "script . does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
+    error = error_of(*arguments, cwd=tmp_path)
+    assert error.startswith("vtp_plugin: error: ") and line in error
+
+
+def test_run_gives_the_script_its_arguments_and_its_neighbours(tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "beside.py").write_text("WORD = 'neighbour'\n")
+    # The same name in the working directory must not win.
+    (tmp_path / "beside.py").write_text("WORD = 'stranger'\n")
+    arguments = ["scripts/train.py", "--help", "--vtp-size-list", "1,2", "--version"]
+    output = output_of("run", *arguments, cwd=tmp_path)
+    assert output.splitlines()[-1] == f"neighbour {arguments}"
+    assert "usage" not in output
+
+
+def test_run_reports_the_error_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from vtp_plugin.errors import ConfigError\nraise ConfigError('no such size')\n")
+    done = run_cli("run", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("error: no such size") and "Traceback" not in done.stderr
+
+
+def test_doctor_shows_versions_platform_patches_and_options(tmp_path: Path) -> None:
+    output = output_of("doctor", "--device", "cpu", cwd=tmp_path)
+    first, second, third, *_ = lines = output.splitlines()
+    assert first.startswith(f"vtp_plugin {vtp_plugin.__version__}, torch ") and ", megatron-core " in first
+    assert second == "platform: cpu, backend gloo (requested)"
+    applied = [line.split()[0] for line in lines if line.split()[1:2] == ["applied"]]
+    assert third == f"patches: {len(applied)} of {len(applied)} applied, then reverted"
+    assert {"H1", "H2", "H3", "H4", "H5", "H6", "H7", "H8", "H9", "P1", "P2", "P3"} <= set(applied)
+    assert all(f"    {rule.option}" in lines for rule in RULES)

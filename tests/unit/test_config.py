@@ -1,0 +1,94 @@
+"""The options: reading a list, checking values, merging keyword arguments with flags."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vtp_plugin.config import VtpConfig, merge, parse_size_list
+from vtp_plugin.errors import ConfigError
+
+SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
+
+
+@given(SIZES)
+def test_text_and_sequence_give_the_same(sizes: list[int]) -> None:
+    text = " , ".join(str(size) for size in sizes)
+    assert parse_size_list(text) == parse_size_list(sizes) == tuple(sizes)
+
+
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_words_stay(value: str | None) -> None:
+    assert parse_size_list(value) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "entry"),
+    [
+        ("1,0", "0"),
+        ("1,-2", "-2"),
+        ("1,x", "x"),
+        ("1,,2", ""),
+        ("", ""),
+        ("1,2,", ""),
+        ("1.5,2", "1.5"),
+        ("1;2", "1;2"),
+        ([1, 0], "0"),
+        ([1, True], "True"),
+        ([1, 2.0], "2.0"),
+        ([1, None], "None"),
+        (["auto", 1], "auto"),
+    ],
+)
+def test_the_wrong_entry_is_named(value: object, entry: str) -> None:
+    with pytest.raises(ConfigError, match="not a positive whole number; write one tensor-parallel size per") as caught:
+        parse_size_list(value)  # type: ignore[arg-type]
+    assert f"entry {entry!r}," in str(caught.value)
+
+
+def test_an_empty_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is empty; give one"):
+        parse_size_list([])
+
+
+@pytest.mark.parametrize(
+    ("values", "pattern"),
+    [
+        ({"device": "tpu"}, "'tpu' is unknown; use one of auto, cuda, npu, cpu"),
+        ({"transport": "sliced"}, "'sliced' is unknown; use one of auto, rank0"),
+        ({"timeout_s": 0.0}, "0.0 s must be positive"),
+        ({"timeout_s": -1.0}, "-1.0 s must be positive"),
+        ({"timeout_s": float("nan")}, "nan s must be positive"),
+        ({"timeout_s": float("inf")}, "inf s must be positive and finite"),
+        ({"data_parallel_size": 0}, "size 0 must be at least 1"),
+    ],
+)
+def test_values_out_of_range(values: dict[str, object], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        VtpConfig(**values)  # type: ignore[arg-type]
+
+
+def test_flags_that_were_not_given_change_nothing() -> None:
+    base = VtpConfig(size_list=(1, 2), device="cpu", timeout_s=5.0, force=True, data_parallel_size=2)
+    assert merge(base, dict.fromkeys(["size_list", "device", "transport", "timeout_s", "force"])) == base
+
+
+@given(st.none() | SIZES.map(tuple), st.none() | SIZES.map(tuple))
+def test_one_place_wins_two_must_agree(told: tuple[int, ...] | None, flag: tuple[int, ...] | None) -> None:
+    base = VtpConfig(size_list=told)
+    if told is not None and flag is not None and told != flag:
+        with pytest.raises(ConfigError, match="apply\\(\\) was told size_list=.*; give it in one place"):
+            merge(base, {"size_list": flag})
+    else:
+        assert merge(base, {"size_list": flag}).size_list == (told if flag is None else flag)
+
+
+def test_the_contradiction_names_both_values() -> None:
+    with pytest.raises(ConfigError, match="told timeout_s=5.0, the command line says 6.0"):
+        merge(VtpConfig(timeout_s=5.0), {"timeout_s": 6.0})
+
+
+def test_merged_flags_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="unknown; use one of"):
+        merge(VtpConfig(), {"device": "tpu"})

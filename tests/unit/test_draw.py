@@ -1,0 +1,169 @@
+"""The picture of a pipeline shows every rank and exactly the transfers of its plans."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from tests.import_rules import ROOT
+from vtp_plugin.boundary.draw import draw_pipeline
+from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.boundary.plan import BoundaryPlan, FinishKind
+from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+
+SVG = "{http://www.w3.org/2000/svg}"
+BOX_WIDTH, BOX_HEIGHT = 116, 42
+
+# tp sizes, replicas, cp, ring, transport
+CASES = [
+    ((1, 4, 4), 1, 1, False, "auto"),
+    ((1, 4, 4), 1, 1, False, "rank0"),
+    ((2, 3), 1, 1, False, "auto"),
+    ((1, 2, 1, 2), 1, 1, True, "auto"),
+    ((1, 2), 2, 1, False, "auto"),
+    ((2, 1, 2), 2, 1, True, "auto"),
+    ((3, 3), 1, 2, True, "auto"),
+    ((1, 2), 2, 2, False, "auto"),
+    ((2, 2), 4, 1, True, "rank0"),
+    ((4,), 1, 1, True, "auto"),
+]
+
+
+def layout_of(tp_sizes: tuple[int, ...], dp: int = 1, cp: int = 1) -> PipelineLayout:
+    return PipelineLayout.from_sizes(tp_sizes, world_size=sum(tp_sizes) * dp * cp, cp=cp)
+
+
+def plans_of(layout: PipelineLayout, *, is_ring: bool, transport: str) -> list[BoundaryPlan]:
+    boundaries = pipeline_boundaries(layout, is_ring=is_ring, transport=transport)
+    return [boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False) for boundary in boundaries]
+
+
+def elements(root: ET.Element, tag: str, *kinds: str) -> list[ET.Element]:
+    return [element for element in root.iter(SVG + tag) if element.get("class") in kinds]
+
+
+def boxes(root: ET.Element) -> dict[int, tuple[str, int, int]]:
+    """Return kind, left and top of every box by the rank that is written in it."""
+    texts = [(int(t.get("x", "")), int(t.get("y", "")), t.text or "") for t in elements(root, "text", "rank")]
+    found: dict[int, tuple[str, int, int]] = {}
+    for rect in elements(root, "rect", "leader", "member"):
+        left, top = int(rect.get("x", "")), int(rect.get("y", ""))
+        (text,) = [text for x, y, text in texts if left < x < left + BOX_WIDTH and top < y < top + BOX_HEIGHT]
+        rank = int(text.removeprefix("rank "))
+        assert rank not in found
+        found[rank] = (rect.get("class", ""), left, top)
+    assert len(found) == len(texts)
+    return found
+
+
+def points(path: ET.Element) -> list[tuple[int, int]]:
+    return [(int(x), int(y)) for x, y in re.findall(r"(\d+) (\d+)", path.get("d", ""))]
+
+
+@pytest.mark.parametrize(("tp_sizes", "dp", "cp", "is_ring", "transport"), CASES)
+def test_picture_shows_ranks_and_plans(
+    tp_sizes: tuple[int, ...], dp: int, cp: int, is_ring: bool, transport: str
+) -> None:
+    layout = layout_of(tp_sizes, dp, cp)
+    plans = plans_of(layout, is_ring=is_ring, transport=transport)
+    root = ET.fromstring(draw_pipeline(layout, is_ring=is_ring, transport=transport))
+
+    shown = boxes(root)
+    assert sorted(shown) == list(range(layout.world_size))
+    leaders = {layout.leader(i, d, c) for i in range(layout.num_stages) for d, c in layout.replicas}
+    assert {rank for rank, (kind, *_) in shown.items() if kind == "leader"} == leaders
+
+    # Every arrow is one transfer of a plan, and leads from the one box to the other.
+    drawn = Counter(path.findtext(SVG + "title") for path in elements(root, "path", "transfer"))
+    assert drawn == Counter(f"rank {t.src} to rank {t.dst}" for plan in plans for t in plan.transfers)
+    for path in elements(root, "path", "transfer"):
+        src, dst = (int(rank) for rank in re.findall(r"\d+", path.findtext(SVG + "title", "")))
+        assert points(path)[0] == (shown[src][1] + BOX_WIDTH, shown[src][2] + BOX_HEIGHT // 2)
+        assert points(path)[-1] == (shown[dst][1], shown[dst][2] + BOX_HEIGHT // 2)
+
+    # Every broadcast is a bracket from its root to each of the others.
+    finishes = [plan.finish for plan in plans if plan.finish.kind is FinishKind.BROADCAST]
+    brackets = [group.findall(SVG + "path") for group in root.findall(SVG + "g")]
+    ends = sorted(points(path)[-1] for bracket in brackets for path in bracket)
+    assert len(brackets) == len(finishes)
+    assert ends == sorted(
+        (shown[rank][1], shown[rank][2] + BOX_HEIGHT // 2)
+        for finish in finishes
+        for rank in finish.ranks
+        if rank != finish.root
+    )
+
+
+@pytest.mark.parametrize(("tp_sizes", "dp", "cp", "is_ring", "transport"), CASES)
+def test_nothing_overlaps_or_leaves_the_picture(
+    tp_sizes: tuple[int, ...], dp: int, cp: int, is_ring: bool, transport: str
+) -> None:
+    root = ET.fromstring(draw_pipeline(layout_of(tp_sizes, dp, cp), is_ring=is_ring, transport=transport))
+    width, height = int(root.get("width", "")), int(root.get("height", ""))
+    rects = [(left, top) for _, left, top in boxes(root).values()]
+    for index, (left, top) in enumerate(rects):
+        assert all(abs(left - x) >= BOX_WIDTH or abs(top - y) >= BOX_HEIGHT for x, y in rects[:index])
+    for path in elements(root, "path", "transfer", "broadcast"):
+        assert all(0 <= x <= width and 0 <= y <= height for x, y in points(path))
+    for start, end in (pair for path in elements(root, "path", "transfer") for pair in pairwise(points(path))):
+        # An arrow begins and ends at the edge of a box, and passes through none.
+        inside = ((min(start[0], end[0]), max(start[0], end[0])), (min(start[1], end[1]), max(start[1], end[1])))
+        for left, top in rects:
+            assert not (
+                inside[0][0] < left + BOX_WIDTH
+                and inside[0][1] > left
+                and inside[1][0] < top + BOX_HEIGHT
+                and inside[1][1] > top
+            )
+    # 7 pixels a letter is more than any of the usual fonts needs at this size.
+    lines = [text_span(text) for text in root.iter(SVG + "text") if text.get("class") != "title"]
+    assert all(left >= 0 and right <= width and y < height for left, right, y in lines)
+    for index, (left, right, y) in enumerate(lines):
+        assert all(right <= a or b <= left or abs(y - c) >= 14 for a, b, c in lines[:index])
+
+
+def text_span(text: ET.Element) -> tuple[float, float, int]:
+    x, y, length = int(text.get("x", "")), int(text.get("y", "")), 7 * len(text.text or "")
+    left = x - length / 2 if text.get("class") else x
+    return left, left + length, y
+
+
+def test_stages_are_titled_in_their_columns() -> None:
+    root = ET.fromstring(draw_pipeline(layout_of((1, 4, 4))))
+    titles = elements(root, "text", "stage")
+    assert [title.text for title in titles] == ["stage 0 - tp 1", "stage 1 - tp 4", "stage 2 - tp 4"]
+    frames = elements(root, "rect", "frame")
+    for title, frame in zip(titles, frames, strict=True):
+        assert 0 < int(title.get("x", "")) - int(frame.get("x", "")) < int(frame.get("width", ""))
+
+
+def test_many_replicas_are_one_with_their_number() -> None:
+    layout = layout_of((1, 2), dp=4, cp=2)
+    root = ET.fromstring(draw_pipeline(layout))
+    assert sorted(boxes(root)) == sorted(layout.model_ranks())
+    assert "replica dp 0, cp 0, and 7 more like it (x dp 4 x cp 2)" in {text.text for text in root.iter(SVG + "text")}
+
+
+def test_replica_major_order_has_its_own_ranks() -> None:
+    layout = PipelineLayout.from_sizes((1, 2), world_size=6, order=RankOrder.REPLICA_MAJOR)
+    root = ET.fromstring(draw_pipeline(layout))
+    titles = [path.findtext(SVG + "title") for path in elements(root, "path", "transfer")]
+    assert titles == ["rank 0 to rank 1", "rank 3 to rank 4"]
+
+
+def test_document_is_self_contained() -> None:
+    text = draw_pipeline(layout_of((1, 2, 1, 2), 2), is_ring=True)
+    assert text.isascii()
+    tags = {element.tag.removeprefix(SVG) for element in ET.fromstring(text).iter()}
+    assert tags == {"svg", "title", "style", "defs", "marker", "path", "rect", "text", "g"}
+    assert not re.search(r"href|@import|url\((?!#)|<!|\son\w+=", text)
+    assert "sans-serif" in text
+
+
+def test_committed_picture_is_what_is_drawn_now() -> None:
+    committed = (ROOT / "docs" / "pipeline-1-4-4.svg").read_text(encoding="ascii")
+    assert committed == draw_pipeline(layout_of((1, 4, 4)))

@@ -1,0 +1,237 @@
+"""The monitor over a real store: every rank is a monitor in this process, and "ending" is an entry in a list."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.runtime.monitor import Monitor
+
+TIMEOUT_S = 2.0
+PLACE = "boundary 0->1, forward, microbatch 3"
+pytestmark = pytest.mark.timeout(60)
+
+
+class World:
+    """Monitors of all ranks over one store, and when each would have ended its process."""
+
+    def __init__(self, size: int, store: dist.Store | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self.store = store or dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        self.ended: dict[int, float] = {}
+        self.monitors = [
+            Monitor(
+                self.store.clone(), rank=rank, world_size=size, timeout_s=timeout_s, exit_process=self._exit_of(rank)
+            )
+            for rank in range(size)
+        ]
+        self.begin_s = time.monotonic()
+        for monitor in self.monitors:
+            monitor.start()
+
+    def _exit_of(self, rank: int) -> Callable[[int], None]:
+        def exit_process(status: int) -> None:
+            assert status == 1
+            self.ended[rank] = time.monotonic() - self.begin_s
+
+        return exit_process
+
+    def silence(self, rank: int) -> None:
+        """Stop a rank's threads as SIGSTOP does: nobody is told."""
+        self.monitors[rank]._stopping.set()
+        self.monitors[rank]._timer_ends.set()
+
+    def wait(self, num_ended: int, limit_s: float = 3 * TIMEOUT_S) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while len(self.ended) < num_ended and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert len(self.ended) == num_ended, self.ended
+
+    def close(self) -> None:
+        for rank in range(len(self.monitors)):
+            self.silence(rank)
+        for monitor in self.monitors:
+            for thread in monitor._threads:
+                thread.join(5.0)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    whole = World(4)
+    yield whole
+    whole.close()
+
+
+def stop_all(whole: World, order: list[int]) -> float:
+    """Stop ranks one after another, rank 0 last, as it waits for the others; return what it took."""
+    begin_s = time.monotonic()
+    for rank in order:
+        whole.monitors[rank].stop()
+    return time.monotonic() - begin_s
+
+
+def lines(capfd: pytest.CaptureFixture[str]) -> dict[int, str]:
+    found = re.findall(r"^\[vtp rank (\d+)\] error: (.*)$", capfd.readouterr().err, re.MULTILINE)
+    assert len({rank for rank, _ in found}) == len(found), found
+    return {int(rank): text for rank, text in found}
+
+
+def test_a_normal_end(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    time.sleep(0.5)
+    assert stop_all(world, [2, 1, 3, 0]) < 0.5
+    assert not world.ended and not lines(capfd)
+    assert not any(thread.is_alive() for monitor in world.monitors for thread in monitor._threads)
+    world.monitors[1].stop()  # A second call does nothing.
+
+
+def test_ranks_may_end_far_apart(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    world.monitors[2].stop()
+    time.sleep(1.5 * TIMEOUT_S)
+    assert not world.ended
+    stop_all(world, [1, 3, 0])
+    assert not world.ended and not lines(capfd)
+
+
+@pytest.mark.full
+def test_alone() -> None:
+    whole = World(1)
+    time.sleep(1.2 * TIMEOUT_S)
+    assert stop_all(whole, [0]) < 0.5
+    assert not whole.ended
+
+
+def test_the_same_store_again() -> None:
+    first = World(2)
+    stop_all(first, [1, 0])
+    second = World(2, first.store)
+    second.silence(1)
+    second.wait(1)
+    second.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_other_stores(tmp_path: Path, kind: str) -> None:
+    store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 3)
+    whole = World(3, store)
+    time.sleep(0.3)
+    whole.silence(1)
+    whole.wait(2)
+    whole.close()
+
+
+@pytest.mark.parametrize("silent", [0, 3])
+def test_a_silent_rank_ends_all_others_within_the_timeout(
+    world: World, silent: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    time.sleep(0.3)
+    world.silence(silent)
+    begin_s = time.monotonic() - world.begin_s
+    world.wait(3)
+    assert max(world.ended.values()) - begin_s < TIMEOUT_S
+    assert silent not in world.ended
+    for text in lines(capfd).values():
+        assert re.match(rf"rank {silent} does not answer: no sign of life for 1\.\d s; this rank had not used", text)
+
+
+def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    wait = world.monitors[1].begin(PLACE, "rank 0")
+    assert not wait.is_over()
+    world.wait(4)
+    assert max(world.ended.values()) < TIMEOUT_S + 0.2
+    texts = lines(capfd)
+    assert re.match(rf"waited 1\.\d s at {PLACE} for rank 0: no answer; look for a rank that", texts[1])
+    assert re.match(rf"rank 1 waited 1\.\d s at {PLACE} for rank 0: no answer; this rank had not used", texts[2])
+
+
+def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
+    end_s = time.monotonic() + 1.5 * TIMEOUT_S
+    while time.monotonic() < end_s:
+        wait = world.monitors[1].begin(PLACE, "rank 0")
+        time.sleep(0.2)
+        wait.ended = True
+    assert not world.ended
+    assert len(world.monitors[1]._waits) == 1
+
+
+class Event:
+    """A device's event: passed, not passed, or of a device that failed."""
+
+    def __init__(self, state: bool | RuntimeError) -> None:
+        self.state = state
+
+    def query(self) -> bool:
+        if isinstance(self.state, RuntimeError):
+            raise self.state
+        return self.state
+
+
+def test_a_wait_on_a_device_ends_with_its_event(world: World) -> None:
+    passed = world.monitors[1].begin(PLACE, "rank 0")
+    passed.event = Event(True)
+    time.sleep(1.2 * TIMEOUT_S)
+    assert not world.ended
+
+
+@pytest.mark.parametrize("state", [False, RuntimeError("device-side assert")])
+def test_a_stream_that_does_not_come_past_ends_all(world: World, state: bool | RuntimeError) -> None:
+    world.monitors[1].begin(PLACE, "rank 0").event = Event(state)
+    assert "this rank waited" in world.monitors[1].describe_position()
+    world.wait(4)
+
+
+def test_a_failure_reaches_all_at_once(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    world.monitors[2].begin(PLACE, "rank 0").ended = True
+    world.monitors[1].post_failure(ConfigError("a reason"))
+    begin_s = time.monotonic() - world.begin_s
+    world.wait(3)
+    assert max(world.ended.values()) - begin_s < 0.5 * TIMEOUT_S
+    texts = lines(capfd)
+    assert sorted(texts) == [0, 2, 3]
+    assert texts[0] == "rank 1 failed: a reason; this rank had not used any boundary yet"
+    assert re.match(rf"rank 1 failed: a reason; this rank was not waiting at a boundary \(last: {PLACE}, ", texts[2])
+    # The failing rank prints its own error; should it hang, it is ended too.
+    world.wait(4)
+
+
+def test_the_first_failure_counts(world: World) -> None:
+    world.monitors[1].post_failure(ConfigError("the cause"))
+    world.monitors[2].post_failure(RuntimeError("a consequence"))
+    assert world.monitors[2].failure == "rank 1 failed: the cause"
+
+
+def test_rank_0_leaves_soon_after_its_own_failure(world: World) -> None:
+    world.silence(3)
+    world.monitors[0].post_failure(RuntimeError("a reason"))
+    begin_s = time.monotonic()
+    world.monitors[0].stop()
+    assert time.monotonic() - begin_s < 0.5 * TIMEOUT_S
+    world.wait(2)
+    assert sorted(world.ended) == [1, 2]
+
+
+def test_a_clock_that_stood_still_accuses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of a machine are suspended for an hour, in the middle of a wait."""
+    wait = world.monitors[1].begin(PLACE, "rank 0")
+    time.sleep(0.3)
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600.0)
+    time.sleep(0.3)
+    wait.ended = True
+    time.sleep(0.5)
+    assert not world.ended
+
+
+def test_load_on_the_store_is_bounded() -> None:
+    """4,096 ranks ask one server thread; it answers tens of thousands of calls in a second."""
+    monitor = Monitor(dist.HashStore(), rank=0, world_size=4096, timeout_s=600.0)
+    calls_per_s = 4096 * (1 / monitor._look_interval_s + 2 / monitor._beat_interval_s)
+    assert calls_per_s < 3000
