@@ -40,7 +40,8 @@ def records() -> tuple[PatchRecord, ...]:
             id="P4c",
             target=f"{_CLASS}._set_main_param_and_optimizer_states",
             build=_set_states,
-            why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter",
+            why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per "
+            "parameter",
             versions=">=0.19,<0.20",
             remove_when="Megatron leaves out what the checkpoint does not hold",
         ),
