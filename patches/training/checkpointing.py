@@ -1,4 +1,4 @@
-"""H9: whether a checkpoint has this run's layout is one answer for all ranks."""
+"""H9: whether a checkpoint has this run's layout, and whether it can be loaded, is one answer for all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.dist_checkpointing import load_content_metadata
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
 
@@ -49,15 +53,89 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: str, args: Any, *rest: Any, **kwargs: Any) -> tuple[Any, ...]:
-        result = original(load_dir, args, *rest, **kwargs)
-        stored = result[0].get("args") if isinstance(result[0], dict) else None
+    def _load_base_checkpoint(load_dir: str, args: Any, rank0: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        is_read = True
+        try:
+            result = original(load_dir, args, rank0=rank0, **kwargs)
+        except SystemExit:
+            # Megatron leaves so, with exit code 0, when it cannot read the own file: ask the one of rank 0 why.
+            is_read = False
+            result = original(load_dir, args, rank0=True)
+        # The first look at a checkpoint; the formats of old times have only one.
+        if rank0 or args.ckpt_format == "torch":
+            _agree(session, load_dir, args, result, is_read)
+        stored = _stored_arguments(result)
         if stored is not None and session.layout is not None:
             is_same = stored_sizes(stored) == session.layout.tp_sizes
             stored.tensor_model_parallel_size = args.tensor_model_parallel_size if is_same else _OTHER_LAYOUT
         return result
 
     return _load_base_checkpoint
+
+
+def _agree(session: Session, load_dir: str, args: Any, result: tuple[Any, ...], is_read: bool) -> None:
+    """Go on only if all ranks found the same checkpoint and can load it.
+
+    Raises:
+        ConfigError: they cannot; the text is the same on all ranks.
+    """
+
+    def prepare() -> dict[str, object]:
+        _require_loadable(session, load_dir, args, result)
+        if not is_read:
+            raise ConfigError(
+                f"the file of this rank in checkpoint {load_dir} cannot be read, see above; make the folder readable for "
+                "every rank"
+            )
+        stored = _stored_arguments(result)
+        return {
+            "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
+            "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_sizes(stored))),
+        }
+
+    if session.store is None:
+        prepare()
+    else:
+        session.agree(session.store, prepare, rank=args.rank, world_size=args.world_size, name="checkpoint check")
+
+
+def _stored_arguments(result: tuple[Any, ...]) -> Any:
+    """Give the arguments of the run that wrote a checkpoint; None where they are not stored."""
+    return result[0].get("args") if isinstance(result[0], dict) else None
+
+
+def _require_loadable(session: Session, load_dir: str, args: Any, result: tuple[Any, ...]) -> None:
+    """Check that this run's stages can load a checkpoint.
+
+    Raises:
+        ConfigError: another list wrote the checkpoint, in a form that only that list can load.
+    """
+    state, _, is_release, kind = result
+    stored = _stored_arguments(result)
+    if stored is None or session.layout is None or stored_sizes(stored) == session.layout.tp_sizes:
+        return
+    wrote, runs = (
+        f"--vtp-size-list {','.join(map(str, sizes))}" for sizes in (stored_sizes(stored), session.layout.tp_sizes)
+    )
+    if kind is not None and kind.name == "LEGACY":
+        raise ConfigError(
+            f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that list can load it, not "
+            f"{runs}; save it with --ckpt-format torch_dist"
+        )
+    is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
+    if args.use_distributed_optimizer and is_optimizer_loaded and not _is_reshardable(state):
+        raise ConfigError(
+            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, not "
+            f"{runs}; save it with --dist-ckpt-optim-fully-reshardable, or load the weights only with --no-load-optim"
+        )
+
+
+def _is_reshardable(state: dict[str, Any]) -> bool:
+    """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
+    metadata = load_content_metadata(preloaded_state_dict=state) or {}
+    # Old checkpoints do not say; what Megatron makes of them is its own affair.
+    form = metadata.get("distrib_optim_sharding_type")
+    return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
 def stored_sizes(stored: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import pytest
 from tests.multiproc.training_cases import (
     ScriptRun,
     arguments,
+    assert_refused,
     assert_same_training,
     grad_norms,
     launch,
@@ -157,14 +158,48 @@ def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer)
     assert "(TP, PP) mismatch" in runs[0].output
 
 
-@pytest.mark.parametrize(("source", "target"), [("1,1", "1,2"), pytest.param("1,2", "2,1", marks=pytest.mark.full)])
-def test_optimizer_state_that_cannot_be_resharded_is_refused(
-    pool: Pool, written: Writer, source: str, target: str
+@pytest.mark.parametrize(
+    ("source", "target", "extra", "dp", "way_out"),
+    [
+        pytest.param("1,1", "1,2", DISTRIBUTED, 2, "--dist-ckpt-optim-fully-reshardable", id="distributed"),
+        pytest.param("1,2", "2,1", LEGACY, 1, "--ckpt-format torch_dist", id="legacy"),
+        pytest.param("1,1", "1,2", LEGACY, 1, "--ckpt-format torch_dist", id="legacy-missing-file"),
+        pytest.param(
+            "1,2",
+            "2,1",
+            DISTRIBUTED,
+            2,
+            "--dist-ckpt-optim-fully-reshardable",
+            id="distributed-unequal",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_what_only_its_own_list_can_load_is_refused(
+    pool: Pool, written: Writer, source: str, target: str, extra: list[str], dp: int, way_out: str
 ) -> None:
-    folder, _ = written(source, DISTRIBUTED, dp=2)
-    command = arguments(target, dp=2, extra=[*DISTRIBUTED, "--load", str(folder), "--ckpt-step", "2"])
-    runs = launch(pool, num_ranks(target, 2), {"arguments": command})
-    assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-2000:]) for run in runs]
-    reasons = {line for run in runs for line in re.findall(r"^RuntimeError: .*", run.output, flags=re.MULTILINE)}
-    assert len(reasons) == 1, reasons
-    assert "--dist-ckpt-optim-fully-reshardable" in reasons.pop()
+    """Every rank leaves with the same line, also those that could go on alone."""
+    folder, _ = written(source, extra, dp=dp)
+    command = arguments(target, dp=dp, extra=[*extra, "--load", str(folder), "--ckpt-step", "2"])
+    runs = launch(pool, num_ranks(target, dp), {"arguments": command})
+    assert_refused(runs, f"checkpoint {folder} ", f"--vtp-size-list {source} ", f"--vtp-size-list {target};", way_out)
+
+
+@pytest.mark.parametrize("extra", [pytest.param([], id="sharded"), pytest.param(LEGACY, id="legacy")])
+def test_ranks_that_find_different_checkpoints_are_refused(
+    pool: Pool, written: Writer, tmp_path: Path, extra: list[str]
+) -> None:
+    """A folder that is not shared between the nodes: one rank does not see the checkpoint, or not the whole of it."""
+    folder, _ = written("1,2", extra)
+    command = arguments("1,2", extra=[*extra, "--load", str(folder)])
+    runs = launch(pool, 3, {"arguments": command, "by_rank": {2: ["--load", str(tmp_path)]}})
+    assert_refused(runs, "ranks disagree: iteration of the checkpoint is 4 on rank 0 and None on rank 2")
+
+
+@pytest.mark.full
+def test_weights_alone_load_into_another_list(pool: Pool, written: Writer) -> None:
+    """The way out that the refusal names."""
+    folder, _ = written("1,1", DISTRIBUTED, dp=2)
+    wanted = _resume(pool, folder, "1,1", [*DISTRIBUTED, "--no-load-optim"], dp=2)
+    runs = _resume(pool, folder, "1,2", [*DISTRIBUTED, "--no-load-optim"], dp=2)
+    assert_same_training(runs, wanted)

@@ -80,11 +80,6 @@ class ScriptRun:
     evaluations: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def errors(self) -> list[str]:
-        """The plugin's error lines, without the rank in front."""
-        return re.findall(r"^\[vtp(?: rank \d+)?\] error: (.*)$", self.output, flags=re.MULTILINE)
-
 
 def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str = "cpu") -> list[str]:
     """Give the command line of a run that pads the vocabulary as every other run here does.
@@ -171,3 +166,19 @@ def assert_same_training(
         assert len(got) == len(wanted) > 0, (name, got, wanted)
         for step, (a, b) in enumerate(zip(got, wanted, strict=True)):
             assert abs(a - b) <= tolerance * abs(b), f"{name} of step {step}: {a}, reference {b}; all: {got}, {wanted}"
+
+
+def assert_refused(runs: Sequence[ScriptRun], *words: str) -> None:
+    """Check that every rank ended by itself, not well, and that its last line gives the reason that all ranks give."""
+    codes = [run.exit_code for run in runs]
+    assert all(code not in (0, None) for code in codes), (codes, [run.output[-3000:] for run in runs])
+    assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
+    last = [run.output.rstrip().splitlines()[-1] for run in runs]
+    # torch puts its own rank in front; behind our reason stands what this rank was doing.
+    pattern = r"^(?:\[rank\d+\]: )?\[vtp(?: rank \d+)?\] error: (.*?)(; this rank .*)?$"
+    reasons = {re.sub(pattern, r"\1", line) for line in last}
+    assert len(reasons) == 1, last
+    assert all(re.match(pattern, line) for line in last), last
+    (reason,) = reasons
+    for word in words:
+        assert word in reason, (word, reason)

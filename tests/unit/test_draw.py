@@ -109,21 +109,33 @@ def test_nothing_overlaps_or_leaves_the_picture(
         assert all(abs(left - x) >= BOX_WIDTH or abs(top - y) >= BOX_HEIGHT for x, y in rects[:index])
     for path in elements(root, "path", "transfer", "broadcast"):
         assert all(0 <= x <= width and 0 <= y <= height for x, y in points(path))
-    for start, end in (pair for path in elements(root, "path", "transfer") for pair in pairwise(points(path))):
-        # An arrow begins and ends at the edge of a box, and passes through none.
-        inside = ((min(start[0], end[0]), max(start[0], end[0])), (min(start[1], end[1]), max(start[1], end[1])))
-        for left, top in rects:
-            assert not (
-                inside[0][0] < left + BOX_WIDTH
-                and inside[0][1] > left
-                and inside[1][0] < top + BOX_HEIGHT
-                and inside[1][1] > top
-            )
+    # An arrow begins and ends at the edge of a box and passes through none, and arrows do not cross.
+    arrows = [[area(*pair) for pair in pairwise(points(path))] for path in elements(root, "path", "transfer")]
+    for index, arrow in enumerate(arrows):
+        for part in arrow:
+            assert not any(overlap(part, (x, y, x + BOX_WIDTH, y + BOX_HEIGHT)) for x, y in rects)
+            assert not any(overlap(part, other) for others in arrows[:index] for other in others)
+    frames = [
+        tuple(int(f.get(name, "")) for name in ("x", "y", "width", "height")) for f in elements(root, "rect", "frame")
+    ]
     # 7 pixels a letter is more than any of the usual fonts needs at this size.
-    lines = [text_span(text) for text in root.iter(SVG + "text") if text.get("class") != "title"]
+    texts = [text for text in root.iter(SVG + "text") if text.get("class") != "title"]
+    for left, right, y in (text_span(text) for text in texts if text.get("class") not in ("rank", "place")):
+        assert not any(overlap((left, y - 10, right, y + 3), (a, b, a + w, b + h)) for a, b, w, h in frames)
+    lines = [text_span(text) for text in texts]
     assert all(left >= 0 and right <= width and y < height for left, right, y in lines)
     for index, (left, right, y) in enumerate(lines):
         assert all(right <= a or b <= left or abs(y - c) >= 14 for a, b, c in lines[:index])
+
+
+def area(start: tuple[int, int], end: tuple[int, int]) -> tuple[float, ...]:
+    """Return left, top, right and bottom of a line between two points."""
+    return min(start[0], end[0]), min(start[1], end[1]), max(start[0], end[0]), max(start[1], end[1])
+
+
+def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Tell whether two areas overlap; to touch at the edge is not to overlap."""
+    return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
 
 
 def text_span(text: ET.Element) -> tuple[float, float, int]:
