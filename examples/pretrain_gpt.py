@@ -62,9 +62,9 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=get_tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
 

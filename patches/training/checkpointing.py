@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -53,17 +55,21 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: str, args: Any, rank0: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+    def _load_base_checkpoint(load_dir: str | None, args: Any, rank0: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        # The first look at a checkpoint; those of the old format get only one.
+        is_first = rank0 or args.ckpt_format == "torch"
+        if is_first:
+            _agree(session, args, lambda: {"checkpoint found in --load": _is_there(load_dir)})
         is_read = True
         try:
             result = original(load_dir, args, rank0=rank0, **kwargs)
         except SystemExit:
-            # Megatron leaves so, with exit code 0, when it cannot read the own file: ask the one of rank 0 why.
-            is_read = False
-            result = original(load_dir, args, rank0=True)
-        # The first look at a checkpoint; the formats of old times have only one.
-        if rank0 or args.ckpt_format == "torch":
-            _agree(session, load_dir, args, result, is_read)
+            # Megatron leaves so, with exit code 0, when it cannot read the own file; the one of rank 0 may tell why.
+            is_read, result = False, _read_of_rank_0(load_dir)
+            if result is None:
+                raise
+        if is_first:
+            _agree(session, args, functools.partial(_judge, session, load_dir, args, result, is_read))
         stored = _stored_arguments(result)
         if stored is not None and session.layout is not None:
             is_same = stored_sizes(stored) == session.layout.tp_sizes
@@ -73,30 +79,50 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
     return _load_base_checkpoint
 
 
-def _agree(session: Session, load_dir: str, args: Any, result: tuple[Any, ...], is_read: bool) -> None:
-    """Go on only if all ranks found the same checkpoint and can load it.
-
-    Raises:
-        ConfigError: they cannot; the text is the same on all ranks.
-    """
-
-    def prepare() -> dict[str, object]:
-        _require_loadable(session, load_dir, args, result)
-        if not is_read:
-            raise ConfigError(
-                f"the file of this rank in checkpoint {load_dir} cannot be read, see above; make the folder readable for "
-                "every rank"
-            )
-        stored = _stored_arguments(result)
-        return {
-            "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
-            "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_sizes(stored))),
-        }
-
+def _agree(session: Session, args: Any, prepare: Callable[[], dict[str, object]]) -> None:
+    """Go on only if the check succeeds with equal results on all ranks."""
     if session.store is None:
         prepare()
     else:
         session.agree(session.store, prepare, rank=args.rank, world_size=args.world_size, name="checkpoint check")
+
+
+def _is_there(load_dir: str | None) -> bool:
+    """Tell whether this rank sees a checkpoint. Megatron's own look is a collective of the ranks that see one."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    return load_dir is not None and os.path.isfile(get_checkpoint_tracker_filename(load_dir))
+
+
+def _read_of_rank_0(load_dir: str | None) -> tuple[Any, ...] | None:
+    """Read rank 0's file of a checkpoint in the old format, without any collective; None if there is none."""
+    from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0, get_loaded_iteration
+
+    name = find_checkpoint_rank_0(load_dir, get_loaded_iteration(), False) if _is_there(load_dir) else None
+    if name is None:
+        return None
+    return torch.load(name, map_location="cpu", weights_only=False), name, False, CheckpointType.LEGACY
+
+
+def _judge(
+    session: Session, load_dir: str | None, args: Any, result: tuple[Any, ...], is_read: bool
+) -> dict[str, object]:
+    """Say which checkpoint this rank found.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    _require_loadable(session, load_dir, args, result)
+    if not is_read:
+        raise ConfigError(
+            f"the file of this rank in checkpoint {load_dir} cannot be read, see above; make the whole folder readable "
+            "for every rank"
+        )
+    stored = _stored_arguments(result)
+    return {
+        "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
+        "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_sizes(stored))),
+    }
 
 
 def _stored_arguments(result: tuple[Any, ...]) -> Any:
@@ -104,7 +130,7 @@ def _stored_arguments(result: tuple[Any, ...]) -> Any:
     return result[0].get("args") if isinstance(result[0], dict) else None
 
 
-def _require_loadable(session: Session, load_dir: str, args: Any, result: tuple[Any, ...]) -> None:
+def _require_loadable(session: Session, load_dir: str | None, args: Any, result: tuple[Any, ...]) -> None:
     """Check that this run's stages can load a checkpoint.
 
     Raises:
@@ -125,8 +151,8 @@ def _require_loadable(session: Session, load_dir: str, args: Any, result: tuple[
     is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
     if args.use_distributed_optimizer and is_optimizer_loaded and not _is_reshardable(state):
         raise ConfigError(
-            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, not "
-            f"{runs}; save it with --dist-ckpt-optim-fully-reshardable, or load the weights only with --no-load-optim"
+            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
+            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load the weights only with --no-load-optim"
         )
 
 

@@ -189,11 +189,11 @@ def test_what_only_its_own_list_can_load_is_refused(
 def test_ranks_that_find_different_checkpoints_are_refused(
     pool: Pool, written: Writer, tmp_path: Path, extra: list[str]
 ) -> None:
-    """A folder that is not shared between the nodes: one rank does not see the checkpoint, or not the whole of it."""
+    """A folder that is not shared between the nodes: one rank does not see the checkpoint."""
     folder, _ = written("1,2", extra)
     command = arguments("1,2", extra=[*extra, "--load", str(folder)])
     runs = launch(pool, 3, {"arguments": command, "by_rank": {2: ["--load", str(tmp_path)]}})
-    assert_refused(runs, "ranks disagree: iteration of the checkpoint is 4 on rank 0 and None on rank 2")
+    assert_refused(runs, "ranks disagree: checkpoint found in --load is True on rank 0 and False on rank 2")
 
 
 @pytest.mark.full

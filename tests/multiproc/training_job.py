@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -91,6 +92,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="vtp-run-") as folder:
         output, results = Path(folder) / "output", Path(folder) / "results"
         parent = os.getpid()
+        gc.freeze()  # the collector in the fork then copies none of this process's pages
         pid = os.fork()
         if pid == 0:
             start = {

@@ -121,7 +121,7 @@ def test_nothing_overlaps_or_leaves_the_picture(
     # 7 pixels a letter is more than any of the usual fonts needs at this size.
     texts = [text for text in root.iter(SVG + "text") if text.get("class") != "title"]
     for left, right, y in (text_span(text) for text in texts if text.get("class") not in ("rank", "place")):
-        assert not any(overlap((left, y - 10, right, y + 3), (a, b, a + w, b + h)) for a, b, w, h in frames)
+        assert not any(overlap((left, y - 14, right, y + 4), (a, b, a + w, b + h)) for a, b, w, h in frames)
     lines = [text_span(text) for text in texts]
     assert all(left >= 0 and right <= width and y < height for left, right, y in lines)
     for index, (left, right, y) in enumerate(lines):

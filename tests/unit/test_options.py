@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.import_rules import ROOT
 from vtp_plugin.options import (
     CONFIG_RULES,
     RULES,
@@ -324,3 +325,13 @@ def suggestions(lines: tuple[str, ...]) -> list[int]:
     found = [re.findall(r"\d+", line.rsplit("; use ", 1)[1]) for line in lines]
     assert all(found)
     return [int(number) for numbers in found for number in numbers]
+
+
+def test_evidence_names_tests_that_exist() -> None:
+    """A row that is called supported names a test function, or says that it was not run."""
+    for rule in RULES:
+        if rule.verdict is not Verdict.SUPPORTED or rule.evidence.startswith("not run: "):
+            continue
+        file, _, function = rule.evidence.partition("::")
+        source = (ROOT / file).read_text()
+        assert f"def {function}(" in source, f"{rule.option}: {rule.evidence} does not exist"

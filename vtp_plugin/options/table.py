@@ -24,13 +24,13 @@ from vtp_plugin.options.rule import (
     supported,
 )
 
-_PARITY = "tests/multiproc/test_parity.py::test_equals_uniform_run"
-_TIED = "tests/multiproc/test_tied_embeddings.py::test_tied_weights_stay_equal"
-_OPTIMIZER = "tests/multiproc/test_optimizer.py::test_equals_uniform_run"
-_CLIPPING = "tests/multiproc/test_optimizer.py::test_clip_inf_and_zeros"
+_PARITY = "tests/multiproc/test_parity.py::test_parity"
+_TIED = "tests/multiproc/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
+_OPTIMIZER = "tests/multiproc/test_parity.py::test_parity"
+_CLIPPING = "tests/multiproc/test_optimizer.py::test_inf_on_a_rank_that_leads_nothing"
 _CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
 _RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
-_DATA = "tests/multiproc/test_data.py::test_only_readers_have_data"
+_DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
 
 _PIPELINE = (
@@ -112,7 +112,7 @@ _MODEL = (
     ),
     *supported(
         "dropout works, but its masks depend on the sizes, so such a run does not repeat a uniform one",
-        _OPTIONS,
+        "tests/multiproc/test_options.py::test_dropout_repeats_itself",
         case("--hidden-dropout", above(0)),
         case("--attention-dropout", above(0)),
     ),
@@ -317,19 +317,23 @@ _STEP = (
     ),
     *supported(
         "the plugin sends the token count from the last stage to every rank of every stage",
-        "tests/multiproc/test_parity.py::test_per_token_loss_with_uneven_masks",
+        "tests/multiproc/test_optimizer.py::test_uneven_masks_with_per_token_loss",
         "--calculate-per-token-loss",
     ),
     *supported(
         "the batch arithmetic uses the data-parallel size, which all stages share",
         _OPTIONS,
-        "--decrease-batch-size-if-needed",
         case("--rampup-batch-size", given),
+    ),
+    *supported(
+        "the batch arithmetic uses the data-parallel size, which all stages share",
+        "not run: as --rampup-batch-size, by reading",
+        "--decrease-batch-size-if-needed",
         case("--step-batch-size-schedule", given),
     ),
     *supported(
         "evaluation uses the same communicator",
-        "tests/multiproc/test_parity.py::test_evaluate_then_train",
+        "tests/multiproc/test_optimizer.py::test_evaluation_changes_nothing",
         case("--eval-iters", above(0)),
     ),
     *supported(
@@ -434,9 +438,13 @@ _INPUT = (
     ),
     *supported(
         "the batch stays inside the stages that read it",
-        _OPTIONS,
+        "not run: the example script builds no attention masks",
         "--reset-position-ids",
         "--reset-attention-mask",
+    ),
+    *supported(
+        "the loss mask stays inside the stage that reads it",
+        _OPTIONS,
         "--eod-mask-loss",
     ),
     *refused_unequal(
