@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +53,15 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 
 def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    from megatron.training.checkpointing import checkpoint_exists
+
     @functools.wraps(original)
     def _load_base_checkpoint(load_dir: str | None, args: Any, rank0: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         # The first look at a checkpoint; those of the old format get only one.
         is_first = rank0 or args.ckpt_format == "torch"
         if is_first:
-            _agree(session, args, lambda: {"checkpoint found in --load": _is_there(load_dir)})
+            # Megatron looks again, in a collective of the ranks that see one.
+            _agree(session, args, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
         is_read = True
         try:
             result = original(load_dir, args, rank0=rank0, **kwargs)
@@ -87,18 +89,11 @@ def _agree(session: Session, args: Any, prepare: Callable[[], dict[str, object]]
         session.agree(session.store, prepare, rank=args.rank, world_size=args.world_size, name="checkpoint check")
 
 
-def _is_there(load_dir: str | None) -> bool:
-    """Tell whether this rank sees a checkpoint. Megatron's own look is a collective of the ranks that see one."""
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-    return load_dir is not None and os.path.isfile(get_checkpoint_tracker_filename(load_dir))
-
-
 def _read_of_rank_0(load_dir: str | None) -> tuple[Any, ...] | None:
     """Read rank 0's file of a checkpoint in the old format, without any collective; None if there is none."""
     from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0, get_loaded_iteration
 
-    name = find_checkpoint_rank_0(load_dir, get_loaded_iteration(), False) if _is_there(load_dir) else None
+    name = None if load_dir is None else find_checkpoint_rank_0(load_dir, get_loaded_iteration())
     if name is None:
         return None
     return torch.load(name, map_location="cpu", weights_only=False), name, False, CheckpointType.LEGACY
@@ -152,7 +147,8 @@ def _require_loadable(session: Session, load_dir: str | None, args: Any, result:
     if args.use_distributed_optimizer and is_optimizer_loaded and not _is_reshardable(state):
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load the weights only with --no-load-optim"
+            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
+            "--no-load-optim"
         )
 
 

@@ -182,7 +182,13 @@ def test_what_only_its_own_list_can_load_is_refused(
     folder, _ = written(source, extra, dp=dp)
     command = arguments(target, dp=dp, extra=[*extra, "--load", str(folder), "--ckpt-step", "2"])
     runs = launch(pool, num_ranks(target, dp), {"arguments": command})
-    assert_refused(runs, f"checkpoint {folder} ", f"--vtp-size-list {source} ", f"--vtp-size-list {target};", way_out)
+    assert_refused(
+        runs,
+        f"checkpoint {folder} ",
+        f"by --vtp-size-list {source}, and only" if extra == LEGACY else f"of --vtp-size-list {source} ",
+        f"not --vtp-size-list {target};",
+        way_out,
+    )
 
 
 @pytest.mark.parametrize("extra", [pytest.param([], id="sharded"), pytest.param(LEGACY, id="legacy")])

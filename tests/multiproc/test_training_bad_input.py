@@ -1,0 +1,148 @@
+"""Bad input through megatron.training: every rank ends by itself with the same line, before any process group exists."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.multiproc.training_cases import assert_refused, arguments, launch, num_ranks
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(240)
+
+# Enough for ranks that start late on a busy machine, and far below the timeout of the plugin.
+LIMIT_S = 60.0
+
+
+def _refuse(
+    pool: Pool, sizes: str, extra: list[str], *words: str, world_size: int | None = None, **kwargs: Any
+) -> None:
+    command = [*arguments(sizes), *extra]
+    runs = launch(pool, world_size or num_ranks(sizes), {"arguments": command, "timeout_s": LIMIT_S, **kwargs})
+    assert_refused(runs, *words)
+    assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "words"),
+    [
+        pytest.param(
+            "1,2",
+            ["--num-attention-heads", "7", "--kv-channels", "8"],
+            ["--num-attention-heads 7; stage 1 has tensor-parallel size 2", "use 6 or 8"],
+            id="heads",
+        ),
+        pytest.param("1,2", ["--ffn-hidden-size", "77"], ["--ffn-hidden-size 77; stage 1", "use 76 or 78"], id="ffn"),
+        pytest.param(
+            "2,3",
+            ["--group-query-attention", "--num-query-groups", "4"],
+            ["--num-query-groups 4; stage 1 has tensor-parallel size 3", "multiple or a divisor"],
+            id="query-groups",
+        ),
+        pytest.param(
+            "1,2", ["--padded-vocab-size", "61"], ["--padded-vocab-size 61; stage 1", "use 60 or 62"], id="vocabulary"
+        ),
+        pytest.param(
+            "1,2",
+            ["--pipeline-model-parallel-size", "3"],
+            ["--pipeline-model-parallel-size 3 contradicts --vtp-size-list 1,2", "leave it out"],
+            id="stages",
+        ),
+        pytest.param(
+            "2,1",
+            ["--tensor-model-parallel-size", "4"],
+            ["--tensor-model-parallel-size 4 contradicts --vtp-size-list 2,1", "the largest size of the list, 2"],
+            id="tensor-size",
+        ),
+        pytest.param(
+            "2,1",
+            ["--tensor-model-parallel-size", "1"],
+            ["--tensor-model-parallel-size 1 contradicts --vtp-size-list 2,1"],
+            id="tensor-size-of-a-small-stage",
+        ),
+        pytest.param("1,2", ["--sequence-parallel"], ["--sequence-parallel with --vtp-size-list 1,2"], id="sequence"),
+        pytest.param("1,2", ["--tp-comm-overlap"], ["--tp-comm-overlap with --vtp-size-list 1,2"], id="refused-option"),
+        pytest.param("1,2", ["--async-save"], ["--async-save with --vtp-size-list 1,2"], id="async-save"),
+        pytest.param(
+            "1,2",
+            ["--num-attention-heads", "7", "--kv-channels", "8", "--tp-comm-overlap"],
+            ["--tp-comm-overlap", " | --num-attention-heads 7"],
+            id="two-at-once",
+        ),
+        pytest.param(
+            "1,2",
+            ["--vtp-data-parallel-size", "2"],
+            ["--vtp-data-parallel-size 2 contradicts the world"],
+            id="replicas",
+        ),
+        pytest.param("1,2", ["--vtp-device", "cuda"], ["platform cuda: no such device here"], id="device"),
+        pytest.param("1,2", ["--vtp-size-list", "1,two"], ["'two', which is not a positive whole number"], id="list"),
+    ],
+)
+def test_sizes_and_options_are_refused(pool: Pool, sizes: str, extra: list[str], words: list[str]) -> None:
+    _refuse(pool, sizes, extra, *words)
+
+
+def test_world_that_the_list_does_not_divide_is_refused(pool: Pool) -> None:
+    _refuse(pool, "1,2", [], "4", "1,2", world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "words"),
+    [
+        pytest.param({2: ["--vtp-size-list", "2,1"]}, ["vtp_size_list is 1,2 on rank 0 and 2,1 on rank 2"], id="list"),
+        pytest.param({1: ["--vtp-size-list", "1,3"]}, ["rank 1: ", "1,3"], id="list-that-fails-alone"),
+        pytest.param({1: ["--lr", "0.5"]}, ["--lr is 0.01 on rank 0 and 0.5 on rank 1"], id="other-argument"),
+        pytest.param({0: ["--tp-comm-overlap"]}, ["rank 0: --tp-comm-overlap"], id="rank-0-alone"),
+    ],
+)
+def test_ranks_that_were_started_differently_are_refused(
+    pool: Pool, by_rank: dict[int, list[str]], words: list[str]
+) -> None:
+    _refuse(pool, "1,2", [], *words, by_rank=by_rank)
+
+
+def test_megatron_check_that_fails_on_some_ranks_only(pool: Pool) -> None:
+    """Tensor parallelism needs an environment variable on old devices: only the ranks of the wide stage complain."""
+    begin_s = time.monotonic()
+    _refuse(pool, "1,2", [], "rank 1, 2: AssertionError", "CUDA_DEVICE_MAX_CONNECTIONS", hooks=["old_device"])
+    assert time.monotonic() - begin_s < LIMIT_S
+
+
+def test_bare_assertion_of_megatron_is_named(pool: Pool) -> None:
+    """Saving without an interval meets an assertion without a text."""
+    _refuse(pool, "1,2", ["--save", "nowhere"], "AssertionError at ", "assert ", "save_interval")
+
+
+def test_list_without_a_stage_size_that_megatron_refuses_by_leaving(pool: Pool) -> None:
+    """An argument that does not exist ends argparse on every rank; it prints its own line."""
+    runs = launch(pool, 3, {"arguments": [*arguments("1,2"), "--no-such-option"], "timeout_s": LIMIT_S})
+    assert [run.exit_code for run in runs] == [2, 2, 2]
+    assert all("unrecognized arguments: --no-such-option" in run.output for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"vtp_size_list": [2, 1]}, ["apply() was told size_list=2,1, the command line says 1,2"]),
+        ({"timeout_s": 44.0}, ["apply() was told timeout_s=44.0, the command line says 33.0"]),
+    ],
+)
+def test_apply_and_flags_that_disagree_are_refused(pool: Pool, kwargs: dict[str, Any], words: list[str]) -> None:
+    _refuse(pool, "1,2", ["--vtp-timeout-s", "33"], *words, how="apply", apply_kwargs={"device": "cpu", **kwargs})
+
+
+@pytest.mark.parametrize("world", ["1,2", pytest.param("2,1,1", marks=pytest.mark.full)])
+def test_rank_that_fails_in_a_step_ends_all(pool: Pool, world: str) -> None:
+    """The rank with the error shows its traceback; the others name it."""
+    runs = launch(
+        pool, num_ranks(world), {"arguments": arguments(world), "hooks": ["fail_on_rank_1"], "timeout_s": LIMIT_S}
+    )
+    assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
+    assert "RuntimeError: the disk is on fire" in runs[1].output
+    for rank, run in enumerate(runs):
+        last = run.output.rstrip().splitlines()[-1]
+        assert f"[vtp rank {rank}] error: " in last
+        assert rank == 1 or "rank 1 failed: RuntimeError: the disk is on fire" in last, last
