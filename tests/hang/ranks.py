@@ -54,10 +54,15 @@ class Rank:
                 os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill the process, stopped or not, and wait until it is gone."""
+        """Kill the process, stopped or not, and wait until it is gone; its children too.
+
+        A checkpoint save starts helpers of 450 MB, which outlive a process that is killed.
+        """
         self.send(signal.SIGKILL)
         self.send(signal.SIGCONT)
         wait_until(lambda: self.status() is not None, 10.0, f"rank {self.rank} to die")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def text(self) -> str:
         """Return standard output and error so far."""
@@ -158,6 +163,7 @@ class Run:
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             self.ranks[rank] = Rank(rank=rank, pid=process.pid, output=output, process=process)
         return self.ranks[rank]

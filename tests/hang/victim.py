@@ -217,6 +217,7 @@ def serve() -> argparse.Namespace:
 
 
 def _become_rank(order: dict[str, Any]) -> argparse.Namespace:
+    os.setpgid(0, 0)  # the test ends it with its children
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

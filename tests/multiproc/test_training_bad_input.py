@@ -1,13 +1,12 @@
-"""Bad input through megatron.training: every rank ends by itself with the same line, before any process group exists."""
+"""Bad input through megatron.training: before any group exists, every rank ends by itself with the same line."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
-from tests.multiproc.training_cases import assert_refused, arguments, launch, num_ranks
+from tests.multiproc.training_cases import arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
@@ -106,9 +105,8 @@ def test_ranks_that_were_started_differently_are_refused(
 
 def test_megatron_check_that_fails_on_some_ranks_only(pool: Pool) -> None:
     """Tensor parallelism needs an environment variable on old devices: only the ranks of the wide stage complain."""
-    begin_s = time.monotonic()
-    _refuse(pool, "1,2", [], "rank 1, 2: AssertionError", "CUDA_DEVICE_MAX_CONNECTIONS", hooks=["old_device"])
-    assert time.monotonic() - begin_s < LIMIT_S
+    train(pool, "1,1", hooks=["old_device"])
+    _refuse(pool, "1,2", [], "AssertionError", "CUDA_DEVICE_MAX_CONNECTIONS", hooks=["old_device"])
 
 
 def test_bare_assertion_of_megatron_is_named(pool: Pool) -> None:
@@ -134,7 +132,7 @@ def test_apply_and_flags_that_disagree_are_refused(pool: Pool, kwargs: dict[str,
     _refuse(pool, "1,2", ["--vtp-timeout-s", "33"], *words, how="apply", apply_kwargs={"device": "cpu", **kwargs})
 
 
-@pytest.mark.parametrize("world", ["1,2", pytest.param("2,1,1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", ["1,2", pytest.param("2,3", marks=pytest.mark.full)])
 def test_rank_that_fails_in_a_step_ends_all(pool: Pool, world: str) -> None:
     """The rank with the error shows its traceback; the others name it."""
     runs = launch(

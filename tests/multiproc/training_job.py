@@ -102,6 +102,9 @@ def run_script(
             }[how]
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
+        # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         notes = (
             pickle.loads(results.read_bytes()) if results.exists() else {"steps": [], "evaluations": [], "facts": {}}
         )
@@ -142,6 +145,7 @@ def _be_a_process(
     """Do in a fork what a fresh interpreter does with a script, up to its exit code."""
     code = 70
     try:
+        os.setpgid(0, 0)
         _die_with(parent)
         atexit._clear()
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
