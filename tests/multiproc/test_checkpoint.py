@@ -117,6 +117,16 @@ def test_save_and_resume(pool: Pool, written: Writer, sizes: str, extra: list[st
     assert not any("mismatch" in run.output for run in runs), "Megatron took the checkpoint for one of another layout"
 
 
+@pytest.mark.full
+def test_non_persistent_checkpoint_resumes(pool: Pool, written: Writer, tmp_path: Path) -> None:
+    _, whole = written("1,2", DROPOUT)
+    often = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2", *DROPOUT]
+    train(pool, "1,2", [*often, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "2"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["non_persistent"]
+    runs = train(pool, "1,2", [*often, "--load", str(tmp_path)])
+    assert losses(runs) == losses(whole)[2:]
+
+
 def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
     """Without the stored random states the resumed run is another one, so the test above sees them."""
     folder, whole = written("1,2", DROPOUT)

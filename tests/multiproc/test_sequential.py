@@ -22,9 +22,10 @@ CASES = [
     Case(sizes=(1, 4), vpp=2, overlap_p2p=True, optimizer="adam", distributed_optimizer=True),
     Case(sizes=(1, 2), dp=2, layers_per_chunk=2, optimizer="adam", distributed_optimizer=True),
 ]
+TIED = [pytest.param(False, id="untied"), pytest.param(True, id="tied", marks=pytest.mark.full)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=TIED)
 def saved(request: pytest.FixtureRequest, runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Start weights that a pipeline with unequal stages drew and saved."""
     path: Path = tmp_path_factory.mktemp("start")
