@@ -40,7 +40,7 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
     from vtp_plugin.patches.core.models.common.language_module import language_module
     from vtp_plugin.patches.core.pipeline_parallel import p2p_communication
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
-    from vtp_plugin.patches.training import checkpointing, vocab_utils
+    from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, vocab_utils
 
     modules = (
         parallel_state,
@@ -49,6 +49,7 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         language_module,
         validation,
         build_tokenizer,
+        theoretical_memory_usage,
         vocab_utils,
         checkpointing,
     )

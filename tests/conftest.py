@@ -18,6 +18,13 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
+def script_pool() -> Iterator[Pool]:
+    """Workers that do nothing but fork scripts: a process that has trained has threads, and its forks hang."""
+    with Pool(max_workers=12) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
 def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A process that has imported torch and Megatron and forks ranks that are killed, stopped or started wrongly."""
     server = Server(tmp_path_factory.mktemp("rank-server") / "log")

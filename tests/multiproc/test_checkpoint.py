@@ -24,6 +24,13 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(280)
 
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
 DISTRIBUTED = ["--use-distributed-optimizer"]
 RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
 LEGACY = ["--ckpt-format", "torch"]
@@ -92,7 +99,7 @@ def _assert_clean(runs: Sequence[ScriptRun]) -> None:
         pytest.param("1,2", [*DISTRIBUTED, *DROPOUT], 2, id="1,2-distributed", marks=pytest.mark.full),
         pytest.param("1,2", [*RESHARDABLE, *DROPOUT], 2, id="1,2-reshardable", marks=pytest.mark.full),
         pytest.param("2,1", [*DISTRIBUTED, *LEGACY], 2, id="2,1-distributed-legacy", marks=pytest.mark.full),
-        pytest.param("1,2", [*INTERLEAVED, "--optimizer", "sgd"], 1, id="1,2-interleaved-sgd", marks=pytest.mark.full),
+        pytest.param("1,2", [*INTERLEAVED, *DROPOUT], 1, id="1,2-interleaved", marks=pytest.mark.full),
         pytest.param("1,2", ["--bf16", *DISTRIBUTED], 2, id="1,2-bf16-distributed", marks=pytest.mark.full),
         pytest.param("2,1", ["--bf16"], 1, id="2,1-bf16", marks=pytest.mark.full),
         pytest.param(

@@ -11,6 +11,13 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(280)
 
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
 INTERLEAVED_3 = ["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "6", "--global-batch-size", "12"]
 OVERLAPPED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 INTERLEAVED_2 = ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-p2p-communication"]

@@ -31,6 +31,13 @@ from tests.pool import ROOT, Pool
 
 pytestmark = pytest.mark.timeout(280)
 
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
 Reference = Callable[..., list[ScriptRun]]
 
 UNTIED = ["--untie-embeddings-and-output-weights"]
@@ -78,9 +85,8 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
         _case("plain", "3,1,2", ["--num-layers", "6"], full=True),
         _case("plain", "1,4", full=True),
         _case("sgd-untied", "1,2,1,2", [*SGD, *UNTIED], full=True),
-        _case("sgd-distributed", "2,1", [*SGD, *DISTRIBUTED], dp=2, full=True),
         _case("distributed", "1,2", DISTRIBUTED, dp=2, full=True),
-        _case("distributed-dp1", "2,1", DISTRIBUTED, full=True),
+        _case("distributed-dp1", "2,1", DISTRIBUTED),
         _case("overlapped", "2,1", [*OVERLAPPED, *EVALUATE], dp=2, full=True),
         _case("overlapped-untied", "1,2", [*OVERLAPPED, *UNTIED, *REPLICA_MAJOR], dp=2, full=True),
         _case("overlapped-interleaved", "1,2", [*INTERLEAVED, *OVERLAPPED, *EVALUATE], dp=2, full=True),

@@ -11,6 +11,13 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
 
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
 # Enough for ranks that start late on a busy machine, and far below the timeout of the plugin.
 LIMIT_S = 60.0
 
@@ -93,7 +100,7 @@ def test_world_that_the_list_does_not_divide_is_refused(pool: Pool) -> None:
     [
         pytest.param({2: ["--vtp-size-list", "2,1"]}, ["vtp_size_list is 1,2 on rank 0 and 2,1 on rank 2"], id="list"),
         pytest.param({1: ["--vtp-size-list", "1,3"]}, ["rank 1: ", "1,3"], id="list-that-fails-alone"),
-        pytest.param({1: ["--lr", "0.5"]}, ["--lr is 0.01 on rank 0 and 0.5 on rank 1"], id="other-argument"),
+        pytest.param({1: ["--lr", "0.5"]}, ["--lr is 0.003 on rank 0 and 0.5 on rank 1"], id="other-argument"),
         pytest.param({0: ["--tp-comm-overlap"]}, ["rank 0: --tp-comm-overlap"], id="rank-0-alone"),
     ],
 )

@@ -91,7 +91,8 @@ def _load_state_dict(original: Callable[[Any, Any], None]) -> Callable[[Any, Any
 def _set_states(original: Callable[[Any, Any, dict[str, Any]], None]) -> Callable[[Any, Any, dict[str, Any]], None]:
     @functools.wraps(original)
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # What is no tensor is left as it is; the step is set when all parameters are loaded.
-        original(self, model_param, {"step": None, **tensors})
+        # What is no tensor is left as it is; the step comes with the state of the optimizer itself.
+        with torch.no_grad():
+            original(self, model_param, {"step": None, **tensors})
 
     return _set_main_param_and_optimizer_states
