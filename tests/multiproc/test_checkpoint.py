@@ -59,7 +59,7 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
             else:
                 known[key] = folder, train(pool, sizes, saving, dp=dp)
             _assert_clean(known[key][1])
-            # Resume from the second step. --ckpt-step does not reach the distributed optimizer's file of the old format.
+            # Resume from step 2. --ckpt-step does not reach the distributed optimizer's file of the old format.
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
         return known[key]
 
