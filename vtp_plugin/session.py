@@ -177,8 +177,8 @@ class Session:
         """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         monitor_store = store.clone() if self.monitor is None else None
+        self.store = store  # the check may use it
         agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s)
-        self.store = store
         if monitor_store is not None:
             self.monitor = Monitor(monitor_store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
             self.monitor.start()

@@ -60,9 +60,7 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
         options["pipeline_model_parallel_size"] = layout.num_stages
         if session.is_active:
-            stage = layout.stages[own.stage]
-            # What Megatron would see if every stage were like this one.
-            options["local_world_size"] = stage.size * layout.num_stages
+            options["local_world_size"] = layout.uniform_world_size(rank)
             with _planned_ranks(session, options):
                 original(*bound.args, **bound.kwargs)
             _choose_own_lane(session)

@@ -110,8 +110,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             activate()
             layout = session.layout
             assert layout is not None
-            stage = layout.stages[layout.stage_of(args.rank)]
-            _call(original, args, defaults, stage.size * layout.num_stages)
+            _call(original, args, defaults, layout.uniform_world_size(args.rank))
             return statement
 
         if args.world_size == 1:
@@ -119,7 +118,6 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
         else:
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
-            session.store = store
             session.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         if args.rank == 0 and session.layout is not None:
             print(session.describe(), flush=True)

@@ -224,6 +224,14 @@ class PipelineLayout:
         inner, cp_rank = divmod(rest, grid.cp)
         return Coord(stage, tp_rank, cp_rank, outer if replica_major else inner)
 
+    def uniform_world_size(self, rank: int) -> int:
+        """Return the number of ranks if every stage were like the one of `rank`: what Megatron's checks expect to see.
+
+        >>> PipelineLayout.from_sizes((1, 4), world_size=5).uniform_world_size(0)
+        2
+        """
+        return self.stages[self.stage_of(rank)].size * self.num_stages
+
     def stage_of(self, rank: int) -> int:
         """Return the stage of a rank."""
         return self.coord(rank).stage
