@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_identical, assert_weights_close
+from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,6 +20,16 @@ def check(runs: Runs, case: Case, *, rel: float = 1e-5) -> None:
     assert run.num_zeros == oracle.num_zeros
     if case.dtype == "fp32":
         assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else LR["adam"] * case.num_steps)
+
+
+def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool) -> None:
+    """Threads of gloo groups wake a hundred times a second: some thousand left over, and every test takes minutes."""
+    case = Case(sizes=(1, 2), optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True)
+    counts = []
+    for _ in range(2):
+        runs.run(case)
+        counts.append(pool.run(case.world_size, "tests.multiproc.train_job:count_threads"))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

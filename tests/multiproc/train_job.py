@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +29,19 @@ def train(case: Case) -> RankResult:
     """Run a case on this rank."""
     init_gloo(timeout_s=60.0)
     if case.plugin == "reverted":
-        with applied(case, force=True), model_parallel(case):
-            Trainer(case).step(0)
-        with cpu_only(), model_parallel(case):
-            return Trainer(case).run()
+        with applied(case, force=True), model_parallel(case), closing(Trainer(case)) as trainer:
+            trainer.step(0)
+        with cpu_only(), model_parallel(case), closing(Trainer(case)) as trainer:
+            return trainer.run()
     with cpu_only() if case.plugin == "stock" else applied(case, force=case.plugin == "forced"), model_parallel(case):
         assert vtp_plugin.is_vtp_enabled() == (case.plugin == "forced" or len(set(case.sizes)) > 1)
-        return Trainer(case).run()
+        with closing(Trainer(case)) as trainer:
+            return trainer.run()
+
+
+def count_threads() -> int:
+    """Return the number of this process's threads: each living process group of gloo has three."""
+    return len(os.listdir("/proc/self/task"))
 
 
 @contextmanager
@@ -104,6 +111,27 @@ class Trainer:
         if case.overlap_param_gather and case.vpp > 1:
             _set_functions(self.config, "param_sync_func", [chunk.start_param_sync for chunk in self.model])
         self.num_read = 0
+
+    def close(self) -> None:
+        """Break the cycle that would keep the process groups, with their threads, alive in a worker for ever.
+
+        The distributed optimizer's main parameters are views of the model's, kept by these. Such a view keeps the
+        gradient accumulators, they keep the hooks of Megatron's DDP, and the way back leads through autograd's own
+        references, which Python's garbage collector does not see.
+        """
+        for chunk in self.model:
+            for parameter in chunk.parameters():
+                if hasattr(parameter, "main_param"):
+                    del parameter.main_param
+        for name in (
+            "grad_scale_func",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+        ):
+            setattr(self.config, name, None)
+        del self.optimizer
 
     def run(self) -> RankResult:
         """Train all steps."""
