@@ -110,13 +110,13 @@ def _counted(calls: list[list[int]]) -> Iterator[None]:
 def _channels(sizes: list[int], rank: int, world_size: int) -> tuple[int, int]:
     """Count this rank's pipeline channels, and those on which it sends or receives itself."""
     layout = PipelineLayout.from_sizes(sizes, world_size=world_size)
-    plans = [
-        boundary.plan((1, 1, 1), direction, is_sharded=False)
+    crossings = [
+        crossing
         for boundary in pipeline_boundaries(layout, is_ring=False)
-        if rank in boundary.src_ranks + boundary.dst_ranks
-        for direction in Direction
+        for crossing in map(boundary.crossing, Direction)
+        if rank in crossing.members
     ]
-    return len(plans), sum(rank in plan.participants for plan in plans)
+    return len(crossings), sum(rank in crossing.participants for crossing in crossings)
 
 
 if __name__ == "__main__":

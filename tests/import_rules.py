@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
-    frozenset({"boundary", "schedule"}),
+    frozenset({"boundary", "ordering", "schedule"}),
     frozenset({"options"}),
     frozenset({"runtime"}),
     frozenset({"session"}),
@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
-PURE_PARTS = frozenset({"errors", "config", "layout", "boundary", "schedule"})
+PURE_PARTS = frozenset({"errors", "config", "layout", "boundary", "ordering", "schedule"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from importlib.metadata import version as distribution_version
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from vtp_plugin.config import DeviceName, TransportName, VtpConfig, parse_size_list
+from vtp_plugin.config import DeviceName, TransportName, VtpConfig, parse_sites, parse_size_list
 from vtp_plugin.errors import PatchError, VtpError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def apply(
     vtp_size_list: Sequence[int] | str | None = None,
     device: DeviceName = "auto",
     transport: TransportName = "auto",
+    sites: str | Sequence[str] | None = None,
     timeout_s: float = 600.0,
     force: bool = False,
     data_parallel_size: int | None = None,
@@ -54,7 +55,8 @@ def apply(
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
         device: ``"auto"`` asks npu, then cuda, then cpu.
-        transport: ``"auto"`` or ``"rank0"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
         timeout_s: a rank that does not answer for so long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
@@ -72,6 +74,7 @@ def apply(
         size_list=parse_size_list(vtp_size_list),
         device=device,
         transport=transport,
+        sites=parse_sites(sites),
         timeout_s=timeout_s,
         force=force,
         data_parallel_size=data_parallel_size,

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
-from vtp_plugin.config import VtpConfig, parse_size_list
+from vtp_plugin.config import VtpConfig, parse_sites, parse_size_list
 from vtp_plugin.errors import ConfigError, VtpError
 
 if TYPE_CHECKING:
+    from vtp_plugin.boundary.pipeline import TransportRules
     from vtp_plugin.config import DeviceName
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.patching import PatchStatus
@@ -75,7 +76,8 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, help="number of ranks; default: one replica")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="replica-major rank order")
-    parser.add_argument("--vtp-transport", default="auto", help="auto or rank0")
+    parser.add_argument("--vtp-transport", default="auto", help="auto, rank0 or sliced")
+    parser.add_argument("--vtp-sites", help="site of every stage, such as edge,cloud,cloud")
     parser.add_argument("--ring", action="store_true", help="virtual stages: the last stage sends to the first")
 
 
@@ -94,21 +96,22 @@ def _plan(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 
     layout = _layout(options)
-    boundaries = pipeline_boundaries(layout, is_ring=options.ring, transport=_transport(options))
+    rules = _rules(options, layout)
     print(layout.describe())
-    for boundary in boundaries:
+    for boundary in pipeline_boundaries(layout, is_ring=options.ring, rules=rules):
+        _, reason = rules.choose(layout, boundary.upstream, boundary.downstream)
         print(
             f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: "
-            f"{boundary.strategy}"
+            f"{boundary.strategy} ({reason})"
         )
-        plan = boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False)
-        print("  " + plan.describe().replace("\n", "\n  "))
+        print("  " + boundary.crossing(Direction.FORWARD).probe.describe().replace("\n", "\n  "))
 
 
 def _draw(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.draw import draw_pipeline
 
-    picture = draw_pipeline(_layout(options), is_ring=options.ring, transport=_transport(options))
+    layout = _layout(options)
+    picture = draw_pipeline(layout, is_ring=options.ring, rules=_rules(options, layout))
     try:
         options.output.write_text(picture, encoding="ascii")
     except OSError as error:
@@ -130,8 +133,11 @@ def _layout(options: argparse.Namespace) -> PipelineLayout:
     return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=order)
 
 
-def _transport(options: argparse.Namespace) -> str:
-    return VtpConfig(transport=options.vtp_transport).transport
+def _rules(options: argparse.Namespace, layout: PipelineLayout) -> TransportRules:
+    from vtp_plugin.boundary.pipeline import TransportRules
+
+    config = VtpConfig(size_list=layout.tp_sizes, transport=options.vtp_transport, sites=parse_sites(options.vtp_sites))
+    return TransportRules(transport=config.transport, sites=config.sites or ())
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from vtp_plugin.errors import ConfigError
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
-TransportName = Literal["auto", "rank0"]
+TransportName = Literal["auto", "rank0", "sliced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,9 @@ class VtpConfig:
         size_list: tensor-parallel size of every pipeline stage, in stage order; ``"auto"`` takes one stage per node of
             the launcher; ``None`` leaves Megatron alone.
         device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
-        transport: how activations cross a boundary. ``"auto"`` moves them rank to rank where both stages have one size
-            and through the leaders elsewhere; ``"rank0"`` always goes through the leaders.
+        transport: how activations cross a boundary. ``"rank0"`` goes through the leaders, ``"sliced"`` gives every link
+            its share; ``"auto"`` takes rank0 between sites and where tensors are small, sliced elsewhere.
+        sites: name of the site of every stage, in stage order; ``None`` is one site for all.
         timeout_s: a peer that does not answer for so long ends the run on every rank, in seconds.
         force: use the plugin's groups and communicator for a uniform list too (tests and benchmarks).
         data_parallel_size: replicas of every stage; only needed by ``size_list="auto"``, checked elsewhere.
@@ -31,6 +32,7 @@ class VtpConfig:
     size_list: tuple[int, ...] | Literal["auto"] | None = None
     device: DeviceName = "auto"
     transport: TransportName = "auto"
+    sites: tuple[str, ...] | None = None
     timeout_s: float = 600.0
     force: bool = False
     data_parallel_size: int | None = None
@@ -46,6 +48,11 @@ class VtpConfig:
         if self.transport not in get_args(TransportName):
             raise ConfigError(
                 f"transport {self.transport!r} is unknown; use one of {', '.join(get_args(TransportName))}"
+            )
+        if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
+            raise ConfigError(
+                f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
+                f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
@@ -74,6 +81,25 @@ def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Lite
     if not entries:
         raise ConfigError("vtp_size_list is empty; give one tensor-parallel size per pipeline stage, such as 1,4,4")
     return tuple(_positive_int(entry, entries) for entry in entries)
+
+
+def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Read the site of every stage from a flag's text or from a sequence of names.
+
+    >>> parse_sites("edge, cloud,cloud")
+    ('edge', 'cloud', 'cloud')
+
+    Raises:
+        ConfigError: a name is empty.
+    """
+    if value is None:
+        return None
+    names = tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
+    if not names or not all(names):
+        raise ConfigError(
+            f"vtp_sites {','.join(names)!r} has an empty name; name one site per stage, such as edge,cloud,cloud"
+        )
+    return names
 
 
 def _positive_int(entry: object, entries: Sequence[object]) -> int:

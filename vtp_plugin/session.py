@@ -17,16 +17,17 @@ import torch.distributed as dist
 
 import vtp_plugin
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import Direction, choose_strategy, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.communicator import PipelineCommunicator, boundary_specs, open_channels
+from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.startup import agree, gather_node_sizes, open_store
-from vtp_plugin.runtime.tied import TiedWeight, tied_weight_specs
+from vtp_plugin.runtime.tied import TiedWeight, tied_weight_crossings
+from vtp_plugin.runtime.transport import HEADER_LENGTH
 
 if TYPE_CHECKING:
     from vtp_plugin.patching import AppliedPatches
@@ -46,6 +47,7 @@ class Session:
         monitor: keeps the time; None before the ranks have agreed.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
+        tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -60,11 +62,19 @@ class Session:
         self.stage_group: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None
         self.is_activated = False
+        self.tensor_bytes: int | None = None
 
     @property
     def is_active(self) -> bool:
         """Whether the plugin's groups and communicator are in use: stages differ, or it was forced."""
         return self.layout is not None and (self.config.force or not self.layout.is_uniform)
+
+    @property
+    def transport_rules(self) -> TransportRules:
+        """What decides how the boundaries are crossed."""
+        return TransportRules(
+            transport=self.config.transport, sites=self.config.sites or (), tensor_bytes=self.tensor_bytes
+        )
 
     @property
     def own(self) -> Coord:
@@ -127,6 +137,7 @@ class Session:
             "rank order": self.layout.order.value,
             "context-parallel size": self.layout.stages[0].cp,
             "transport": self.config.transport,
+            "sites": ",".join(self.config.sites or ()),
             "platform": self.platform.name,
             "forced": self.config.force,
             "timeout_s": self.config.timeout_s,
@@ -216,14 +227,15 @@ class Session:
             return
         assert self.layout is not None and self.platform is not None
         layout, own = self.layout, self.own
-        boundaries = pipeline_boundaries(layout, is_ring=is_ring, transport=self.config.transport)
-        tied = () if layout.is_uniform or layout.num_stages == 1 else tied_weight_specs(layout)
-        specs = [spec for boundary in boundaries for spec in boundary_specs(boundary)]
-        specs += [spec for pair in tied for spec in pair]
-        for spec in specs:
-            require_valid(spec.probe)
+        boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=self.transport_rules)
+        tied = () if layout.is_uniform or layout.num_stages == 1 else tied_weight_crossings(layout)
+        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+        crossings += [crossing for pair in tied for crossing in pair]
+        for crossing in crossings:
+            require_valid(crossing.probe)
+            require_valid(crossing.plan_header(HEADER_LENGTH))
         channels = open_channels(
-            specs,
+            crossings,
             stage_group=stage_group,
             platform=self.platform,
             monitor=self.monitor,
@@ -240,16 +252,17 @@ class Session:
         )
         if tied and own.stage in (0, layout.num_stages - 1):
             own_pair = tied[layout.replicas.index((own.dp_rank, own.cp_rank))]
-            to_last, to_first = (channels[spec.name] for spec in own_pair)
+            to_last, to_first = (channels[crossing.name] for crossing in own_pair)
             self.tied_weight = TiedWeight(
                 is_first=own.stage == 0,
                 to_last=to_last,
                 to_first=to_first,
-                tp_size=layout.tp_sizes[own.stage],
             )
 
     def close(self) -> None:
-        """Forget the channels, as ``destroy_model_parallel`` forgets its groups."""
+        """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
+        if self.communicator is not None:
+            self.communicator.finish_step()
         self.communicator = None
         self.tied_weight = None
         self.stage_group = None
@@ -258,11 +271,10 @@ class Session:
         """Show the layout and how every boundary is crossed, for the log of rank 0."""
         assert self.layout is not None and self.platform is not None
         lines = [self.layout.describe()]
-        sizes = self.layout.tp_sizes
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")
-        for i in range(len(sizes) - 1 if self.is_active else 0):
-            strategy, reason = choose_strategy(sizes[i], sizes[i + 1], self.config.transport)
+        for i in range(self.layout.num_stages - 1 if self.is_active else 0):
+            strategy, reason = self.transport_rules.choose(self.layout, i, i + 1)
             lines.append(f"boundary {i}->{i + 1}: {strategy} ({reason})")
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")
         return "\n".join(lines)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.config import merge, parse_size_list
+from vtp_plugin.config import merge, parse_sites, parse_size_list
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.options import OptionContext, check_options, check_sizes
 from vtp_plugin.patching import PatchRecord
@@ -57,7 +57,14 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="tensor-parallel size of every pipeline stage, or 'auto': stage k is the launcher's node k",
     )
     group.add_argument("--vtp-device", help="auto, cuda, npu or cpu; auto asks in this order: npu, cuda, cpu")
-    group.add_argument("--vtp-transport", help="auto or rank0: how activations cross between stages")
+    group.add_argument(
+        "--vtp-transport",
+        help="how activations cross between stages: rank0 goes through one rank of each, sliced gives every link its "
+        "share; auto takes rank0 between sites and for small tensors, else sliced",
+    )
+    group.add_argument(
+        "--vtp-sites", metavar="edge,cloud,cloud", help="site of every pipeline stage; default: all in one"
+    )
     group.add_argument(
         "--vtp-timeout-s", type=float, help="a rank that does not answer for so long ends the run; default 600"
     )
@@ -145,6 +152,7 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
         "size_list": parse_size_list(args.vtp_size_list),
         "device": args.vtp_device,
         "transport": args.vtp_transport,
+        "sites": parse_sites(args.vtp_sites),
         "timeout_s": args.vtp_timeout_s,
         "force": args.vtp_force,
         "data_parallel_size": args.vtp_data_parallel_size,
@@ -171,6 +179,10 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     problems = (*check_options(args, context), *check_sizes(args, context))
     if problems:
         raise ConfigError(" | ".join(problems))
+    if args.hidden_size and args.seq_length and args.micro_batch_size:
+        itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
+        rows = args.seq_length // layout.stages[0].cp
+        session.tensor_bytes = rows * args.micro_batch_size * args.hidden_size * itemsize_bytes
     args.vtp_size_list = list(layout.tp_sizes)
     args.tensor_model_parallel_size = layout.tp_sizes[layout.stage_of(args.rank)]
     args.pipeline_model_parallel_size = layout.num_stages

@@ -39,6 +39,9 @@ class Case:
         dtype: of weights and activations; gradients are always summed in fp32.
         bucket_size: parameters per gradient bucket.
         varying_lengths: every microbatch has another sequence length.
+        seq: longest sequence; sequence parallelism needs a multiple of every size.
+        length_step: difference of the lengths.
+        sequence_parallel: on every stage of more than one tensor-parallel rank.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         loss_scale: constant one; fp16 without it scales dynamically.
@@ -68,6 +71,9 @@ class Case:
     batch_p2p: bool = False
     overlap_p2p: bool = False
     varying_lengths: bool = False
+    seq: int = SEQ
+    length_step: int = 2
+    sequence_parallel: bool = False
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0
@@ -111,7 +117,8 @@ def oracle_of(case: Case) -> Case:
     return replace(
         case,
         sizes=(1,) * len(case.sizes),
-        plugin="on",
+        # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
+        plugin="forced" if case.varying_lengths and case.vpp > 1 else "on",
         transport="auto",
         order="tp-cp-ep-dp-pp",
         distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
@@ -119,6 +126,7 @@ def oracle_of(case: Case) -> Case:
         overlap_param_gather=False,
         overlap_p2p=False,
         batch_p2p=False,
+        sequence_parallel=False,
         recompute=False,
         deallocate=False,
         num_evaluations=0,

@@ -86,3 +86,28 @@ def test_sequence_parallel_with_equal_stages(pool: Pool) -> None:
     forced = train(pool, "2,2", [*extra, "--vtp-force"])
     assert_same_training(forced, train(pool, "2,2", extra), tolerance=0.0)
     assert_same_training(forced, train(pool, "2,2"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        pytest.param("1,2", ["--use-distributed-optimizer"], id="1,2"),
+        pytest.param("2,3", ["--vtp-transport", "rank0"], id="2,3", marks=pytest.mark.full),
+        pytest.param("2,4", [], id="2,4", marks=pytest.mark.full),
+        pytest.param("1,2,1,2", ["--num-virtual-stages-per-pipeline-rank", "1"], id="1,2,1,2", marks=pytest.mark.full),
+    ],
+)
+def test_sequence_parallel_with_unequal_stages(pool: Pool, sizes: str, extra: list[str]) -> None:
+    assert_same_training(train(pool, sizes, [*extra, "--sequence-parallel"]), train(pool, uniform(sizes), extra))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--vtp-sites", "edge,cloud"], "boundary 0->1: rank0 (crosses from site edge to site cloud)"),
+        (["--vtp-transport", "sliced"], "boundary 0->1: sliced (asked for)"),
+    ],
+)
+def test_the_way_across_is_printed_with_its_reason(pool: Pool, flags: list[str], line: str) -> None:
+    runs = train(pool, "1,2", [*flags, "--train-iters", "1"])
+    assert line in runs[0].output

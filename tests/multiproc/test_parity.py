@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -157,6 +158,49 @@ TRANSPORT_CASES = [
     ],
 )
 def test_ways_to_cross_a_boundary(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
+
+
+def sharded(*sizes: int, **fields: Any) -> Case:
+    """Give a case with sequence parallelism, whose lengths every size divides."""
+    step = math.lcm(*sizes)
+    return Case(sizes=sizes, sequence_parallel=True, seq=3 * step, length_step=step, **fields)
+
+
+SHARDED_CASES = [
+    sharded(1, 2),
+    sharded(2, 4, transport="rank0"),
+    sharded(2, 3, vpp=2, num_microbatches=4, overlap_p2p=True),
+    sharded(1, 2, 1, 2, transport="rank0", vpp=2, num_microbatches=4),
+    sharded(4, 2, optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True, tied=True),
+    sharded(2, 3, varying_lengths=True, transport="rank0", batch_p2p=True),
+    sharded(2, 2, 1, varying_lengths=True),
+    sharded(2, 4),
+    sharded(4, 2, transport="rank0", vpp=2, num_microbatches=4, batch_p2p=True),
+    sharded(2, 3, transport="rank0"),
+    sharded(1, 2, 1, 2, varying_lengths=True, vpp=2, num_microbatches=4),
+    sharded(1, 2, transport="rank0", dp=2, masked=True, per_token_loss=True, loss_tuple=3),
+    sharded(
+        1,
+        2,
+        dtype="bf16",
+        optimizer="adam",
+        distributed_optimizer=True,
+        dp=2,
+        overlap_param_gather=True,
+        overlap_grad_reduce=True,
+    ),
+    sharded(2, 3, recompute=True, layers_per_chunk=2, deallocate=True),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 5 else []) for i, case in enumerate(SHARDED_CASES)],
+)
+def test_sequence_parallelism(runs: Runs, case: Case) -> None:
+    """Replicated and sharded boundaries, with a stage of one rank between sharded ones, and the ring's wrap-around."""
     check_parity(runs, case)
 
 

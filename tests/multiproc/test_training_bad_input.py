@@ -68,7 +68,14 @@ def _refuse(
             ["--tensor-model-parallel-size 1 contradicts --vtp-size-list 2,1"],
             id="tensor-size-of-a-small-stage",
         ),
-        pytest.param("1,2", ["--sequence-parallel"], ["--sequence-parallel with --vtp-size-list 1,2"], id="sequence"),
+        pytest.param(
+            "1,5",
+            ["--sequence-parallel", "--num-attention-heads", "10", "--ffn-hidden-size", "190"],
+            ["--seq-length 12 with --sequence-parallel; stage 1 has tensor-parallel size 5", "use 10 or 15"],
+            id="sequence",
+        ),
+        pytest.param("1,2", ["--vtp-sites", "edge"], ["'edge' names 1 sites", "2 stages"], id="sites"),
+        pytest.param("1,2", ["--vtp-transport", "tcp"], ["transport 'tcp' is unknown"], id="transport"),
         pytest.param("1,2", ["--tp-comm-overlap"], ["--tp-comm-overlap with --vtp-size-list 1,2"], id="refused-option"),
         pytest.param("1,2", ["--async-save"], ["--async-save with --vtp-size-list 1,2"], id="async-save"),
         pytest.param(

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
-from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, SEQ, VOCAB, Case, Part, RankResult
+from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.pool import init_gloo
 from vtp_plugin.platform import detect
 
@@ -191,7 +191,7 @@ class Trainer:
             data_iterator=iterators if self.case.vpp > 1 else iterators[0],
             model=self.model if self.case.vpp > 1 else self.model[0],
             num_microbatches=self.case.num_microbatches,
-            seq_length=SEQ,
+            seq_length=self.case.seq,
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
         )
@@ -277,6 +277,8 @@ def _config(case: Case) -> TransformerConfig:
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=len(case.sizes),
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        # Megatron refuses it on a stage of one rank.
+        sequence_parallel=case.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1,
         pipeline_dtype=DTYPES[case.dtype],
         params_dtype=DTYPES[case.dtype],
         bf16=case.dtype == "bf16",
@@ -318,7 +320,7 @@ def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
                 config,
                 get_gpt_layer_local_spec(),
                 vocab_size=VOCAB,
-                max_sequence_length=SEQ,
+                max_sequence_length=case.seq,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 share_embeddings_and_output_weights=case.tied,
@@ -375,7 +377,7 @@ def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Te
     for microbatch in range(case.num_microbatches):
         index = (step * case.dp + dp_rank) * case.num_microbatches + microbatch
         generator = torch.Generator().manual_seed(1000 + index)
-        length = SEQ - 2 * (index % 3) if case.varying_lengths else SEQ
+        length = case.seq - case.length_step * (index % 3) if case.varying_lengths else case.seq
         text = torch.randint(0, VOCAB, (MICRO_BATCH, length + 1), generator=generator)
         mask = torch.ones(MICRO_BATCH, length, dtype=torch.int64)
         if case.masked:

@@ -1,20 +1,18 @@
-"""Boundary spreads, planners and checks on cases small enough to be written out by hand."""
+"""Boundary spreads, planners, checks and the choice of transport, on cases small enough to be written out by hand."""
 
 from __future__ import annotations
 
 import dataclasses
-import doctest
-import importlib
 
 import pytest
 
 from vtp_plugin.boundary import (
-    NO_FINISH,
+    NO_COLLECTIVE,
     STRATEGIES,
     BoundaryPlan,
     Box,
-    Finish,
-    FinishKind,
+    Collective,
+    CollectiveKind,
     Holding,
     Spread,
     Transfer,
@@ -25,16 +23,28 @@ from vtp_plugin.boundary import (
     intersect,
     link_bytes,
     local_slices,
-    plan_overlap,
+    plan_header,
     plan_rank0,
+    plan_sliced,
     replicated,
     require_valid,
     reversed_plan,
+    rows_of,
     sharded,
     subtract,
     volume,
 )
+from vtp_plugin.boundary import pipeline as pipeline_module
+from vtp_plugin.boundary.pipeline import (
+    Crossing,
+    Direction,
+    PipelineBoundary,
+    Side,
+    TransportRules,
+    pipeline_boundaries,
+)
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))
@@ -46,26 +56,37 @@ def rows(start: int, stop: int) -> Box:
 
 
 def triples(plan: BoundaryPlan) -> list[tuple[int, int, Box]]:
-    return [(transfer.src, transfer.dst, transfer.box) for transfer in plan.transfers]
+    """Source, destination and box of every transfer of a plan whose messages are one box each."""
+    return [(transfer.src, transfer.dst, box) for transfer in plan.transfers for (box,) in [transfer.boxes]]
 
 
 def with_transfers(plan: BoundaryPlan, *transfers: Transfer) -> BoundaryPlan:
     return dataclasses.replace(plan, transfers=transfers)
 
 
-@pytest.mark.parametrize("module", ["spread", "plan", "check"])
-def test_examples_in_docstrings(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"vtp_plugin.boundary.{module}"))
-    assert result.attempted > 10
-    assert result.failed == 0
+def gather(*ranks: int) -> Collective:
+    return Collective(kind=CollectiveKind.GATHER, groups=(ranks,))
+
+
+def broadcast(*ranks: int) -> Collective:
+    return Collective(kind=CollectiveKind.BROADCAST, groups=(ranks,))
+
+
+def scatter(*ranks: int) -> Collective:
+    return Collective(kind=CollectiveKind.SCATTER, groups=(ranks,))
+
+
+def all_gather(*groups: tuple[int, ...]) -> Collective:
+    return Collective(kind=CollectiveKind.ALL_GATHER, groups=groups)
 
 
 class TestBoxes:
-    def test_even_cuts_give_the_larger_parts_first(self) -> None:
-        assert even_cuts(10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
+    def test_even_cuts_lie_at_the_same_fractions_for_any_number_of_parts(self) -> None:
+        assert even_cuts(10, 4) == ((0, 3), (3, 5), (5, 8), (8, 10))
+        assert even_cuts(10, 2) == ((0, 5), (5, 10))
 
-    def test_even_cuts_of_fewer_elements_than_parts_end_empty(self) -> None:
-        assert even_cuts(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
+    def test_even_cuts_of_fewer_elements_than_parts_have_empty_ones(self) -> None:
+        assert even_cuts(2, 4) == ((0, 1), (1, 1), (1, 2), (2, 2))
 
     def test_touching_boxes_do_not_intersect(self) -> None:
         assert intersect(rows(0, 3), rows(3, 6)) is None
@@ -78,6 +99,11 @@ class TestBoxes:
 
     def test_subtracting_a_box_from_itself_leaves_nothing(self) -> None:
         assert subtract(WHOLE, [WHOLE]) == ()
+
+    def test_rows_of_memory_cross_from_box_to_box(self) -> None:
+        memory = [((6, 8),), ((0, 2),)]
+        assert rows_of(memory, 1, 4) == (((7, 8),), ((0, 2),))
+        assert rows_of(memory, 2, 2) == ()
 
 
 class TestSpread:
@@ -106,15 +132,25 @@ class TestSpread:
         with pytest.raises(KeyError):
             replicated(SHAPE, (0,)).boxes_of(1)
 
-    def test_replicas_collect_the_boxes_of_the_same_holders(self) -> None:
+    def test_ranks_that_hold_the_same(self) -> None:
         # Context parallelism 2 with the usual front and back chunks, tensor parallelism 2.
-        zigzag = {0: (3, 0), 1: (3, 0), 2: (1, 2), 3: (1, 2)}
+        spread = Side(ranks_by_cp=((0, 1), (2, 3))).spread((8,), is_sharded=False)
         chunks = [((lo, hi),) for lo, hi in even_cuts(8, 4)]
-        holdings = tuple(Holding(rank=r, boxes=tuple(chunks[c] for c in own)) for r, own in zigzag.items())
-        assert Spread(shape=(8,), holdings=holdings).replicas() == {
-            (0, 1): (chunks[0], chunks[3]),
-            (2, 3): (chunks[1], chunks[2]),
-        }
+        assert spread.copies == ((0, 1), (2, 3))
+        assert spread.copies == ((0, 1), (2, 3))
+        # The rows of a rank's memory are cut, so here each rank keeps one of the two chunks.
+        assert [spread.divided().boxes_of(rank) for rank in range(4)] == [
+            (chunks[0],),
+            (chunks[3],),
+            (chunks[1],),
+            (chunks[2],),
+        ]
+
+    def test_partly_shared_boxes_cannot_be_divided(self) -> None:
+        front, back = ((0, 2),), ((2, 4),)
+        holdings = (Holding(rank=0, boxes=(front, back)), Holding(rank=1, boxes=(front,)))
+        with pytest.raises(AssertionError, match="share some of their boxes"):
+            Spread(shape=(4,), holdings=holdings).divided()
 
     @pytest.mark.parametrize(
         ("boxes", "message"),
@@ -135,18 +171,22 @@ class TestSpread:
         with pytest.raises(AssertionError, match="twice"):
             replicated(SHAPE, (1, 1))
 
+    def test_boxes_of_different_widths_are_not_one_memory(self) -> None:
+        with pytest.raises(AssertionError, match="different widths"):
+            _ = Holding(rank=0, boxes=(((0, 1), (0, 2)), ((1, 2), (0, 3)))).local_shape
+
 
 class TestRank0:
     def test_one_transfer_then_broadcast(self) -> None:
         plan = plan_rank0(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3, 4)))
         assert triples(plan) == [(0, 2, WHOLE)]
-        assert plan.finish == Finish(kind=FinishKind.BROADCAST, ranks=(2, 3, 4), root=2)
+        assert (plan.start, plan.finish) == (NO_COLLECTIVE, broadcast(2, 3, 4))
         assert plan.participants == (0, 2)
         assert check(plan) == ()
 
     def test_single_receiver_needs_no_finish(self) -> None:
         plan = plan_rank0(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2,)))
-        assert plan.finish == NO_FINISH
+        assert plan.finish == NO_COLLECTIVE
         assert check(plan) == ()
 
     def test_only_the_leaders_move_bytes(self) -> None:
@@ -155,41 +195,74 @@ class TestRank0:
         assert egress_bytes(plan, itemsize_bytes=2) == {0: 96, 1: 0}
         assert ingress_bytes(plan, itemsize_bytes=2) == {2: 96, 3: 0}
 
-    @pytest.mark.parametrize("side", ["upstream", "downstream"])
-    def test_sharded_sides_are_refused(self, side: str) -> None:
-        spreads = [replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3))]
-        spreads[side == "downstream"] = sharded(SHAPE, spreads[side == "downstream"].ranks, dim=0)
-        with pytest.raises(ConfigError, match=f"{side}.*sequence-parallel boundaries need another strategy") as caught:
-            plan_rank0(*spreads)
-        assert "\n" not in str(caught.value)
+    def test_slices_are_gathered_before_and_scattered_after(self) -> None:
+        plan = plan_rank0(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3, 4), dim=0))
+        assert plan.describe() == "gather in (0, 1)\n0 -> 2 [0:6, 0:2, 0:4]\nscatter in (2, 3, 4)"
+        assert check(plan) == ()
+
+    def test_leaders_have_memory_for_the_whole_tensor(self) -> None:
+        plan = plan_rank0(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3), dim=0))
+        assert plan.sent_from(0).boxes == plan.lands_in(2).boxes == (WHOLE,)
+        assert plan.sent_from(1).boxes == plan.lands_in(3).boxes == (rows(3, 6),)
+
+    @pytest.mark.parametrize("side", [0, 1])
+    def test_several_or_no_boxes_are_refused(self, side: int) -> None:
+        chunks = Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False)
+        for spread in (chunks, sharded((8,), tuple(range(9)), dim=0)):
+            spreads = [replicated((8,), (20,)), replicated((8,), (21,))]
+            spreads[side] = spread
+            with pytest.raises(ConfigError, match=r"rank0 needs .* use --vtp-transport sliced") as caught:
+                plan_rank0(*spreads)
+            assert "\n" not in str(caught.value)
 
 
-class TestOverlap:
+class TestSliced:
     def test_equal_replicated_stages_are_joined_rank_by_rank(self) -> None:
-        plan = plan_overlap(replicated(SHAPE, (0, 1, 2)), replicated(SHAPE, (3, 4, 5)))
+        plan = plan_sliced(replicated(SHAPE, (0, 1, 2)), replicated(SHAPE, (3, 4, 5)))
         assert triples(plan) == [(0, 3, WHOLE), (1, 4, WHOLE), (2, 5, WHOLE)]
-        assert plan.finish == NO_FINISH
+        assert plan.finish == NO_COLLECTIVE
+        assert check(plan) == ()
 
     def test_equal_sharded_stages_are_joined_rank_by_rank(self) -> None:
-        plan = plan_overlap(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3), dim=0))
+        plan = plan_sliced(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3), dim=0))
         assert triples(plan) == [(0, 2, rows(0, 3)), (1, 3, rows(3, 6))]
+        assert plan.finish == NO_COLLECTIVE
 
-    def test_a_narrow_replicated_source_takes_turns(self) -> None:
-        plan = plan_overlap(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3, 4)))
-        assert triples(plan) == [(0, 2, WHOLE), (1, 3, WHOLE), (0, 4, WHOLE)]
-
-    def test_shards_of_a_replicated_source_come_from_all_its_ranks(self) -> None:
-        plan = plan_overlap(replicated(SHAPE, (0, 1)), sharded(SHAPE, (2, 3), dim=0))
+    def test_copies_to_slices_need_no_finish(self) -> None:
+        plan = plan_sliced(replicated(SHAPE, (0, 1)), sharded(SHAPE, (2, 3), dim=0))
         assert triples(plan) == [(0, 2, rows(0, 3)), (1, 3, rows(3, 6))]
+        assert plan.finish == NO_COLLECTIVE
+
+    def test_slices_to_copies_are_completed(self) -> None:
+        plan = plan_sliced(sharded(SHAPE, (0, 1), dim=0), replicated(SHAPE, (2, 3)))
+        assert triples(plan) == [(0, 2, rows(0, 3)), (1, 3, rows(3, 6))]
+        assert plan.finish == all_gather((2, 3))
 
     def test_sizes_that_do_not_divide(self) -> None:
-        plan = plan_overlap(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3, 4), dim=0))
+        plan = plan_sliced(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3, 4)))
         assert triples(plan) == [(0, 2, rows(0, 2)), (0, 3, rows(2, 3)), (1, 3, rows(3, 4)), (1, 4, rows(4, 6))]
         assert egress_bytes(plan, itemsize_bytes=4) == {0: 96, 1: 96}
         assert ingress_bytes(plan, itemsize_bytes=4) == {2: 64, 3: 64, 4: 64}
+        assert plan.finish == all_gather((2, 3, 4))
+
+    def test_one_and_four(self) -> None:
+        whole = replicated((8,), (0,))
+        plan = plan_sliced(whole, replicated((8,), (1, 2, 3, 4)))
+        cuts = [(start, stop) for start, stop in even_cuts(8, 4)]
+        assert triples(plan) == [(0, rank, (cut,)) for rank, cut in enumerate(cuts, start=1)]
+        back = reversed_plan(plan)
+        assert triples(back) == [(rank, 0, (cut,)) for rank, cut in enumerate(cuts, start=1)]
+        assert back.finish == NO_COLLECTIVE
+
+    def test_odd_lengths_use_the_links_of_even_ones(self) -> None:
+        # 4096 rows divide by 4, not by 6; the middle is a cut on both sides and no message crosses it.
+        plan = plan_sliced(replicated((4096,), (0, 1, 2, 3)), replicated((4096,), (4, 5, 6, 7, 8, 9)))
+        assert [(t.src, t.dst) for t in plan.transfers] == [
+            (0, 4), (0, 5), (1, 5), (1, 6), (2, 7), (2, 8), (3, 8), (3, 9),
+        ]  # fmt: skip
 
     def test_vocabulary_between_stages_of_three_and_two(self) -> None:
-        plan = plan_overlap(sharded((12, 5), (0, 1, 2), dim=0), sharded((12, 5), (7, 8), dim=0))
+        plan = plan_sliced(sharded((12, 5), (0, 1, 2), dim=0), sharded((12, 5), (7, 8), dim=0))
         assert triples(plan) == [
             (0, 7, ((0, 4), (0, 5))),
             (1, 7, ((4, 6), (0, 5))),
@@ -197,51 +270,43 @@ class TestOverlap:
             (2, 8, ((8, 12), (0, 5))),
         ]
 
-    def test_a_rank_with_several_boxes_gets_one_transfer_for_each(self) -> None:
-        chunks = [((lo, hi),) for lo, hi in even_cuts(8, 4)]
-        zigzag = Spread(
-            shape=(8,),
-            holdings=(
-                Holding(rank=1, boxes=(chunks[0], chunks[3])),
-                Holding(rank=2, boxes=(chunks[1], chunks[2])),
-            ),
-        )
-        plan = plan_overlap(replicated((8,), (0,)), zigzag)
-        # Chunks 1 and 2 touch, but lie in two pieces of memory: they stay two transfers.
-        assert triples(plan) == [(0, 1, chunks[0]), (0, 1, chunks[3]), (0, 2, chunks[1]), (0, 2, chunks[2])]
-        assert check(plan) == ()
-        assert check(reversed_plan(plan)) == ()
+    def test_unequal_context_parallelism(self) -> None:
+        # Ranks 1 and 2 have chunks 0 and 3, and chunks 1 and 2: one message each, of two boxes.
+        src, dst = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1,), (2,)))
+        plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
+        assert plan.describe() == "0 -> 1 [0:2] [6:8]\n0 -> 2 [2:4] [4:6]"
+        assert check(plan) == check(reversed_plan(plan)) == ()
 
-    def test_holders_of_several_boxes_share_the_destinations(self) -> None:
-        # Ranks 0 and 1 hold chunks 0 and 3, ranks 2 and 3 hold chunks 1 and 2; each destination needs one chunk.
-        chunks = [((lo, hi),) for lo, hi in even_cuts(8, 4)]
-        own = [(chunks[0], chunks[3])] * 2 + [(chunks[1], chunks[2])] * 2
-        src = Spread(shape=(8,), holdings=tuple(Holding(rank=r, boxes=boxes) for r, boxes in enumerate(own)))
-        plan = plan_overlap(src, sharded((8,), (4, 5, 6, 7), dim=0))
-        assert triples(plan) == [(0, 4, chunks[0]), (2, 5, chunks[1]), (3, 6, chunks[2]), (1, 7, chunks[3])]
+    def test_every_context_parallel_rank_completes_its_own_copies(self) -> None:
+        src, dst = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1, 2), (3, 4)))
+        plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
+        assert triples(plan) == [(0, 1, ((0, 2),)), (0, 2, ((6, 8),)), (0, 3, ((2, 4),)), (0, 4, ((4, 6),))]
+        assert plan.finish == all_gather((1, 2), (3, 4))
+        assert [plan.finish.group_of(rank) for rank in (2, 3, 0)] == [(1, 2), (3, 4), None]
 
     def test_ranks_without_a_piece_stay_silent(self) -> None:
-        plan = plan_overlap(sharded((2,), (0, 1, 2), dim=0), sharded((2,), (3,), dim=0))
+        plan = plan_sliced(sharded((2,), (0, 1, 2), dim=0), sharded((2,), (3,), dim=0))
+        assert plan.sends_of(1) == plan.transfers[1:]
         assert plan.sends_of(2) == ()
         assert plan.participants == (0, 1, 3)
         assert check(plan) == ()
 
     def test_queries_by_rank(self) -> None:
-        plan = plan_overlap(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3, 4), dim=0))
+        plan = plan_sliced(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3, 4), dim=0))
         assert plan.sends_of(1) == plan.transfers[2:]
         assert plan.receives_of(3) == plan.transfers[1:3]
         assert plan.sends_of(3) == plan.receives_of(0) == ()
 
     def test_large_plans_are_checked_without_touching_elements(self) -> None:
         shape = (131_072, 8, 16_384)
-        plan = plan_overlap(sharded(shape, tuple(range(64)), dim=0), sharded(shape, tuple(range(64, 160)), dim=0))
+        plan = plan_sliced(replicated(shape, tuple(range(64))), replicated(shape, tuple(range(64, 160))))
         assert check(plan) == ()
         assert sum(link_bytes(plan, itemsize_bytes=2).values()) == 2 * 131_072 * 8 * 16_384
 
 
 class TestRegistry:
     def test_names(self) -> None:
-        assert dict(STRATEGIES) == {"rank0": plan_rank0, "direct": plan_overlap}
+        assert dict(STRATEGIES) == {"rank0": plan_rank0, "sliced": plan_sliced}
 
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_plans_carry_their_name(self, name: str) -> None:
@@ -249,7 +314,7 @@ class TestRegistry:
 
     def test_read_only(self) -> None:
         with pytest.raises(TypeError):
-            STRATEGIES["rank0"] = plan_overlap  # type: ignore[index]
+            STRATEGIES["rank0"] = plan_sliced  # type: ignore[index]
 
     def test_shapes_must_agree(self) -> None:
         for planner in STRATEGIES.values():
@@ -259,17 +324,36 @@ class TestRegistry:
     def test_the_gradient_of_a_broadcast_comes_from_the_leader_alone(self) -> None:
         plan = reversed_plan(plan_rank0(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3, 4))))
         assert triples(plan) == [(2, 0, WHOLE)]
-        assert plan.finish == Finish(kind=FinishKind.BROADCAST, ranks=(0, 1), root=0)
+        assert plan.finish == broadcast(0, 1)
+
+    def test_plans_are_frozen_and_hashable(self) -> None:
+        plan = plan_rank0(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
+        assert hash(plan) == hash(plan_rank0(plan.src, plan.dst))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            plan.strategy = "sliced"  # type: ignore[misc]
 
 
-class TestFinish:
-    def test_root_is_a_member(self) -> None:
-        with pytest.raises(AssertionError, match="root"):
-            Finish(kind=FinishKind.BROADCAST, ranks=(1, 2), root=3)
+class TestCollective:
+    def test_rank_in_two_groups(self) -> None:
+        with pytest.raises(AssertionError, match="twice"):
+            all_gather((1, 2), (2, 3))
 
-    def test_none_has_no_members(self) -> None:
-        with pytest.raises(AssertionError, match="no members"):
-            Finish(kind=FinishKind.NONE, ranks=(1,), root=None)
+    def test_none_has_no_members_and_others_have_some(self) -> None:
+        for kind, groups in ((CollectiveKind.NONE, ((1,),)), (CollectiveKind.BROADCAST, ())):
+            with pytest.raises(AssertionError, match="over"):
+                Collective(kind=kind, groups=groups)
+
+
+class TestHeader:
+    def test_goes_with_the_broadcast_of_the_leader(self) -> None:
+        plan = plan_rank0(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3), dim=0))
+        assert plan_header(plan, 3).describe() == "0 -> 2 [0:3]\nbroadcast in (2, 3)"
+
+    def test_each_rank_has_it_from_its_first_source(self) -> None:
+        plan = plan_sliced(sharded(SHAPE, (0, 1), dim=0), sharded(SHAPE, (2, 3, 4), dim=0))
+        header = plan_header(plan, 3)
+        assert header.describe() == "0 -> 2 [0:3]\n0 -> 3 [0:3]\n1 -> 4 [0:3]"
+        assert check(header) == ()
 
 
 class TestLocalSlices:
@@ -277,100 +361,298 @@ class TestLocalSlices:
         holding = sharded(SHAPE, (0, 1), dim=0).holdings[1]
         assert local_slices(rows(4, 6), holding) == (slice(1, 3), slice(0, 2), slice(0, 4))
 
+    def test_second_box_lies_behind_the_first(self) -> None:
+        holding = Holding(rank=0, boxes=(((6, 8), (0, 2)), ((0, 2), (0, 2))))
+        assert local_slices(((1, 2), (0, 2)), holding) == (slice(3, 4), slice(0, 2))
+
     def test_box_that_is_not_held(self) -> None:
         with pytest.raises(AssertionError, match="holds"):
             local_slices(rows(2, 4), sharded(SHAPE, (0, 1), dim=0).holdings[1])
 
-    def test_several_boxes_are_not_one_local_tensor(self) -> None:
-        with pytest.raises(AssertionError, match="not one"):
-            local_slices(((0, 1),), Holding(rank=0, boxes=(((0, 1),), ((3, 4),))))
+    def test_box_over_two_held_ones(self) -> None:
+        with pytest.raises(AssertionError, match="holds"):
+            local_slices(((0, 2),), Holding(rank=0, boxes=(((0, 1),), ((1, 2),))))
 
 
 class TestCheck:
-    DIRECT = plan_overlap(sharded((6,), (0, 1), dim=0), sharded((6,), (2, 3, 4), dim=0))
-    COPIES = plan_overlap(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
+    SHARDS = plan_sliced(sharded((6,), (0, 1), dim=0), sharded((6,), (2, 3, 4), dim=0))
+    PAIRS = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
+    GATHERED = plan_sliced(replicated((4,), (0,)), replicated((4,), (2, 3)))
     RANK0 = plan_rank0(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
+    SCATTERED = plan_rank0(sharded((4,), (0, 1), dim=0), sharded((4,), (2, 3), dim=0))
 
     def test_dropped_transfer(self) -> None:
-        assert check(with_transfers(self.DIRECT, *self.DIRECT.transfers[1:])) == ("rank 2 never gets [0:2]",)
+        assert check(with_transfers(self.SHARDS, *self.SHARDS.transfers[1:])) == ("rank 2 never gets [0:2]",)
 
     def test_duplicated_transfer(self) -> None:
-        broken = with_transfers(self.DIRECT, *self.DIRECT.transfers, self.DIRECT.transfers[0])
-        assert check(broken) == (
+        assert check(with_transfers(self.SHARDS, *self.SHARDS.transfers, self.SHARDS.transfers[0])) == (
             "rank 2 gets [0:2] more than once",
-            "2 transfers 0 -> 2 from [0:3] to [0:2], not one",
+            "2 transfers 0 -> 2, not one",
+            "strategy sliced moves 5 elements at source rank 0, more than its 3",
+            "strategy sliced moves 4 elements at destination rank 2, more than its 2",
         )
 
-    def test_shifted_transfer(self) -> None:
-        first, *others = self.DIRECT.transfers
-        problems = check(with_transfers(self.DIRECT, dataclasses.replace(first, box=((1, 3),)), *others))
+    def test_shifted_box(self) -> None:
+        first, *others = self.SHARDS.transfers
+        problems = check(with_transfers(self.SHARDS, dataclasses.replace(first, boxes=(((1, 3),),)), *others))
         assert "rank 2 never gets [0:1]" in problems
         assert "rank 2 gets [2:3], which it does not hold" in problems
+        assert "transfer 0 -> 2 [1:3]: [1:3] is not inside one box of the destination" in problems
 
     def test_source_that_does_not_hold_the_box(self) -> None:
-        first, *others = self.DIRECT.transfers
-        problems = check(with_transfers(self.DIRECT, dataclasses.replace(first, src=1), *others))
+        first, *others = self.SHARDS.transfers
+        problems = check(with_transfers(self.SHARDS, dataclasses.replace(first, src=1), *others))
         assert problems[0] == "transfer 1 -> 2 [0:2]: the source does not hold [0:2]"
 
     def test_box_outside_the_tensor(self) -> None:
-        first, *others = self.DIRECT.transfers
-        for box in (((5, 7),), ((2, 2),), ((0, 2), (0, 1))):
-            (problem,) = check(with_transfers(self.DIRECT, dataclasses.replace(first, box=box), *others))
-            assert problem.endswith("is empty or leaves the tensor (6,)")
+        first, *others = self.SHARDS.transfers
+        for boxes in ((((5, 7),),), (((2, 2),),), (((0, 2), (0, 1)),), ()):
+            (problem,) = check(with_transfers(self.SHARDS, dataclasses.replace(first, boxes=boxes), *others))
+            assert problem.endswith("a box is empty or leaves the tensor (6,)")
 
     def test_ranks_of_other_stages(self) -> None:
-        first, second = self.COPIES.transfers
-        (problem,) = check(with_transfers(self.COPIES, dataclasses.replace(first, src=9), second))
+        first, second = self.PAIRS.transfers
+        (problem,) = check(with_transfers(self.PAIRS, dataclasses.replace(first, src=9), second))
         assert problem == "transfer 9 -> 2 [0:4]: 9 is not one of the source ranks (0, 1)"
-        (problem,) = check(with_transfers(self.COPIES, first, dataclasses.replace(second, dst=9)))
+        (problem,) = check(with_transfers(self.PAIRS, first, dataclasses.replace(second, dst=9)))
         assert problem == "transfer 1 -> 9 [0:4]: 9 is not one of the destination ranks (2, 3)"
 
     def test_split_transfer_delivers_but_uses_a_pair_twice(self) -> None:
-        first, second = self.COPIES.transfers
-        halves = [dataclasses.replace(first, box=box) for box in (((0, 2),), ((2, 4),))]
-        assert check(with_transfers(self.COPIES, *halves, second)) == (
-            "2 transfers 0 -> 2 from [0:4] to [0:4], not one",
-        )
+        first, second = self.PAIRS.transfers
+        halves = [dataclasses.replace(first, boxes=(box,)) for box in (((0, 2),), ((2, 4),))]
+        assert check(with_transfers(self.PAIRS, *halves, second)) == ("2 transfers 0 -> 2, not one",)
 
-    def test_transfer_across_two_boxes_of_a_rank(self) -> None:
+    def test_box_across_two_boxes_of_a_rank(self) -> None:
         src = Spread(shape=(4,), holdings=(Holding(rank=0, boxes=(((0, 2),), ((2, 4),))),))
-        plan = with_transfers(plan_overlap(src, replicated((4,), (1,))), Transfer(src=0, dst=1, box=((0, 4),)))
-        (problem,) = check(plan)
-        assert "does not lie inside one box of each side" in problem
+        plan = with_transfers(plan_sliced(src, replicated((4,), (1,))), Transfer(src=0, dst=1, boxes=(((0, 4),),)))
+        assert check(plan) == ("transfer 0 -> 1 [0:4]: [0:4] is not inside one box of the source",)
 
     def test_missing_broadcast(self) -> None:
-        assert check(dataclasses.replace(self.RANK0, finish=NO_FINISH)) == ("rank 3 never gets [0:4]",)
+        assert check(dataclasses.replace(self.RANK0, finish=NO_COLLECTIVE)) == ("rank 3 never gets [0:4]",)
 
-    def test_broadcast_from_a_rank_that_received_nothing(self) -> None:
-        broken = Finish(kind=FinishKind.BROADCAST, ranks=(2, 3), root=3)
-        assert check(dataclasses.replace(self.RANK0, finish=broken)) == ("rank 3 never gets [0:4]",)
-
-    def test_broadcast_over_what_was_sent_directly(self) -> None:
-        assert check(dataclasses.replace(self.COPIES, finish=self.RANK0.finish)) == (
-            "rank 3 gets [0:4] more than once",
+    def test_missing_all_gather(self) -> None:
+        assert check(dataclasses.replace(self.GATHERED, finish=NO_COLLECTIVE)) == (
+            "rank 2 never gets [2:4]",
+            "rank 3 never gets [0:2]",
         )
 
-    def test_broadcast_to_another_stage(self) -> None:
-        broken = Finish(kind=FinishKind.BROADCAST, ranks=(2, 3, 5), root=2)
-        (problem,) = check(dataclasses.replace(self.RANK0, finish=broken))
-        assert problem == "finish broadcast: 5 is not one of the destination ranks (2, 3)"
+    def test_missing_gather(self) -> None:
+        assert check(dataclasses.replace(self.SCATTERED, start=NO_COLLECTIVE)) == (
+            "transfer 0 -> 2 [0:4]: the source does not hold [2:4]",
+            "transfer 0 -> 2 [0:4]: [0:4] is not inside one box of the source",
+        )
+
+    def test_missing_scatter(self) -> None:
+        assert check(dataclasses.replace(self.SCATTERED, finish=NO_COLLECTIVE)) == (
+            "rank 2 gets [2:4], which it does not hold",
+            "rank 3 never gets [2:4]",
+            "transfer 0 -> 2 [0:4]: [0:4] is not inside one box of the destination",
+        )
+
+    def test_root_that_received_nothing(self) -> None:
+        assert check(dataclasses.replace(self.RANK0, finish=broadcast(3, 2))) == (
+            "rank 3 never gets [0:4]",
+            "finish broadcast: 2 receives transfers, but 3 is the root",
+        )
+
+    def test_broadcast_over_what_was_sent_directly(self) -> None:
+        assert check(dataclasses.replace(self.PAIRS, finish=broadcast(2, 3))) == (
+            "rank 3 gets [0:4] more than once",
+            "finish broadcast: 3 receives transfers, but 2 is the root",
+        )
+
+    def test_all_gather_of_other_pieces_than_even_cuts(self) -> None:
+        # All elements get to all ranks, but the runtime gathers rows 0:2 from rank 2 and rows 2:4 from rank 3.
+        to_2, to_3 = (dataclasses.replace(t, boxes=(box,)) for t, box in zip(
+            self.GATHERED.transfers, (((2, 4),), ((0, 2),)), strict=True
+        ))  # fmt: skip
+        assert check(with_transfers(self.GATHERED, to_2, to_3)) == (
+            "finish all-gather: what 2 receives is not rows 0:2 of its memory",
+            "finish all-gather: what 3 receives is not rows 2:4 of its memory",
+        )
+
+    @pytest.mark.parametrize(
+        ("place", "collective", "problem"),
+        [
+            ("finish", broadcast(2, 3, 5), "finish broadcast: 5 is not one of the destination ranks (2, 3)"),
+            ("finish", gather(2, 3), "finish gather: it completes nothing"),
+            ("start", gather(0, 5), "start gather: 5 is not one of the source ranks (0, 1)"),
+            ("start", scatter(0, 1), "start scatter: only a gather can come before the transfers"),
+        ],
+    )
+    def test_misplaced_collective(self, place: str, collective: Collective, problem: str) -> None:
+        broken = dataclasses.replace(self.RANK0, **{place: collective})
+        assert check(broken) == (problem,)
 
     def test_rank0_on_more_than_the_leaders_link(self) -> None:
-        (problem,) = check(dataclasses.replace(self.COPIES, strategy="rank0"))
+        (problem,) = check(dataclasses.replace(self.PAIRS, strategy="rank0"))
         assert problem == "strategy rank0 has transfers on the links [(0, 2), (1, 3)], not on [(0, 2)]"
+
+    def test_sliced_through_one_link(self) -> None:
+        plan = plan_rank0(replicated((4,), (0,)), replicated((4,), (2, 3)))
+        assert check(dataclasses.replace(plan, strategy="sliced")) == (
+            "strategy sliced moves 4 elements at destination rank 2, more than its 2",
+        )
 
     def test_shapes_that_differ(self) -> None:
         (problem,) = check(dataclasses.replace(self.RANK0, dst=replicated((5,), (2, 3))))
         assert problem == "the shape is (4,) at the source and (5,) at the destination"
 
     def test_require_valid(self) -> None:
-        require_valid(self.DIRECT)
+        require_valid(self.SHARDS)
         with pytest.raises(AssertionError, match=r"rank 2 never gets \[0:2\]"):
-            require_valid(with_transfers(self.DIRECT, *self.DIRECT.transfers[1:]))
+            require_valid(with_transfers(self.SHARDS, *self.SHARDS.transfers[1:]))
 
 
-def test_plans_are_frozen_and_hashable() -> None:
-    plan = TestCheck.RANK0
-    assert hash(plan) == hash(plan_rank0(plan.src, plan.dst))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.strategy = "direct"  # type: ignore[misc]
+class TestSide:
+    def test_chunks_are_balanced_for_causal_attention(self) -> None:
+        side = Side(ranks_by_cp=((0,), (1,), (2,)))
+        spread = side.spread((12,), is_sharded=False)
+        assert [spread.boxes_of(rank) for rank in side.ranks] == [
+            (((0, 2),), ((10, 12),)),
+            (((2, 4),), ((8, 10),)),
+            (((4, 6),), ((6, 8),)),
+        ]
+
+    def test_slices_cut_both_chunks_together(self) -> None:
+        # Each slice is two of six rows: the middle one ends the front chunk and begins the back one.
+        spread = Side(ranks_by_cp=((0, 1, 2), (3, 4, 5))).spread((12,), is_sharded=True)
+        assert [spread.boxes_of(rank) for rank in (0, 1, 2)] == [(((0, 2),),), (((2, 3),), ((9, 10),)), (((10, 12),),)]
+        assert [spread.boxes_of(rank) for rank in (3, 4, 5)] == [(((3, 5),),), (((5, 6),), ((6, 7),)), (((7, 9),),)]
+
+    def test_leader_is_the_first_rank(self) -> None:
+        assert Side(ranks_by_cp=((4, 5), (6, 7))).ranks == (4, 5, 6, 7)
+
+    @pytest.mark.parametrize(
+        ("ranks_by_cp", "length", "is_sharded", "message"),
+        [
+            (((0, 1),), 7, True, "sequence length 7 cannot be cut for ranks (0, 1) (context-parallel size 1, "
+             "tensor-parallel size 2, sequence parallel): use a multiple of 2"),
+            (((0, 1), (2, 3)), 6, False, "sequence length 6 cannot be cut for ranks (0, 1, 2, 3) (context-parallel "
+             "size 2, tensor-parallel size 2): use a multiple of 4"),
+            (((0, 1, 2), (3, 4, 5)), 8, True, "sequence length 8 cannot be cut for ranks (0, 1, 2, 3, 4, 5) "
+             "(context-parallel size 2, tensor-parallel size 3, sequence parallel): use a multiple of 12"),
+        ],
+    )  # fmt: skip
+    def test_length_that_does_not_divide(
+        self, ranks_by_cp: tuple[tuple[int, ...], ...], length: int, is_sharded: bool, message: str
+    ) -> None:
+        with pytest.raises(ConfigError) as caught:
+            Side(ranks_by_cp=ranks_by_cp).spread((length, 1, 4), is_sharded=is_sharded)
+        assert str(caught.value) == message
+
+    def test_copies_need_no_length(self) -> None:
+        assert Side(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False).is_replicated
+
+
+class TestCrossing:
+    ONE_TO_THREE = Crossing(
+        name="boundary 0->1, forward",
+        src=Side(ranks_by_cp=((0,),)),
+        dst=Side(ranks_by_cp=((1, 2, 3),)),
+        strategy="sliced",
+    )
+
+    def test_members_and_participants(self) -> None:
+        leaders_only = dataclasses.replace(self.ONE_TO_THREE, strategy="rank0")
+        assert self.ONE_TO_THREE.members == leaders_only.members == (0, 1, 2, 3)
+        assert self.ONE_TO_THREE.participants == (0, 1, 2, 3)
+        assert leaders_only.participants == (0, 1)
+
+    def test_each_side_has_its_own_way_of_holding(self) -> None:
+        plan = self.ONE_TO_THREE.plan((6,), dst_sharded=True)
+        assert plan == plan_sliced(replicated((6,), (0,)), sharded((6,), (1, 2, 3), dim=0))
+        assert self.ONE_TO_THREE.plan((6,)).dst.is_replicated
+
+    def test_strategy_that_cannot_carry_the_layout_is_refused_before_any_tensor(self) -> None:
+        unequal = dataclasses.replace(self.ONE_TO_THREE, dst=Side(ranks_by_cp=((1,), (2,))), strategy="rank0")
+        with pytest.raises(ConfigError, match="use --vtp-transport sliced"):
+            _ = unequal.probe
+
+
+class TestPipelineBoundaries:
+    def test_both_directions_of_a_ring_with_replicas(self) -> None:
+        layout = PipelineLayout.from_sizes((1, 2), world_size=6)
+        boundaries = pipeline_boundaries(layout, is_ring=True)
+        assert [(b.upstream, b.downstream, b.dp_rank, b.src.ranks, b.dst.ranks) for b in boundaries] == [
+            (0, 1, 0, (0,), (2, 3)),
+            (0, 1, 1, (1,), (4, 5)),
+            (1, 0, 0, (2, 3), (0,)),
+            (1, 0, 1, (4, 5), (1,)),
+        ]
+        forward, backward = (boundaries[1].crossing(direction) for direction in Direction)
+        assert (forward.name, forward.src.ranks, forward.dst.ranks) == ("boundary 0->1, forward", (1,), (4, 5))
+        assert (backward.name, backward.src.ranks, backward.dst.ranks) == ("boundary 0->1, backward", (4, 5), (1,))
+        assert forward.strategy == backward.strategy == "sliced"
+
+    def test_equal_context_parallelism_is_one_boundary_for_each_rank_of_it(self) -> None:
+        layout = PipelineLayout.from_sizes((1, 2), world_size=6, cp=2)
+        boundaries = pipeline_boundaries(layout, is_ring=False)
+        assert [(b.cp_rank, b.src.ranks_by_cp, b.dst.ranks_by_cp) for b in boundaries] == [
+            (0, ((0,),), ((2, 3),)),
+            (1, ((1,),), ((4, 5),)),
+        ]
+
+    @pytest.mark.parametrize("is_ring", [True, False])
+    def test_single_stage_has_none(self, is_ring: bool) -> None:
+        assert pipeline_boundaries(PipelineLayout.from_sizes((4,), world_size=4), is_ring=is_ring) == ()
+
+    def test_rules_decide_for_every_boundary(self) -> None:
+        layout = PipelineLayout.from_sizes((1, 2, 2), world_size=5)
+        rules = TransportRules(sites=("edge", "cloud", "cloud"))
+        strategies = [b.strategy for b in pipeline_boundaries(layout, is_ring=True, rules=rules)]
+        assert strategies == ["rank0", "sliced", "rank0"]
+
+    def test_boundary_of_unequal_context_parallelism(self) -> None:
+        boundary = PipelineBoundary(
+            upstream=0,
+            downstream=1,
+            dp_rank=0,
+            cp_rank=0,
+            src=Side(ranks_by_cp=((0,),)),
+            dst=Side(ranks_by_cp=((1, 2), (3, 4))),
+            strategy="sliced",
+        )
+        plans = [boundary.crossing(direction).plan((8, 1, 1)) for direction in Direction]
+        assert plans[1] == reversed_plan(plans[0])
+        assert [len(plan.transfers) for plan in plans] == [4, 4]
+
+
+class TestTransportRules:
+    LAYOUT = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
+    SITES = ("edge", "cloud", "cloud")
+
+    @pytest.mark.parametrize("transport", ["rank0", "sliced"])
+    def test_what_was_asked_for_comes_first(self, transport: str) -> None:
+        rules = TransportRules(transport=transport, sites=self.SITES, tensor_bytes=0)
+        for upstream in (0, 1):
+            assert rules.choose(self.LAYOUT, upstream, upstream + 1) == (transport, "asked for")
+
+    def test_unequal_context_parallelism_has_one_way_only(self) -> None:
+        layout = PipelineLayout((StageGrid(2, cp=1), StageGrid(2, cp=2)))
+        rules = TransportRules(sites=("edge", "cloud"), tensor_bytes=0)
+        assert rules.choose(layout, 0, 1) == ("sliced", "context-parallel sizes differ")
+
+    @pytest.mark.parametrize(
+        ("upstream", "downstream", "expected"),
+        [
+            (0, 1, ("rank0", "crosses from site edge to site cloud")),
+            (1, 2, ("sliced", "both stages have one size: rank to rank")),
+            (2, 0, ("rank0", "crosses from site cloud to site edge")),
+        ],
+    )
+    def test_sites(self, upstream: int, downstream: int, expected: tuple[str, str]) -> None:
+        assert TransportRules(sites=self.SITES).choose(self.LAYOUT, upstream, downstream) == expected
+
+    def test_equal_stages_of_two_sites_go_through_the_leaders(self) -> None:
+        rules = TransportRules(sites=("a", "b", "c"))
+        assert rules.choose(self.LAYOUT, 1, 2) == ("rank0", "crosses from site b to site c")
+
+    def test_small_tensors_go_through_the_leaders(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline_module, "SLICED_FROM_BYTES", 1000)
+        sliced = "sliced", "the stages' sizes differ: every link carries its share"
+        small = "rank0", "999 bytes are fewer than 1000, where slices begin to pay"
+        for tensor_bytes, expected in ((None, sliced), (999, small), (1000, sliced)):
+            assert TransportRules(tensor_bytes=tensor_bytes).choose(self.LAYOUT, 0, 1) == expected
+        # Between equal stages nothing is cut, so there is nothing to win.
+        assert TransportRules(tensor_bytes=999).choose(self.LAYOUT, 1, 2)[0] == "sliced"

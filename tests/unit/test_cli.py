@@ -12,6 +12,7 @@ import pytest
 import vtp_plugin
 from tests.import_rules import ROOT
 from vtp_plugin.boundary.draw import draw_pipeline
+from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options import RULES
 
@@ -62,26 +63,42 @@ def test_plan_shows_layout_and_crossings(tmp_path: Path) -> None:
         "    1   2   1   2  2-5    2,4\n"
         "    2   2   1   2  6-9    6,8\n"
         "world size 10, rank order tp-cp-dp-pp, writer rank 9\n"
-        "boundary 0->1, forward, replica dp 0 cp 0: rank0\n"
-        "  0 -> 2 [0:1, 0:1, 0:1]\n"
-        "  broadcast from 2 to (2, 3)\n"
-        "boundary 0->1, forward, replica dp 1 cp 0: rank0\n"
-        "  1 -> 4 [0:1, 0:1, 0:1]\n"
-        "  broadcast from 4 to (4, 5)\n"
-        "boundary 1->2, forward, replica dp 0 cp 0: direct\n"
-        "  2 -> 6 [0:1, 0:1, 0:1]\n"
-        "  3 -> 7 [0:1, 0:1, 0:1]\n"
-        "boundary 1->2, forward, replica dp 1 cp 0: direct\n"
-        "  4 -> 8 [0:1, 0:1, 0:1]\n"
-        "  5 -> 9 [0:1, 0:1, 0:1]\n"
+        "boundary 0->1, forward, replica dp 0 cp 0: sliced (the stages' sizes differ: every link carries its share)\n"
+        "  0 -> 2 [0:2, 0:1, 0:1]\n"
+        "  0 -> 3 [2:4, 0:1, 0:1]\n"
+        "  all-gather in (2, 3)\n"
+        "boundary 0->1, forward, replica dp 1 cp 0: sliced (the stages' sizes differ: every link carries its share)\n"
+        "  1 -> 4 [0:2, 0:1, 0:1]\n"
+        "  1 -> 5 [2:4, 0:1, 0:1]\n"
+        "  all-gather in (4, 5)\n"
+        "boundary 1->2, forward, replica dp 0 cp 0: sliced (both stages have one size: rank to rank)\n"
+        "  2 -> 6 [0:4, 0:1, 0:1]\n"
+        "  3 -> 7 [0:4, 0:1, 0:1]\n"
+        "boundary 1->2, forward, replica dp 1 cp 0: sliced (both stages have one size: rank to rank)\n"
+        "  4 -> 8 [0:4, 0:1, 0:1]\n"
+        "  5 -> 9 [0:4, 0:1, 0:1]\n"
     )
+
+
+def test_plan_takes_the_leaders_between_sites(tmp_path: Path) -> None:
+    output = output_of("plan", "--vtp-size-list", "1,2,2", "--vtp-sites", "edge,cloud,cloud", cwd=tmp_path)
+    assert output.splitlines()[-6:] == [
+        "boundary 0->1, forward, replica dp 0 cp 0: rank0 (crosses from site edge to site cloud)",
+        "  0 -> 1 [0:4, 0:1, 0:1]",
+        "  broadcast in (1, 2)",
+        "boundary 1->2, forward, replica dp 0 cp 0: sliced (both stages have one size: rank to rank)",
+        "  1 -> 3 [0:4, 0:1, 0:1]",
+        "  2 -> 4 [0:4, 0:1, 0:1]",
+    ]
 
 
 def test_draw_writes_the_picture_that_the_flags_ask_for(tmp_path: Path) -> None:
     flags = ("--ring", "--vtp-transport", "rank0", "--output", "picture.svg")
     assert output_of("draw", "--vtp-size-list", "2,2", *flags, cwd=tmp_path) == "wrote picture.svg\n"
     layout = PipelineLayout.from_sizes((2, 2), world_size=4)
-    assert (tmp_path / "picture.svg").read_text() == draw_pipeline(layout, is_ring=True, transport="rank0")
+    assert (tmp_path / "picture.svg").read_text() == draw_pipeline(
+        layout, is_ring=True, rules=TransportRules(transport="rank0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,6 +110,8 @@ def test_draw_writes_the_picture_that_the_flags_ask_for(tmp_path: Path) -> None:
         (("plan", "--vtp-size-list", "1,2", "--world-size", "0"), "the world size must be a positive integer, got 0"),
         (("plan", "--vtp-size-list", "1,2", "--world-size", "4"), "which does not divide the world size 4"),
         (("plan", "--vtp-size-list", "1,2", "--vtp-transport", "tcp"), "transport 'tcp' is unknown"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-sites", "edge"), "'edge' names 1 sites, the size list has 2 stages"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-sites", "edge,"), "'edge,' has an empty name"),
         (("draw", "--vtp-size-list", "1,-2", "--output", "x.svg"), "'-2', which is not a positive whole number"),
         (("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
         (("doctor", "--device", "tpu"), "device 'tpu' is unknown; use one of auto, cuda, npu, cpu"),

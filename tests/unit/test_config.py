@@ -56,7 +56,7 @@ def test_an_empty_sequence_is_refused() -> None:
     ("values", "pattern"),
     [
         ({"device": "tpu"}, "'tpu' is unknown; use one of auto, cuda, npu, cpu"),
-        ({"transport": "sliced"}, "'sliced' is unknown; use one of auto, rank0"),
+        ({"transport": "tcp"}, "'tcp' is unknown; use one of auto, rank0, sliced"),
         ({"timeout_s": 0.0}, "0.0 s must be positive"),
         ({"timeout_s": -1.0}, "-1.0 s must be positive"),
         ({"timeout_s": float("nan")}, "nan s must be positive"),

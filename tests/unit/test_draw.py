@@ -11,18 +11,21 @@ import pytest
 
 from tests.import_rules import ROOT
 from vtp_plugin.boundary.draw import draw_pipeline
-from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
-from vtp_plugin.boundary.plan import BoundaryPlan, FinishKind
+from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX_WIDTH, BOX_HEIGHT = 116, 42
+FRAME_ROOM = 40  # at the left of the boxes of a stage with a finish
 
 # tp sizes, replicas, cp, ring, transport
 CASES = [
     ((1, 4, 4), 1, 1, False, "auto"),
     ((1, 4, 4), 1, 1, False, "rank0"),
     ((2, 3), 1, 1, False, "auto"),
+    ((6, 4), 1, 1, True, "auto"),
+    ((3, 2), 2, 1, True, "sliced"),
     ((1, 2, 1, 2), 1, 1, True, "auto"),
     ((1, 2), 2, 1, False, "auto"),
     ((2, 1, 2), 2, 1, True, "auto"),
@@ -38,8 +41,8 @@ def layout_of(tp_sizes: tuple[int, ...], dp: int = 1, cp: int = 1) -> PipelineLa
 
 
 def plans_of(layout: PipelineLayout, *, is_ring: bool, transport: str) -> list[BoundaryPlan]:
-    boundaries = pipeline_boundaries(layout, is_ring=is_ring, transport=transport)
-    return [boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False) for boundary in boundaries]
+    boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=TransportRules(transport=transport))
+    return [boundary.crossing(Direction.FORWARD).probe for boundary in boundaries]
 
 
 def elements(root: ET.Element, tag: str, *kinds: str) -> list[ET.Element]:
@@ -70,7 +73,7 @@ def test_picture_shows_ranks_and_plans(
 ) -> None:
     layout = layout_of(tp_sizes, dp, cp)
     plans = plans_of(layout, is_ring=is_ring, transport=transport)
-    root = ET.fromstring(draw_pipeline(layout, is_ring=is_ring, transport=transport))
+    root = ET.fromstring(draw_pipeline(layout, is_ring=is_ring, rules=TransportRules(transport=transport)))
 
     shown = boxes(root)
     assert sorted(shown) == list(range(layout.world_size))
@@ -85,36 +88,47 @@ def test_picture_shows_ranks_and_plans(
         assert points(path)[0] == (shown[src][1] + BOX_WIDTH, shown[src][2] + BOX_HEIGHT // 2)
         assert points(path)[-1] == (shown[dst][1], shown[dst][2] + BOX_HEIGHT // 2)
 
-    # Every broadcast is a bracket from its root to each of the others.
-    finishes = [plan.finish for plan in plans if plan.finish.kind is FinishKind.BROADCAST]
-    brackets = [group.findall(SVG + "path") for group in root.findall(SVG + "g")]
-    ends = sorted(points(path)[-1] for bracket in brackets for path in bracket)
-    assert len(brackets) == len(finishes)
-    assert ends == sorted(
-        (shown[rank][1], shown[rank][2] + BOX_HEIGHT // 2)
-        for finish in finishes
-        for rank in finish.ranks
-        if rank != finish.root
-    )
+    # Every group of a finish is a bracket that leads to each member but, in a broadcast, the root.
+    brackets = [group for group in root.findall(SVG + "g") if group.findtext(SVG + "title")]
+    expected: dict[str, list[tuple[int, int]]] = {}
+    for finish in (plan.finish for plan in plans):
+        assert finish.kind in (CollectiveKind.NONE, CollectiveKind.BROADCAST, CollectiveKind.ALL_GATHER)
+        is_gather = finish.kind is CollectiveKind.ALL_GATHER
+        # The heads of an all-gather keep clear of those of the transfers, which are in the middle of a box.
+        height = BOX_HEIGHT - 8 if is_gather else BOX_HEIGHT // 2
+        for group in finish.groups:
+            title = f"{finish.kind} among {', '.join(f'rank {rank}' for rank in group)}"
+            ends = [(shown[rank][1], shown[rank][2] + height) for rank in (group if is_gather else group[1:])]
+            expected[title] = sorted(ends)
+    drawn_ends = {
+        group.findtext(SVG + "title"): sorted(points(path)[-1] for path in group.findall(SVG + "path"))
+        for group in brackets
+    }
+    assert drawn_ends == expected and len(brackets) == len(expected)
+    for path in elements(root, "path", "finish"):
+        # Upright and level lines left of the boxes, inside the frame.
+        assert all(start[0] == end[0] or start[1] == end[1] for start, end in pairwise(points(path)))
+        assert max(x for x, _ in points(path)) - min(x for x, _ in points(path)) < FRAME_ROOM
 
 
 @pytest.mark.parametrize(("tp_sizes", "dp", "cp", "is_ring", "transport"), CASES)
 def test_nothing_overlaps_or_leaves_the_picture(
     tp_sizes: tuple[int, ...], dp: int, cp: int, is_ring: bool, transport: str
 ) -> None:
-    root = ET.fromstring(draw_pipeline(layout_of(tp_sizes, dp, cp), is_ring=is_ring, transport=transport))
+    rules = TransportRules(transport=transport)
+    root = ET.fromstring(draw_pipeline(layout_of(tp_sizes, dp, cp), is_ring=is_ring, rules=rules))
     width, height = int(root.get("width", "")), int(root.get("height", ""))
     rects = [(left, top) for _, left, top in boxes(root).values()]
     for index, (left, top) in enumerate(rects):
         assert all(abs(left - x) >= BOX_WIDTH or abs(top - y) >= BOX_HEIGHT for x, y in rects[:index])
-    for path in elements(root, "path", "transfer", "broadcast"):
+    for path in elements(root, "path", "transfer", "finish"):
         assert all(0 <= x <= width and 0 <= y <= height for x, y in points(path))
     # An arrow begins and ends at the edge of a box and passes through none, and arrows do not cross.
-    arrows = [[area(*pair) for pair in pairwise(points(path))] for path in elements(root, "path", "transfer")]
+    arrows = [list(pairwise(points(path))) for path in elements(root, "path", "transfer")]
     for index, arrow in enumerate(arrows):
         for part in arrow:
-            assert not any(overlap(part, (x, y, x + BOX_WIDTH, y + BOX_HEIGHT)) for x, y in rects)
-            assert not any(overlap(part, other) for others in arrows[:index] for other in others)
+            assert not any(overlap(area(*part), (x, y, x + BOX_WIDTH, y + BOX_HEIGHT)) for x, y in rects)
+            assert not any(cross(part, other) for others in arrows[:index] for other in others)
     frames = [
         tuple(int(f.get(name, "")) for name in ("x", "y", "width", "height")) for f in elements(root, "rect", "frame")
     ]
@@ -122,6 +136,7 @@ def test_nothing_overlaps_or_leaves_the_picture(
     texts = [text for text in root.iter(SVG + "text") if text.get("class") != "title"]
     for left, right, y in (text_span(text) for text in texts if text.get("class") not in ("rank", "place")):
         assert not any(overlap((left, y - 14, right, y + 4), (a, b, a + w, b + h)) for a, b, w, h in frames)
+        assert not any(runs_through(part, (left, y - 9, right, y + 3)) for arrow in arrows for part in arrow)
     lines = [text_span(text) for text in texts]
     assert all(left >= 0 and right <= width and y < height for left, right, y in lines)
     for index, (left, right, y) in enumerate(lines):
@@ -133,9 +148,26 @@ def area(start: tuple[int, int], end: tuple[int, int]) -> tuple[float, ...]:
     return min(start[0], end[0]), min(start[1], end[1]), max(start[0], end[0]), max(start[1], end[1])
 
 
+def cross(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    """Tell whether two lines cross; to touch, or to run one along the other, is not to cross."""
+
+    def side(line: tuple[tuple[int, int], ...], point: tuple[int, int]) -> int:
+        (ax, ay), (bx, by) = line
+        return (bx - ax) * (point[1] - ay) - (by - ay) * (point[0] - ax)
+
+    return all(side(p, q[0]) * side(p, q[1]) < 0 for p, q in ((one, other), (other, one)))
+
+
 def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     """Tell whether two areas overlap; to touch at the edge is not to overlap."""
     return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
+
+
+def runs_through(line: tuple[tuple[int, int], ...], place: tuple[float, ...]) -> bool:
+    """Tell whether a line comes by any of its points into a place."""
+    (ax, ay), (bx, by) = line
+    way = ((ax + (bx - ax) * step / 200, ay + (by - ay) * step / 200) for step in range(201))
+    return any(place[0] < x < place[2] and place[1] < y < place[3] for x, y in way)
 
 
 def text_span(text: ET.Element) -> tuple[float, float, int]:
@@ -164,7 +196,7 @@ def test_replica_major_order_has_its_own_ranks() -> None:
     layout = PipelineLayout.from_sizes((1, 2), world_size=6, order=RankOrder.REPLICA_MAJOR)
     root = ET.fromstring(draw_pipeline(layout))
     titles = [path.findtext(SVG + "title") for path in elements(root, "path", "transfer")]
-    assert titles == ["rank 0 to rank 1", "rank 3 to rank 4"]
+    assert titles == ["rank 0 to rank 1", "rank 0 to rank 2", "rank 3 to rank 4", "rank 3 to rank 5"]
 
 
 def test_document_is_self_contained() -> None:
@@ -179,3 +211,26 @@ def test_document_is_self_contained() -> None:
 def test_committed_picture_is_what_is_drawn_now() -> None:
     committed = (ROOT / "docs" / "pipeline-1-4-4.svg").read_text(encoding="ascii")
     assert committed == draw_pipeline(layout_of((1, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "rules", "labels"),
+    [
+        ((1, 4, 4), TransportRules(), ["in slices", "rank to rank"]),
+        ((1, 4, 4), TransportRules(sites=("edge", "cloud", "cloud")), ["leader to leader", "rank to rank"]),
+        ((1, 1), TransportRules(), ["rank to rank"]),
+    ],
+)
+def test_words_say_how_a_boundary_is_crossed(
+    tp_sizes: tuple[int, ...], rules: TransportRules, labels: list[str]
+) -> None:
+    root = ET.fromstring(draw_pipeline(layout_of(tp_sizes), rules=rules))
+    assert [text.text for text in elements(root, "text", "middle")] == labels
+
+
+def test_legend_names_what_is_drawn() -> None:
+    rules = TransportRules(sites=("edge", "cloud", "cloud"))
+    texts = {text.text for text in ET.fromstring(draw_pipeline(layout_of((1, 2, 3)), rules=rules)).iter(SVG + "text")}
+    assert "all-gather or broadcast inside the stage after the transfers" in texts
+    texts = {text.text for text in ET.fromstring(draw_pipeline(layout_of((2, 2)))).iter(SVG + "text")}
+    assert not any("inside the stage" in (text or "") for text in texts)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
 from vtp_plugin.boundary.plan import (
-    NO_FINISH,
+    NO_COLLECTIVE,
     STRATEGIES,
     BoundaryPlan,
-    Finish,
-    FinishKind,
+    Collective,
+    CollectiveKind,
     Planner,
     Transfer,
     local_slices,
-    plan_overlap,
+    plan_header,
     plan_rank0,
+    plan_sliced,
     reversed_plan,
 )
 from vtp_plugin.boundary.spread import (
@@ -23,7 +24,9 @@ from vtp_plugin.boundary.spread import (
     even_cuts,
     format_box,
     intersect,
+    num_rows,
     replicated,
+    rows_of,
     sharded,
     subtract,
     volume,
@@ -31,12 +34,12 @@ from vtp_plugin.boundary.spread import (
 )
 
 __all__ = [
-    "NO_FINISH",
+    "NO_COLLECTIVE",
     "STRATEGIES",
     "BoundaryPlan",
     "Box",
-    "Finish",
-    "FinishKind",
+    "Collective",
+    "CollectiveKind",
     "Holding",
     "Planner",
     "Spread",
@@ -49,11 +52,14 @@ __all__ = [
     "intersect",
     "link_bytes",
     "local_slices",
-    "plan_overlap",
+    "num_rows",
+    "plan_header",
     "plan_rank0",
+    "plan_sliced",
     "replicated",
     "require_valid",
     "reversed_plan",
+    "rows_of",
     "sharded",
     "subtract",
     "volume",

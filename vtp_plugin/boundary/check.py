@@ -8,23 +8,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vtp_plugin.boundary.plan import BoundaryPlan, FinishKind, Transfer
-from vtp_plugin.boundary.spread import Box, format_box, intersect, overlaps, subtract, volume, whole_box
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.spread import (
+    Box,
+    even_cuts,
+    format_box,
+    intersect,
+    num_rows,
+    overlaps,
+    rows_of,
+    subtract,
+    volume,
+    whole_box,
+)
 
 
 def check(plan: BoundaryPlan) -> tuple[str, ...]:
     """List everything that is wrong with a plan; empty means it is proved.
 
-    Proved is: sources and destinations are ranks of their spreads; each transfer's source holds its box; each rank of
-    `plan.dst` gets every element of its boxes exactly once, counting the finish, and no other element; a pair of ranks
-    has at most one transfer for each pair of their boxes, so at most one when both hold one box; a rank0 plan is one
-    transfer between the leaders. Problems are one line each, in a fixed order. When ranks or boxes are malformed only
-    that is reported, because nothing else can be worked out.
+    Proved is: sources and destinations are ranks of their spreads; each transfer's source holds its boxes, counting the
+    start; each rank of `plan.dst` gets every element of its boxes exactly once, counting the finish, and no other
+    element; the members of the finish bring what it takes (each its even cut of the rows to an all-gather, only the
+    root anything to a broadcast or scatter); a pair of ranks has at most one transfer; no link carries more than the
+    strategy promises (rank0: one transfer between the leaders; sliced: each rank an even share). Problems are one line
+    each, in a fixed order. When ranks or boxes are malformed only that is reported, because nothing else can be worked
+    out.
 
     >>> from dataclasses import replace
-    >>> from vtp_plugin.boundary.plan import plan_overlap
+    >>> from vtp_plugin.boundary.plan import plan_sliced
     >>> from vtp_plugin.boundary.spread import replicated
-    >>> plan = plan_overlap(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
+    >>> plan = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
     >>> check(plan)
     ()
     >>> check(replace(plan, transfers=plan.transfers[:1]))
@@ -33,7 +46,8 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
     malformed = (*_rank_problems(plan), *_box_problems(plan))
     if malformed:
         return malformed
-    return (*_source_problems(plan), *_delivery_problems(plan), *_pair_problems(plan), *_rank0_problems(plan))
+    problems = (_source_problems, _delivery_problems, _finish_problems, _pair_problems, _promise_problems)
+    return tuple(problem for find in problems for problem in find(plan))
 
 
 def require_valid(plan: BoundaryPlan) -> None:
@@ -42,21 +56,23 @@ def require_valid(plan: BoundaryPlan) -> None:
     assert not problems, f"invalid boundary plan ({plan.strategy}): {'; '.join(problems)}\n{plan.describe()}"
 
 
-def _name(transfer: Transfer) -> str:
-    return f"transfer {transfer.src} -> {transfer.dst} {format_box(transfer.box)}"
-
-
 def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
     """Yield every rank that stands where the spreads do not have it."""
     src_ranks, dst_ranks = set(plan.src.ranks), set(plan.dst.ranks)
     for transfer in plan.transfers:
         if transfer.src not in src_ranks:
-            yield f"{_name(transfer)}: {transfer.src} is not one of the source ranks {plan.src.ranks}"
+            yield f"transfer {transfer}: {transfer.src} is not one of the source ranks {plan.src.ranks}"
         if transfer.dst not in dst_ranks:
-            yield f"{_name(transfer)}: {transfer.dst} is not one of the destination ranks {plan.dst.ranks}"
-    for rank in plan.finish.ranks:
-        if rank not in dst_ranks:
-            yield f"finish {plan.finish.kind}: {rank} is not one of the destination ranks {plan.dst.ranks}"
+            yield f"transfer {transfer}: {transfer.dst} is not one of the destination ranks {plan.dst.ranks}"
+    sides = (("start", plan.start, plan.src.ranks, "source"), ("finish", plan.finish, plan.dst.ranks, "destination"))
+    for name, collective, ranks, side in sides:
+        for rank in collective.ranks:
+            if rank not in ranks:
+                yield f"{name} {collective.kind}: {rank} is not one of the {side} ranks {ranks}"
+    if plan.start.kind not in (CollectiveKind.NONE, CollectiveKind.GATHER):
+        yield f"start {plan.start.kind}: only a gather can come before the transfers"
+    if plan.finish.kind is CollectiveKind.GATHER:
+        yield "finish gather: it completes nothing"
 
 
 def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
@@ -67,16 +83,26 @@ def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
     whole = whole_box(plan.src.shape)
     for transfer in plan.transfers:
         # An empty box intersects nothing, so it fails here as well.
-        if len(transfer.box) != len(whole) or intersect(transfer.box, whole) != transfer.box:
-            yield f"{_name(transfer)}: the box is empty or leaves the tensor {plan.src.shape}"
+        if any(len(box) != len(whole) or intersect(box, whole) != box for box in transfer.boxes) or not transfer.boxes:
+            yield f"transfer {transfer}: a box is empty or leaves the tensor {plan.src.shape}"
 
 
 def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every transfer that sends what its source does not have."""
-    held = {holding.rank: holding.boxes for holding in plan.src.holdings}
+    """Yield every transfer that sends what its source does not have, or not as pieces of its memory."""
+    held = _after_start(plan)
     for transfer in plan.transfers:
-        for part in subtract(transfer.box, held[transfer.src]):
-            yield f"{_name(transfer)}: the source does not hold {format_box(part)}"
+        for box in transfer.boxes:
+            for part in subtract(box, held[transfer.src]):
+                yield f"transfer {transfer}: the source does not hold {format_box(part)}"
+            if not any(intersect(box, one) == box for one in plan.sent_from(transfer.src).boxes):
+                yield f"transfer {transfer}: {format_box(box)} is not inside one box of the source"
+
+
+def _after_start(plan: BoundaryPlan) -> dict[int, Sequence[Box]]:
+    """Return the boxes that each source rank has once the start is over."""
+    held: dict[int, Sequence[Box]] = {holding.rank: holding.boxes for holding in plan.src.holdings}
+    gathered = {group[0]: [box for rank in group for box in held[rank]] for group in plan.start.groups}
+    return {**held, **gathered}
 
 
 def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
@@ -92,18 +118,51 @@ def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
             yield f"rank {rank} never gets {format_box(part)}"
         for part in _outside(boxes, holding.boxes):
             yield f"rank {rank} gets {format_box(part)}, which it does not hold"
+    for transfer in plan.transfers:
+        for box in transfer.boxes:
+            if not any(intersect(box, one) == box for one in plan.lands_in(transfer.dst).boxes):
+                yield f"transfer {transfer}: {format_box(box)} is not inside one box of the destination"
+
+
+def _finish_problems(plan: BoundaryPlan) -> Iterator[str]:
+    """Yield members of the finish that do not bring what it takes: even cuts of rows, or everything at the root.
+
+    The runtime gathers the cuts in place, and writes over what others than the root of a broadcast or scatter have.
+    """
+    finish = plan.finish
+    for group in finish.groups:
+        for index, rank in enumerate(group):
+            arrived = [box for transfer in plan.receives_of(rank) for box in transfer.boxes]
+            if finish.kind is CollectiveKind.ALL_GATHER:
+                boxes = plan.dst.boxes_of(rank)
+                start, stop = even_cuts(num_rows(boxes), len(group))[index]
+                own = rows_of(boxes, start, stop)
+                if any(_outside(own, arrived)) or any(_outside(arrived, own)):
+                    yield f"finish all-gather: what {rank} receives is not rows {start}:{stop} of its memory"
+            elif index > 0 and arrived:
+                yield f"finish {finish.kind}: {rank} receives transfers, but {group[0]} is the root"
 
 
 def _delivered(plan: BoundaryPlan) -> dict[int, list[Box]]:
     """Return all boxes that reach each destination rank, by transfers and by the finish."""
-    delivered: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
+    arrived: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
     for transfer in plan.transfers:
-        delivered[transfer.dst].append(transfer.box)
-    if plan.finish.kind is FinishKind.BROADCAST:
-        root_boxes = [transfer.box for transfer in plan.transfers if transfer.dst == plan.finish.root]
-        for rank in plan.finish.ranks:
-            if rank != plan.finish.root:
-                delivered[rank] += root_boxes
+        arrived[transfer.dst] += transfer.boxes
+    delivered = {rank: list(boxes) for rank, boxes in arrived.items()}
+    for group in plan.finish.groups:
+        root, *others = group
+        for rank in group:
+            match plan.finish.kind:
+                case CollectiveKind.BROADCAST:
+                    delivered[rank] += arrived[root] if rank in others else []
+                case CollectiveKind.ALL_GATHER:
+                    delivered[rank] += [box for other in group if other != rank for box in arrived[other]]
+                case CollectiveKind.SCATTER:
+                    parts = [intersect(box, own) for box in arrived[root] for own in plan.dst.boxes_of(rank)]
+                    kept = [] if rank == root else arrived[rank]
+                    delivered[rank] = kept + [part for part in parts if part is not None]
+                case _:
+                    raise AssertionError(plan.finish.kind)
     return delivered
 
 
@@ -114,38 +173,32 @@ def _outside(boxes: Sequence[Box], others: Sequence[Box]) -> Iterator[Box]:
 
 
 def _pair_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield transfers that are not one whole overlap of a source box and a destination box.
-
-    A message that spans two boxes of a rank is not one piece of its memory; two messages for one pair of boxes are one
-    too many for backends that take a single block per direction between two ranks.
-    """
-    src_boxes = {holding.rank: holding.boxes for holding in plan.src.holdings}
-    dst_boxes = {holding.rank: holding.boxes for holding in plan.dst.holdings}
-    count: Counter[tuple[int, int, Box, Box]] = Counter()
-    for transfer in plan.transfers:
-        src_box = _containing(transfer.box, src_boxes[transfer.src])
-        dst_box = _containing(transfer.box, dst_boxes[transfer.dst])
-        if src_box is None or dst_box is None:
-            yield f"{_name(transfer)}: the box does not lie inside one box of each side"
-        else:
-            count[transfer.src, transfer.dst, src_box, dst_box] += 1
-    for (src, dst, src_box, dst_box), num_transfers in count.items():
+    """Yield pairs of ranks with several transfers: some backends take one block per direction between two ranks."""
+    for (src, dst), num_transfers in Counter((t.src, t.dst) for t in plan.transfers).items():
         if num_transfers > 1:
-            boxes = f"from {format_box(src_box)} to {format_box(dst_box)}"
-            yield f"{num_transfers} transfers {src} -> {dst} {boxes}, not one"
+            yield f"{num_transfers} transfers {src} -> {dst}, not one"
 
 
-def _containing(box: Box, candidates: Sequence[Box]) -> Box | None:
-    """Return the candidate that contains the whole of `box`, if there is one."""
-    return next((candidate for candidate in candidates if intersect(box, candidate) == box), None)
-
-
-def _rank0_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield a rank0 plan's transfers when they are not one between the leaders: its promise is a single link."""
-    leaders = [(plan.src.ranks[0], plan.dst.ranks[0])]
-    links = [(transfer.src, transfer.dst) for transfer in plan.transfers]
-    if plan.strategy == "rank0" and links != leaders:
-        yield f"strategy rank0 has transfers on the links {links}, not on {leaders}"
+def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
+    """Yield what the strategy promises and the plan does not keep."""
+    if plan.strategy == "rank0":
+        leaders = [(plan.src.ranks[0], plan.dst.ranks[0])]
+        links = [(transfer.src, transfer.dst) for transfer in plan.transfers]
+        if links != leaders:
+            yield f"strategy rank0 has transfers on the links {links}, not on {leaders}"
+    elif plan.strategy == "sliced":
+        sides = (
+            ("source", plan.src, egress_bytes(plan, itemsize_bytes=1)),
+            ("destination", plan.dst, ingress_bytes(plan, itemsize_bytes=1)),
+        )
+        # Equal sides are joined rank to rank: each carries all it has.
+        is_paired = [h.boxes for h in plan.src.holdings] == [h.boxes for h in plan.dst.holdings]
+        for side, spread, num_elements in sides:
+            share = spread if is_paired else spread.divided()
+            for rank, carried in num_elements.items():
+                fair = sum(volume(box) for box in share.boxes_of(rank))
+                if carried > fair:
+                    yield f"strategy sliced moves {carried} elements at {side} rank {rank}, more than its {fair}"
 
 
 def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int], int]:
@@ -159,7 +212,7 @@ def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int],
     total_bytes: dict[tuple[int, int], int] = {}
     for transfer in plan.transfers:
         link = transfer.src, transfer.dst
-        total_bytes[link] = total_bytes.get(link, 0) + volume(transfer.box) * itemsize_bytes
+        total_bytes[link] = total_bytes.get(link, 0) + transfer.num_elements * itemsize_bytes
     return total_bytes
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
-from vtp_plugin.boundary.plan import BoundaryPlan, FinishKind
+from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, TransportRules, pipeline_boundaries
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 # Lengths in pixels. A frame holds the boxes of one stage in one replica.
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 116, 42, 10
 _FRAME_PAD = 14
-_BRACKET_WIDTH = 26  # of a broadcast, between the frame and its boxes
+_BRACKET_WIDTH = 26  # of a finish, between the frame and its boxes
 _STAGE_GAP = 112
 _MARGIN = 24
 _HEADER_HEIGHT = 70
@@ -38,9 +38,9 @@ rect.member { fill: #4a6fa5; }
 rect.leader { fill: #b4540a; }
 path { fill: none; stroke-linejoin: round; }
 path.transfer { stroke: #d9730d; stroke-width: 2.5; marker-end: url(#transfer-head); }
-path.broadcast { stroke: #5b82bd; stroke-width: 1.5; marker-end: url(#broadcast-head); }
+path.finish { stroke: #5b82bd; stroke-width: 1.5; marker-end: url(#finish-head); }
 path.transfer-head { fill: #d9730d; }
-path.broadcast-head { fill: #5b82bd; }"""
+path.finish-head { fill: #5b82bd; }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class _Crossing:
         return self.boundary.downstream < self.boundary.upstream
 
     @property
-    def has_broadcast(self) -> bool:
-        return self.plan.finish.kind is FinishKind.BROADCAST
+    def has_finish(self) -> bool:
+        return self.plan.finish.kind is not CollectiveKind.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class _Picture:
         replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each.
         crossings: boundaries of these replicas.
         frame_lefts: left edge of the frames, by stage.
-        bracket_widths: room for a broadcast at the left of a frame's boxes, by stage.
+        bracket_widths: room for a finish at the left of a frame's boxes, by stage.
         num_wraps: lines from the last stage round to the first, per row.
     """
 
@@ -121,7 +121,7 @@ class _Picture:
         return left, self.frame_top(row) + _FRAME_PAD + place.tp_rank * (_BOX_HEIGHT + _BOX_GAP)
 
 
-def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, transport: str = "auto") -> str:
+def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: TransportRules | None = None) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
     Replicas are stacked; of more than four only the first is drawn, with their number.
@@ -129,7 +129,7 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, transport: s
     Args:
         layout: Who is where; its stages have the same cp and dp sizes.
         is_ring: Virtual stages let the last stage send to the first.
-        transport: `"auto"` or `"rank0"`, as for :func:`~vtp_plugin.boundary.pipeline.choose_strategy`.
+        rules: How boundaries are crossed; default is the automatic choice inside one site.
 
     Returns:
         An SVG document: ASCII, no scripts, nothing loaded from elsewhere, a transparent background. Transfers are paths
@@ -141,16 +141,16 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, transport: s
 
     >>> svg = draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=3))
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
-    (1, 1)
+    (2, 1)
     """
-    picture = _arrange(layout, is_ring=is_ring, transport=transport)
+    picture = _arrange(layout, is_ring=is_ring, rules=rules)
     title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
     subtitle = _counts(layout) + ("" if layout.is_uniform else "; every stage has its own tensor-parallel size")
     body = [_text(_MARGIN, _MARGIN + 8, title, "title"), _text(_MARGIN, _MARGIN + 27, subtitle)]
     body += [*_headers(picture), *_rows(picture)]
     # Arrows are painted last, over the frames.
     for crossing in picture.crossings:
-        body += [*_transfers(picture, crossing), *_broadcast(picture, crossing)]
+        body += [*_transfers(picture, crossing), *_finish(picture, crossing)]
     legend = _legend(picture)
     for index, (kind, text) in enumerate(legend):
         body += _legend_entry(picture.rows_bottom + index * _LEGEND_STEP, kind, text)
@@ -163,21 +163,21 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, transport: s
         'role="img">',
         f"<title>{title}: {_counts(layout)}</title>",
         f"<style>\n{_STYLE}\n</style>",
-        f"<defs>{_head('transfer', 5)}{_head('broadcast', 6)}</defs>",
+        f"<defs>{_head('transfer', 5)}{_head('finish', 6)}</defs>",
         *body,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _arrange(layout: PipelineLayout, *, is_ring: bool, transport: str) -> _Picture:
+def _arrange(layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None) -> _Picture:
     replicas = layout.replicas if len(layout.replicas) <= _MAX_REPLICAS_DRAWN else layout.replicas[:1]
     crossings = tuple(
-        _Crossing(boundary=boundary, plan=boundary.plan((1, 1, 1), Direction.FORWARD, is_sharded=False))
-        for boundary in pipeline_boundaries(layout, is_ring=is_ring, transport=transport)
+        _Crossing(boundary=boundary, plan=boundary.crossing(Direction.FORWARD).probe)
+        for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
         if (boundary.dp_rank, boundary.cp_rank) in replicas
     )
-    receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_broadcast}
+    receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_finish}
     brackets = tuple(_BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
     num_wraps = max((len(crossing.plan.transfers) for crossing in crossings if crossing.is_wrap), default=0)
     wrap_room = (num_wraps + 2) * _WRAP_STEP if num_wraps else 0
@@ -254,7 +254,8 @@ def _transfers(picture: _Picture, crossing: _Crossing) -> Iterable[str]:
         )
         yield _path(points, "transfer", f"rank {transfer.src} to rank {transfer.dst}")
     first = picture.box(transfers[0].src)
-    how = "leader to leader" if crossing.plan.strategy == "rank0" else "rank to rank"
+    is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
+    how = "leader to leader" if crossing.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
     if crossing.is_wrap:
         right = picture.frames_right
         middle = (picture.frame_lefts[0] + right) // 2
@@ -281,21 +282,27 @@ def _wrap_y(picture: _Picture, inside_y: int, depth: int) -> int:
     return frames_bottom + _WRAP_LABEL_HEIGHT + (depth + 1) * _WRAP_STEP
 
 
-def _broadcast(picture: _Picture, crossing: _Crossing) -> Iterable[str]:
-    """Draw the finish of a plan as a bracket from the root to the other ranks of the stage."""
+def _finish(picture: _Picture, crossing: _Crossing) -> Iterable[str]:
+    """Draw the collective that completes a plan as a bracket at the left of the stage.
+
+    A broadcast leads from its root to the other ranks, an all-gather into every rank.
+    """
     finish = crossing.plan.finish
-    if not crossing.has_broadcast:
-        return
-    assert finish.root is not None
-    left, top = picture.box(finish.root)
-    others = [rank for rank in finish.ranks if rank != finish.root]
-    yield f"<g><title>broadcast from rank {finish.root} to {', '.join(f'rank {rank}' for rank in others)}</title>"
-    start = (left, top + _BOX_HEIGHT - 8)
-    for rank in others:
-        end = (left, picture.box(rank)[1] + _BOX_HEIGHT // 2)
+    low = _BOX_HEIGHT - 8
+    # In an all-gather every rank has the head of a transfer in the middle of its box.
+    entry = low if finish.kind is CollectiveKind.ALL_GATHER else _BOX_HEIGHT // 2
+    for group in finish.groups:
+        root, *others = group
+        left, top = picture.box(root)
         turn = left - _BRACKET_WIDTH + 8
-        yield _path([start, (turn, start[1]), (turn, end[1]), end], "broadcast")
-    yield "</g>"
+        yield f"<g><title>{finish.kind} among {', '.join(f'rank {rank}' for rank in group)}</title>"
+        start = (left, top + low)
+        for rank in others:
+            end = (left, picture.box(rank)[1] + entry)
+            yield _path([start, (turn, start[1]), (turn, end[1]), end], "finish")
+        if finish.kind is CollectiveKind.ALL_GATHER:
+            yield _path([(turn, start[1]), start], "finish")
+        yield "</g>"
 
 
 def _legend(picture: _Picture) -> tuple[tuple[str, str], ...]:
@@ -303,8 +310,9 @@ def _legend(picture: _Picture) -> tuple[tuple[str, str], ...]:
     entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
     if picture.crossings:
         entries.append(("transfer", "activations, forward; gradients come back alike"))
-    if any(crossing.has_broadcast for crossing in picture.crossings):
-        entries.append(("broadcast", "broadcast inside the stage after the transfer"))
+    if any(crossing.has_finish for crossing in picture.crossings):
+        kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.crossings if one.has_finish}))
+        entries.append(("finish", f"{kinds} inside the stage after the transfers"))
     return tuple(entries)
 
 

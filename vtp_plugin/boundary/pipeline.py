@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_overlap, reversed_plan
-from vtp_plugin.boundary.spread import Spread, replicated, sharded
+from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_header
+from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 Shape = tuple[int, ...]
+
+SLICED_FROM_BYTES = 0
+"""Tensors from this size on cross faster in slices than through the leaders."""
 
 
 class Direction(StrEnum):
@@ -17,6 +22,125 @@ class Direction(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The ranks of one stage that take part in a boundary, and how they hold a tensor `[S, B, H]`.
+
+    Attributes:
+        ranks_by_cp: Global ranks by tensor-parallel rank, for every context-parallel rank that the boundary joins: one
+            row where both stages have the same context-parallel size, since their replicas do not mix then.
+    """
+
+    ranks_by_cp: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, the leader first."""
+        return tuple(rank for ranks in self.ranks_by_cp for rank in ranks)
+
+    def num_parts(self, *, is_sharded: bool) -> int:
+        """Count into how many parts the sequence is cut over the ranks.
+
+        >>> side = Side(ranks_by_cp=((0, 1), (2, 3)))
+        >>> side.num_parts(is_sharded=False), side.num_parts(is_sharded=True)
+        (2, 4)
+        """
+        return len(self.ranks_by_cp) * (len(self.ranks_by_cp[0]) if is_sharded else 1)
+
+    def spread(self, shape: Shape, *, is_sharded: bool) -> Spread:
+        """Say what each rank holds of a tensor.
+
+        Under context parallelism a rank has a chunk from the front and its counterpart from the back, one behind the
+        other (Megatron 0.19, `get_batch_on_this_cp_rank`); sequence parallelism cuts these rows evenly.
+
+        Args:
+            shape: Of the whole tensor, the first dimension being the sequence, or the rows of a weight.
+            is_sharded: Tensor-parallel ranks hold slices, not copies (sequence parallelism).
+
+        Raises:
+            ConfigError: The sequence does not divide.
+
+        >>> Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
+        (((0, 2),), ((6, 8),))
+        """
+        cp, tp = len(self.ranks_by_cp), len(self.ranks_by_cp[0])
+        rows = num_rows(_chunks(shape, 0, cp))
+        if shape[0] % (2 * cp if cp > 1 else 1) or (is_sharded and rows % tp):
+            multiple = (2 * cp if cp > 1 else 1) * (tp if is_sharded else 1)
+            raise ConfigError(
+                f"sequence length {shape[0]} cannot be cut for ranks {self.ranks} (context-parallel size {cp}, "
+                f"tensor-parallel size {tp}{', sequence parallel' if is_sharded else ''}): use a multiple of {multiple}"
+            )
+        holdings = []
+        for cp_rank, ranks in enumerate(self.ranks_by_cp):
+            boxes = _chunks(shape, cp_rank, cp)
+            cuts = even_cuts(rows, tp) if is_sharded else ((0, rows),) * tp
+            holdings += [Holding(rank=rank, boxes=rows_of(boxes, *cut)) for rank, cut in zip(ranks, cuts, strict=True)]
+        return Spread(shape=shape, holdings=tuple(holdings))
+
+
+def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
+    """Return what a context-parallel rank holds, in the order of its memory."""
+    rest = tuple((0, length) for length in shape[1:])
+    if cp == 1:
+        return (((0, shape[0]), *rest),)
+    chunks = even_cuts(shape[0], 2 * cp)
+    return tuple((chunks[index], *rest) for index in (cp_rank, 2 * cp - 1 - cp_rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """One direction between two sides: what a channel is, as data.
+
+    Attributes:
+        name: Boundary and direction as error messages show them: `boundary 0->1, forward`.
+        src: Side that sends.
+        dst: Side that receives.
+        strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
+        unit: What the running number of a message counts, for error messages.
+    """
+
+    name: str
+    src: Side
+    dst: Side
+    strategy: str
+    unit: str = "microbatch"
+
+    def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
+        """Plan one exchange of a tensor of a global shape.
+
+        Args:
+            shape: Of the whole tensor, such as `[S, B, H]`.
+            src_sharded: The sending ranks hold slices of the first dimension, not copies.
+            dst_sharded: The receiving ranks want slices.
+
+        Raises:
+            ConfigError: The sequence does not divide, or the strategy cannot carry it.
+        """
+        src, dst = self.src.spread(shape, is_sharded=src_sharded), self.dst.spread(shape, is_sharded=dst_sharded)
+        return STRATEGIES[self.strategy](src, dst)
+
+    @property
+    def probe(self) -> BoundaryPlan:
+        """Plan for a small tensor that divides everywhere: tells which ranks take part, and their links."""
+        rows = math.lcm(*(2 * side.num_parts(is_sharded=True) for side in (self.src, self.dst)))
+        return self.plan((rows, 1, 1))
+
+    def plan_header(self, length: int) -> BoundaryPlan:
+        """Plan how a small vector reaches every receiving rank."""
+        return plan_header(self.probe, length)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of both sides, in the plan's order; each has the channel."""
+        return self.src.ranks + self.dst.ranks
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Ranks that send or receive a transfer, ascending: the members of the channel's group."""
+        return self.probe.participants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +152,8 @@ class PipelineBoundary:
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
         dp_rank: Data-parallel rank of the replica.
         cp_rank: Context-parallel rank of the replica.
-        src_ranks: Global ranks of the upstream stage in this replica, by tensor-parallel rank.
-        dst_ranks: The same of the downstream stage.
+        src: Ranks of the upstream stage in this replica.
+        dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
     """
 
@@ -37,60 +161,78 @@ class PipelineBoundary:
     downstream: int
     dp_rank: int
     cp_rank: int
-    src_ranks: tuple[int, ...]
-    dst_ranks: tuple[int, ...]
+    src: Side
+    dst: Side
     strategy: str
 
-    def plan(self, shape: Shape, direction: Direction, *, is_sharded: bool) -> BoundaryPlan:
-        """Plan one exchange.
-
-        Args:
-            shape: Of the whole tensor, such as `[S, B, H]`.
-            direction: FORWARD for activations, BACKWARD for their gradients.
-            is_sharded: Both stages hold slices of dimension 0 (sequence parallelism), not copies.
-        """
-        spread = _sharded_rows if is_sharded else replicated
-        forward = STRATEGIES[self.strategy](spread(shape, self.src_ranks), spread(shape, self.dst_ranks))
-        return forward if direction is Direction.FORWARD else reversed_plan(forward)
+    def crossing(self, direction: Direction) -> Crossing:
+        """Give one direction; gradients take the way of :func:`~vtp_plugin.boundary.plan.reversed_plan`."""
+        ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
+        return Crossing(name=self.name(direction), src=ends[0], dst=ends[1], strategy=self.strategy)
 
     def name(self, direction: Direction) -> str:
         """Name boundary and direction as error messages do: `boundary 0->1, forward`."""
         return f"boundary {self.upstream}->{self.downstream}, {direction}"
 
 
-def choose_strategy(src_tp: int, dst_tp: int, transport: str) -> tuple[str, str]:
-    """Choose how a boundary is crossed, with the reason for the log.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportRules:
+    """What decides how a boundary is crossed.
 
-    >>> choose_strategy(2, 2, "auto")[0], choose_strategy(1, 4, "auto")[0], choose_strategy(2, 2, "rank0")[0]
-    ('direct', 'rank0', 'rank0')
+    Attributes:
+        transport: `"auto"`, `"rank0"` or `"sliced"`.
+        sites: Site of every stage; empty for one site.
+        tensor_bytes: Size of the whole tensor that crosses; None where it is not known beforehand.
     """
-    if transport == "rank0":
-        return "rank0", "asked for"
-    if src_tp == dst_tp:
-        return "direct", "both stages have one size"
-    return "rank0", "the stages' sizes differ"
+
+    transport: str = "auto"
+    sites: tuple[str, ...] = ()
+    tensor_bytes: int | None = None
+
+    def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
+        """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
+
+        >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
+        >>> TransportRules(sites=("edge", "cloud", "cloud")).choose(layout, 0, 1)
+        ('rank0', 'crosses from site edge to site cloud')
+        >>> TransportRules().choose(layout, 1, 2)
+        ('sliced', 'both stages have one size: rank to rank')
+        """
+        src, dst = layout.stages[upstream], layout.stages[downstream]
+        if self.transport != "auto":
+            return self.transport, "asked for"
+        if src.cp != dst.cp:
+            return "sliced", "context-parallel sizes differ"
+        if self.sites and self.sites[upstream] != self.sites[downstream]:
+            return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
+        if src.tp == dst.tp:
+            return "sliced", "both stages have one size: rank to rank"
+        if self.tensor_bytes is not None and self.tensor_bytes < SLICED_FROM_BYTES:
+            return "rank0", f"{self.tensor_bytes} bytes are fewer than {SLICED_FROM_BYTES}, where slices begin to pay"
+        return "sliced", "the stages' sizes differ: every link carries its share"
 
 
 def pipeline_boundaries(
-    layout: PipelineLayout, *, is_ring: bool, transport: str = "auto"
+    layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None = None
 ) -> tuple[PipelineBoundary, ...]:
     """List all boundaries in the order in which every rank opens and warms up their channels.
 
     Args:
         layout: Who is where.
         is_ring: Virtual stages let the last stage send to the first.
-        transport: `"auto"` or `"rank0"`, see :func:`choose_strategy`.
+        rules: How each is crossed; default is the automatic choice inside one site.
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
-    >>> [(b.upstream, b.downstream, b.src_ranks, b.dst_ranks) for b in pipeline_boundaries(layout, is_ring=True)]
+    >>> [(b.upstream, b.downstream, b.src.ranks, b.dst.ranks) for b in pipeline_boundaries(layout, is_ring=True)]
     [(0, 1, (0,), (1, 2)), (1, 0, (1, 2), (0,))]
     """
+    rules = rules or TransportRules()
     num_stages = layout.num_stages
     num_boundaries = num_stages if is_ring and num_stages > 1 else num_stages - 1
     boundaries = []
     for upstream in range(num_boundaries):
         downstream = (upstream + 1) % num_stages
-        strategy, _ = choose_strategy(layout.tp_sizes[upstream], layout.tp_sizes[downstream], transport)
+        strategy, _ = rules.choose(layout, upstream, downstream)
         for dp_rank, cp_rank in layout.replicas:
             boundaries.append(
                 PipelineBoundary(
@@ -98,21 +240,9 @@ def pipeline_boundaries(
                     downstream=downstream,
                     dp_rank=dp_rank,
                     cp_rank=cp_rank,
-                    src_ranks=layout.tp_ranks(upstream, dp_rank, cp_rank),
-                    dst_ranks=layout.tp_ranks(downstream, dp_rank, cp_rank),
+                    src=Side(ranks_by_cp=(layout.tp_ranks(upstream, dp_rank, cp_rank),)),
+                    dst=Side(ranks_by_cp=(layout.tp_ranks(downstream, dp_rank, cp_rank),)),
                     strategy=strategy,
                 )
             )
     return tuple(boundaries)
-
-
-def plan_vocabulary_exchange(shape: Shape, src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...]) -> BoundaryPlan:
-    """Plan how a vocabulary-sharded weight `[V, H]` gets from one stage's cut to another's.
-
-    The cut is Megatron's: V divides by both sizes, rank i holds the i-th slice.
-    """
-    return plan_overlap(_sharded_rows(shape, src_ranks), _sharded_rows(shape, dst_ranks))
-
-
-def _sharded_rows(shape: Shape, ranks: tuple[int, ...]) -> Spread:
-    return sharded(shape, ranks, 0)

@@ -1,4 +1,4 @@
-"""What crosses a boundary between two stages: transfers between ranks, then a finish inside the receiving stage.
+"""What crosses a boundary between two stages: transfers between ranks, with a collective before and after.
 
 A plan is data. It is made from the upstream and the downstream :class:`~vtp_plugin.boundary.spread.Spread` of one
 tensor by a planner of :data:`STRATEGIES`, proved by :mod:`vtp_plugin.boundary.check` and carried out by the runtime,
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, whole_box
+from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
 from vtp_plugin.errors import ConfigError
 
 
@@ -21,46 +21,72 @@ class Transfer:
     """One point-to-point message.
 
     Attributes:
-        src: Global rank that sends; it holds the whole box inside one of its boxes.
+        src: Global rank that sends; it has every box inside one of its own.
         dst: Global rank that receives.
-        box: What is sent, in coordinates of the global tensor; :func:`local_slices` finds it in a rank's memory.
+        boxes: What is sent, one box behind the other in ascending order, in coordinates of the global tensor;
+            :func:`local_slices` finds a box in a rank's memory.
     """
 
     src: int
     dst: int
-    box: Box
+    boxes: tuple[Box, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the message."""
+        return sum(volume(box) for box in self.boxes)
+
+    def __str__(self) -> str:
+        """Write source, destination and boxes: `0 -> 2 [0:4]`."""
+        return f"{self.src} -> {self.dst} {' '.join(format_box(box) for box in self.boxes)}"
 
 
-class FinishKind(StrEnum):
-    """What the receiving stage does after the transfers have arrived."""
+class CollectiveKind(StrEnum):
+    """What ranks of one stage do together; the root of a group is its first rank.
+
+    GATHER: the root gets what all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each
+    member gets its own boxes of what arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
+    """
 
     NONE = "none"
+    GATHER = "gather"
     BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    ALL_GATHER = "all-gather"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """The collective inside the receiving stage that completes an exchange.
+class Collective:
+    """A collective inside one stage that prepares or completes an exchange.
 
     Attributes:
-        kind: NONE, or BROADCAST: what `root` received goes to all of `ranks`.
-        ranks: Members of the collective, `root` included; empty for NONE.
-        root: Rank that has the data; None for NONE.
+        kind: What it does.
+        groups: Disjoint groups of ranks, each for itself; empty for NONE.
     """
 
-    kind: FinishKind
-    ranks: tuple[int, ...]
-    root: int | None
+    kind: CollectiveKind = CollectiveKind.NONE
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind is FinishKind.NONE:
-            assert not self.ranks and self.root is None, "no finish has no members"
-        else:
-            assert self.root in self.ranks, f"root {self.root} is not one of {self.ranks}"
-            assert len(set(self.ranks)) == len(self.ranks), f"rank listed twice in {self.ranks}"
+        assert bool(self.groups) == (self.kind is not CollectiveKind.NONE), f"{self.kind} over {self.groups}"
+        ranks = [rank for group in self.groups for rank in group]
+        assert len(set(ranks)) == len(ranks), f"rank listed twice in {self.groups}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All members."""
+        return tuple(rank for group in self.groups for rank in group)
+
+    def group_of(self, rank: int) -> tuple[int, ...] | None:
+        """Return the group of a rank, or None for a rank that takes no part."""
+        return next((group for group in self.groups if rank in group), None)
+
+    def describe(self) -> str:
+        """Write one line per group; nothing for NONE."""
+        return "\n".join(f"{self.kind} in {group}" for group in self.groups)
 
 
-NO_FINISH = Finish(kind=FinishKind.NONE, ranks=(), root=None)
+NO_COLLECTIVE = Collective()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +96,22 @@ class BoundaryPlan:
     Attributes:
         src: Where the tensor is before.
         dst: Where it is after, the finish included.
-        transfers: All messages of one exchange. Both ends post them in this order: messages carry no tags, so several
-            of one (src, dst) pair are matched by their order alone.
-        finish: What the ranks of `dst` do together afterwards.
-        strategy: Name of the planner in :data:`STRATEGIES`.
+        start: What ranks of `src` do together before: nothing, or GATHER.
+        transfers: All messages of one exchange, at most one for each pair of ranks.
+        finish: What ranks of `dst` do together afterwards.
+        strategy: Name of the planner in :data:`STRATEGIES`, or `header`, which promises nothing about its links.
     """
 
     src: Spread
     dst: Spread
+    start: Collective
     transfers: tuple[Transfer, ...]
-    finish: Finish
+    finish: Collective
     strategy: str
 
     @property
     def participants(self) -> tuple[int, ...]:
-        """Ranks that send or receive a transfer, ascending; members of the finish alone are not among them."""
+        """Ranks that send or receive a transfer, ascending; members of a collective alone are not among them."""
         return tuple(sorted({rank for transfer in self.transfers for rank in (transfer.src, transfer.dst)}))
 
     def sends_of(self, rank: int) -> tuple[Transfer, ...]:
@@ -95,18 +122,28 @@ class BoundaryPlan:
         """Return what `rank` receives by transfers, in plan order; empty for a rank without a receive."""
         return tuple(transfer for transfer in self.transfers if transfer.dst == rank)
 
+    def sent_from(self, rank: int) -> Holding:
+        """Return the memory that the transfers of a source rank read: its own part, or what it gathered."""
+        if self.start.kind is CollectiveKind.GATHER and rank in {group[0] for group in self.start.groups}:
+            return Holding(rank=rank, boxes=(whole_box(self.src.shape),))
+        return Holding(rank=rank, boxes=self.src.boxes_of(rank))
+
+    def lands_in(self, rank: int) -> Holding:
+        """Return the memory that the transfers to a destination rank fill: its own part, or what it will scatter."""
+        if self.finish.kind is CollectiveKind.SCATTER and rank in {group[0] for group in self.finish.groups}:
+            return Holding(rank=rank, boxes=(whole_box(self.dst.shape),))
+        return Holding(rank=rank, boxes=self.dst.boxes_of(rank))
+
     def describe(self) -> str:
-        """Write one line per transfer in plan order, and a last one for the finish if there is one.
+        """Write the start if there is one, one line per transfer in plan order, and the finish if there is one.
 
         >>> from vtp_plugin.boundary.spread import replicated
         >>> print(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))).describe())
         0 -> 1 [0:4, 0:2]
-        broadcast from 1 to (1, 2)
+        broadcast in (1, 2)
         """
-        lines = [f"{transfer.src} -> {transfer.dst} {format_box(transfer.box)}" for transfer in self.transfers]
-        if self.finish.kind is not FinishKind.NONE:
-            lines.append(f"{self.finish.kind} from {self.finish.root} to {self.finish.ranks}")
-        return "\n".join(lines)
+        parts = [self.start.describe(), *(str(transfer) for transfer in self.transfers), self.finish.describe()]
+        return "\n".join(part for part in parts if part)
 
 
 type Planner = Callable[[Spread, Spread], BoundaryPlan]
@@ -114,77 +151,117 @@ type Planner = Callable[[Spread, Spread], BoundaryPlan]
 
 
 def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Send the whole tensor from leader to leader, then broadcast it inside the receiving stage.
+    """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
 
-    Only one link is used, whatever the sizes of the stages. Both sides must be replicated.
+    Only one link is used, whatever the sizes of the stages. Each side is replicated, or sharded with one box for every
+    rank: a sharded source is gathered at its leader first, a sharded destination is scattered from its leader.
 
     Raises:
-        ConfigError: One side is sharded, so that its leader does not hold the whole tensor.
-
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> plan = plan_rank0(replicated((4, 2), (0, 1)), replicated((4, 2), (2, 3, 4)))
-    >>> [(t.src, t.dst) for t in plan.transfers], plan.finish.root
-    ([(0, 2)], 2)
-    """
-    _assert_same_shape(src, dst)
-    for side, spread in (("upstream", src), ("downstream", dst)):
-        if not spread.is_replicated:
-            raise ConfigError(
-                f"boundary strategy rank0 sends the leader's tensor as the whole one, but on the {side} ranks "
-                f"{spread.ranks} it is sharded: sequence-parallel boundaries need another strategy"
-            )
-    leader = dst.ranks[0]
-    finish = Finish(kind=FinishKind.BROADCAST, ranks=dst.ranks, root=leader) if len(dst.ranks) > 1 else NO_FINISH
-    transfer = Transfer(src=src.ranks[0], dst=leader, box=whole_box(src.shape))
-    return BoundaryPlan(src=src, dst=dst, transfers=(transfer,), finish=finish, strategy="rank0")
-
-
-def plan_overlap(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Send every overlap of a source box with a destination box straight to the rank that needs it.
-
-    Each element that a destination needs comes from exactly one holder. Where m ranks hold the same boxes, the
-    destinations that need any of them take turns in their order: the i-th takes from holder ``i % m``. With equal
-    spreads on both sides rank i sends to rank i alone, which is the pattern between stages of the same size. There is
-    no finish. A pair of ranks has one transfer for each pair of their boxes that overlap.
-
-    Transfers are ordered by the positions of destination and source in their spreads, then by box.
+        ConfigError: A rank holds none or several boxes, as under context parallelism.
 
     >>> from vtp_plugin.boundary.spread import replicated, sharded
-    >>> print(plan_overlap(replicated((4,), (0, 1)), replicated((4,), (2, 3))).describe())
-    0 -> 2 [0:4]
-    1 -> 3 [0:4]
-    >>> print(plan_overlap(sharded((6,), (0, 1), dim=0), sharded((6,), (2, 3, 4), dim=0)).describe())
+    >>> print(plan_rank0(sharded((4, 2), (0, 1), dim=0), replicated((4, 2), (2, 3, 4))).describe())
+    gather in (0, 1)
+    0 -> 2 [0:4, 0:2]
+    broadcast in (2, 3, 4)
+    """
+    _assert_same_shape(src, dst)
+    for spread in (src, dst):
+        if not spread.is_replicated and (len(spread.copies) < len(spread.ranks) or not _has_one_box_each(spread)):
+            raise ConfigError(
+                f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {spread.ranks} hold "
+                "several or none (unequal context parallelism): use --vtp-transport sliced there"
+            )
+    transfer = Transfer(src=src.ranks[0], dst=dst.ranks[0], boxes=(whole_box(src.shape),))
+    start = NO_COLLECTIVE if src.is_replicated else Collective(kind=CollectiveKind.GATHER, groups=(src.ranks,))
+    spreading = CollectiveKind.BROADCAST if dst.is_replicated else CollectiveKind.SCATTER
+    finish = Collective(kind=spreading, groups=(dst.ranks,)) if len(dst.ranks) > 1 else NO_COLLECTIVE
+    return BoundaryPlan(src=src, dst=dst, start=start, transfers=(transfer,), finish=finish, strategy="rank0")
+
+
+def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
+    """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces straight.
+
+    What several ranks hold alike is cut in as many even pieces of rows, so a source rank sends at most
+    ``ceil(rows / tp_src)`` rows and a destination rank receives at most ``ceil(rows / tp_dst)``, for any two sizes.
+    Ranks that want copies complete them by an all-gather; sharded ranks have their part already. Where both sides hold
+    the same boxes rank by rank, each rank sends all it has to its peer, as between stages of stock Megatron.
+
+    Transfers are ordered by the positions of destination and source in their spreads.
+
+    >>> from vtp_plugin.boundary.spread import replicated, sharded
+    >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))).describe())
     0 -> 2 [0:2]
     0 -> 3 [2:3]
     1 -> 3 [3:4]
     1 -> 4 [4:6]
+    all-gather in (2, 3, 4)
+    >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3))).describe())
+    0 -> 2 [0:6]
+    1 -> 3 [0:6]
     """
     _assert_same_shape(src, dst)
-    transfers: list[Transfer] = []
-    for holders, boxes in src.replicas().items():
-        num_takers = 0
-        for holding in dst.holdings:
-            common = [intersect(box, needed) for box in boxes for needed in holding.boxes]
-            parts = [box for box in common if box is not None]
-            holder = holders[num_takers % len(holders)]
-            transfers += [Transfer(src=holder, dst=holding.rank, box=box) for box in parts]
-            num_takers += bool(parts)
-    src_position = {rank: position for position, rank in enumerate(src.ranks)}
-    dst_position = {rank: position for position, rank in enumerate(dst.ranks)}
-    transfers.sort(key=lambda t: (dst_position[t.dst], src_position[t.src], t.box))
-    return BoundaryPlan(src=src, dst=dst, transfers=tuple(transfers), finish=NO_FINISH, strategy="direct")
+    if [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]:
+        pairs = zip(src.holdings, dst.ranks, strict=True)
+        transfers = [Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes]
+        copies: tuple[tuple[int, ...], ...] = ()
+    else:
+        transfers = _overlaps(src.divided(), dst.divided())
+        copies = tuple(group for group in dst.copies if len(group) > 1)
+    return BoundaryPlan(
+        src=src,
+        dst=dst,
+        start=NO_COLLECTIVE,
+        transfers=tuple(transfers),
+        finish=Collective(kind=CollectiveKind.ALL_GATHER, groups=copies) if copies else NO_COLLECTIVE,
+        strategy="sliced",
+    )
 
 
-STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "direct": plan_overlap})
+def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
+    """Join each source with each destination that wants some of its elements; every element has one holder."""
+    transfers = []
+    for wanting in dst.holdings:
+        for holding in src.holdings:
+            common = [intersect(box, wanted) for box in holding.boxes for wanted in wanting.boxes]
+            boxes = tuple(sorted(box for box in common if box is not None))
+            if boxes:
+                transfers.append(Transfer(src=holding.rank, dst=wanting.rank, boxes=boxes))
+    return transfers
+
+
+def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
+    """Plan how a small vector gets to every destination rank of `plan`, over links that `plan` uses.
+
+    Where the plan broadcasts or scatters from a leader, the vector is broadcast as well; elsewhere every destination
+    has it from the first rank that sends it anything, so `plan` must send something to each.
+
+    >>> from vtp_plugin.boundary.spread import replicated
+    >>> print(plan_header(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))), 3).describe())
+    0 -> 2 [0:3]
+    0 -> 3 [0:3]
+    1 -> 4 [0:3]
+    """
+    src, dst = (replicated((length,), spread.ranks) for spread in (plan.src, plan.dst))
+    if plan.strategy == "rank0":
+        return plan_rank0(src, dst)
+    sources = [(plan.receives_of(rank)[0].src, rank) for rank in dst.ranks]
+    transfers = tuple(Transfer(src=source, dst=rank, boxes=(whole_box((length,)),)) for source, rank in sources)
+    return BoundaryPlan(
+        src=src, dst=dst, start=NO_COLLECTIVE, transfers=transfers, finish=NO_COLLECTIVE, strategy="header"
+    )
+
+
+STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "sliced": plan_sliced})
 """Planner for every strategy name; a plan carries the name of the planner that made it."""
 
 
 def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
     """Plan the way back: the tensor's gradient, spread like the tensor, from `plan.dst` to `plan.src`.
 
-    The way back is planned anew by the same strategy, not by turning the arrows round: after a broadcast, or where one
-    source fed several destinations, every destination has the complete gradient and only one of them must send it.
-    For a plan of one of :data:`STRATEGIES`, ``reversed_plan(reversed_plan(plan)) == plan``.
+    The way back is planned anew by the same strategy, not by turning the arrows round: after a broadcast every
+    destination has the complete gradient and only one of them must send it. For a plan of one of :data:`STRATEGIES`,
+    ``reversed_plan(reversed_plan(plan)) == plan``.
 
     >>> from vtp_plugin.boundary.spread import replicated
     >>> print(reversed_plan(plan_rank0(replicated((4,), (0,)), replicated((4,), (1, 2)))).describe())
@@ -194,22 +271,33 @@ def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
 
 
 def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
-    """Find a global box in the local tensor of a rank that holds one box.
+    """Find a global box in the local tensor of a rank.
 
     Args:
-        box: Global coordinates, inside the held box.
-        holding: Of the rank whose memory is addressed; exactly one box, whose shape is the local tensor's.
+        box: Global coordinates, inside one of the held boxes.
+        holding: Of the rank whose memory is addressed; its boxes lie one behind the other along the first dimension.
 
     Returns:
         One slice per dimension that indexes the local tensor.
 
     >>> local_slices(((3, 4), (0, 2)), Holding(rank=1, boxes=(((2, 4), (0, 2)),)))
     (slice(1, 2, None), slice(0, 2, None))
+    >>> local_slices(((7, 8),), Holding(rank=1, boxes=(((0, 2),), ((6, 8),))))
+    (slice(3, 4, None),)
     """
-    assert len(holding.boxes) == 1, f"rank {holding.rank} holds {len(holding.boxes)} boxes, not one"
-    (held,) = holding.boxes
-    assert intersect(box, held) == box, f"rank {holding.rank} holds {format_box(held)}, not {format_box(box)}"
-    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, held, strict=True))
+    base = 0
+    for held in holding.boxes:
+        if intersect(box, held) == box:
+            first, *rest = (
+                slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, held, strict=True)
+            )
+            return (slice(first.start + base, first.stop + base), *rest)
+        base += held[0][1] - held[0][0]
+    raise AssertionError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
+
+
+def _has_one_box_each(spread: Spread) -> bool:
+    return all(len(holding.boxes) == 1 for holding in spread.holdings)
 
 
 def _assert_same_shape(src: Spread, dst: Spread) -> None:

@@ -104,17 +104,47 @@ def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
                 yield min(i, j), max(i, j)
 
 
-def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``range(length)`` into `parts` consecutive intervals whose sizes differ by at most one, larger ones first.
+def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:
+    """Return what lies in the rows `start:stop` of the memory of a rank that holds `boxes`.
 
-    Intervals at the end are empty when there are more parts than elements.
+    A rank's memory is its boxes one behind the other along the first dimension.
+
+    >>> rows_of([((0, 2), (0, 3)), ((6, 8), (0, 3))], 1, 3)
+    (((1, 2), (0, 3)), ((6, 7), (0, 3)))
+    """
+    found: list[Box] = []
+    base = 0
+    for (first, last), *rest in boxes:
+        inside = (first + max(start - base, 0), min(last, first + stop - base))
+        if inside[0] < inside[1]:
+            found.append((inside, *rest))
+        base += last - first
+    return tuple(found)
+
+
+def num_rows(boxes: Sequence[Box]) -> int:
+    """Count the rows of a rank's memory: the sum of the boxes' lengths along the first dimension.
+
+    >>> num_rows([((0, 2), (0, 3)), ((6, 8), (0, 3))])
+    4
+    """
+    return sum(box[0][1] - box[0][0] for box in boxes)
+
+
+def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut ``range(length)`` into `parts` consecutive intervals whose sizes differ by at most one, the first a largest.
+
+    Cuts lie at the fractions ``k / parts`` of the length, rounded up. Rounding keeps their order, so pieces of two cuts
+    of one length (4 and 6 parts) overlap at most where the same fractions of the whole do, whatever the length.
+    Some intervals are empty when there are more parts than elements.
 
     >>> even_cuts(7, 3)
     ((0, 3), (3, 5), (5, 7))
+    >>> even_cuts(4, 8)[:3]
+    ((0, 1), (1, 1), (1, 2))
     """
     assert length >= 0 and parts > 0, f"cannot cut {length} elements into {parts} parts"
-    size, num_larger = divmod(length, parts)
-    bounds = [size * part + min(part, num_larger) for part in range(parts + 1)]
+    bounds = [-(-length * part // parts) for part in range(parts + 1)]
     return tuple(zip(bounds, bounds[1:], strict=False))
 
 
@@ -124,12 +154,24 @@ class Holding:
 
     Attributes:
         rank: Global rank.
-        boxes: Disjoint boxes in the order in which they lie in the rank's memory: one normally, several under context
-            parallelism, none when the tensor has fewer slices than there are ranks.
+        boxes: Disjoint boxes in the order in which they lie in the rank's memory, one behind the other along the first
+            dimension: one normally, several under context parallelism, none when the tensor has fewer slices than
+            there are ranks.
     """
 
     rank: int
     boxes: tuple[Box, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's own tensor; the boxes must agree beyond the first dimension.
+
+        >>> Holding(rank=0, boxes=(((0, 2), (0, 3)), ((6, 8), (0, 3)))).local_shape
+        (4, 3)
+        """
+        rest = {tuple(stop - start for start, stop in box[1:]) for box in self.boxes}
+        assert len(rest) == 1, f"rank {self.rank} holds boxes of different widths: {self.boxes}"
+        return (num_rows(self.boxes), *rest.pop())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,22 +221,36 @@ class Spread:
                 return holding.boxes
         raise KeyError(rank)
 
-    def replicas(self) -> dict[tuple[int, ...], tuple[Box, ...]]:
-        """Group the boxes by who holds them: ranks in the order of the spread -> their common boxes, ascending.
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same boxes, in the order of the spread; the groups too, each by its first rank.
 
-        >>> replicated((4,), (0, 1)).replicas()
-        {(0, 1): (((0, 4),),)}
-        >>> sharded((4,), (0, 1), dim=0).replicas()
-        {(0,): (((0, 2),),), (1,): (((2, 4),),)}
+        >>> replicated((4,), (0, 1)).copies, sharded((4,), (0, 1), dim=0).copies
+        (((0, 1),), ((0,), (1,)))
         """
-        holders: dict[Box, list[int]] = {}
+        groups: dict[tuple[Box, ...], list[int]] = {}
         for holding in self.holdings:
-            for box in holding.boxes:
-                holders.setdefault(box, []).append(holding.rank)
-        groups: dict[tuple[int, ...], list[Box]] = {}
-        for box in sorted(holders):
-            groups.setdefault(tuple(holders[box]), []).append(box)
-        return {ranks: tuple(boxes) for ranks, boxes in groups.items()}
+            groups.setdefault(holding.boxes, []).append(holding.rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def divided(self) -> Spread:
+        """Cut what several ranks hold alike into even pieces of their memory's rows, one each.
+
+        Afterwards every element has one holder. Ranks must hold the same boxes or none in common.
+
+        >>> replicated((5,), (0, 1)).divided() == sharded((5,), (0, 1), dim=0)
+        True
+        """
+        boxes_of: dict[int, tuple[Box, ...]] = {}
+        for ranks in self.copies:
+            boxes = self.boxes_of(ranks[0])
+            for rank, cut in zip(ranks, even_cuts(num_rows(boxes), len(ranks)), strict=True):
+                boxes_of[rank] = rows_of(boxes, *cut)
+        holdings = tuple(Holding(rank=rank, boxes=boxes_of[rank]) for rank in self.ranks)
+        divided = Spread(shape=self.shape, holdings=holdings)
+        held = sum(volume(box) for holding in holdings for box in holding.boxes)
+        assert held == math.prod(self.shape), f"ranks share some of their boxes, but not all: {self.holdings}"
+        return divided
 
 
 def _assert_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -222,7 +278,7 @@ def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
 def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
     """Cut a tensor along `dim` by :func:`even_cuts`, one piece for each of `ranks` in their order.
 
-    Ranks at the end hold nothing when there are more ranks than slices.
+    Some ranks hold nothing when there are more ranks than slices.
 
     Args:
         shape: Global shape.

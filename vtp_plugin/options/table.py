@@ -25,6 +25,7 @@ from vtp_plugin.options.rule import (
 )
 
 _PARITY = "tests/multiproc/test_parity.py::test_parity"
+_SEQUENCE = "tests/multiproc/test_parity.py::test_sequence_parallelism"
 _TIED = "tests/multiproc/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
 _OPTIMIZER = "tests/multiproc/test_parity.py::test_parity"
 _CLIPPING = "tests/multiproc/test_optimizer.py::test_inf_on_a_rank_that_leads_nothing"
@@ -71,8 +72,10 @@ _PIPELINE = (
 )
 
 _TENSOR_AND_SEQUENCE = (
-    *refused_unequal(
-        "the boundary plans do not yet convert between whole and sequence-parallel activations", "--sequence-parallel"
+    *supported(
+        "boundary plans convert between copies and slices, and each stage's size says which it has",
+        _SEQUENCE,
+        "--sequence-parallel",
     ),
     *refused_unequal(
         "the boundary plans do not yet carry activations that are cut along the sequence",

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary
+from vtp_plugin.boundary.pipeline import Crossing, Shape
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.transport import Channel, ChannelSpec, Shape, _VTPRecvWork, _VTPSendWork
+from vtp_plugin.runtime.transport import Channel, _VTPRecvWork, _VTPSendWork
 
-# Length of a shape header: pipeline tensors are [S, B, H].
-_HEADER_SHAPE: Shape = (3,)
 Work = _VTPSendWork | _VTPRecvWork
+_WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
+# More than the microbatches that a schedule has under way between two stages: waiting for the oldest of so many sends
+# cannot deadlock, and keeps a rank that only sends, as in evaluation, from running far ahead.
+_MAX_OPEN_SENDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,29 +28,18 @@ class ExchangeOptions:
 
     Attributes:
         dtype: of every tensor that crosses.
-        tp_size: of the own stage.
-        is_sharded: sequence parallelism: ranks hold slices of dimension 0, not copies.
+        is_sharded: sequence parallelism: ranks hold slices of dimension 0, not copies. A stage of one tensor-parallel
+            rank has none and may say either: its whole tensor is its only slice.
         has_variable_shapes: a header with the shape crosses before every tensor.
+        width: last dimension of every tensor, to check headers against; None if it is not known.
         is_batched: coalesce messages into one call of the backend.
     """
 
     dtype: torch.dtype
-    tp_size: int
     is_sharded: bool
     has_variable_shapes: bool
+    width: int | None
     is_batched: bool
-
-    def global_shape(self, local: Sequence[int] | None) -> Shape | None:
-        """Give the whole tensor's shape for a rank's part ``[S, B, H]``; Megatron cuts S evenly."""
-        if local is None:
-            return None
-        first, *rest = local
-        return (first * self.tp_size if self.is_sharded else first, *rest)
-
-    def local_shape(self, whole: Sequence[int]) -> Shape:
-        """Give the shape of a rank's part; inverse of :meth:`global_shape`."""
-        first, *rest = whole
-        return (first // self.tp_size if self.is_sharded else first, *rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,48 +59,36 @@ class Exchanged:
 
 
 def open_channels(
-    specs: Sequence[ChannelSpec],
+    crossings: Sequence[Crossing],
     *,
     stage_group: dist.ProcessGroup | None,
     platform: Platform,
     monitor: Monitor | None,
     timeout_s: float,
 ) -> dict[str, Channel]:
-    """Open and warm up this rank's channels. All ranks call this with the same specs in the same order.
+    """Open and warm up this rank's channels. All ranks call this with the same crossings in the same order.
 
     Returns:
         The channels of which this rank is a member, by name.
     """
     rank = dist.get_rank()
     channels = {}
-    for spec in specs:
-        group = open_group(spec.participants, platform=platform, timeout_s=timeout_s, description=spec.name)
-        if rank in spec.members:
-            assert spec.name not in channels, f"two channels of one rank are called {spec.name}"
-            channels[spec.name] = Channel(spec, group, stage_group, platform, monitor)
+    for order, crossing in enumerate(crossings):
+        group = open_group(crossing.participants, platform=platform, timeout_s=timeout_s, description=crossing.name)
+        if rank in crossing.members:
+            assert crossing.name not in channels, f"two channels of one rank are called {crossing.name}"
+            channels[crossing.name] = Channel(crossing, order, group, stage_group, platform, monitor)
     for channel in channels.values():
         channel.warm_up()
     return channels
 
 
-def boundary_specs(boundary: PipelineBoundary) -> list[ChannelSpec]:
-    """Give the two channels of a boundary, forward and backward."""
-    return [
-        ChannelSpec(
-            name=boundary.name(direction),
-            plan_for=lambda shape, is_sharded, d=direction: boundary.plan(shape, d, is_sharded=is_sharded),
-            probe=boundary.plan(_HEADER_SHAPE, direction, is_sharded=False),
-        )
-        for direction in Direction
-    ]
-
-
 class PipelineCommunicator:
     """Moves activations and gradients between this rank's stage and its neighbours.
 
-    Contract (design section 5): all receives and sends of an exchange are posted before anything is waited for; handles
-    are waited for in one fixed order on all ranks of the stage; sends still under way are drained by
-    :meth:`finish_step`. Used from the main thread only.
+    Contract (design section 5): all receives and sends of an exchange are posted before anything is waited for (with
+    variable shapes a tensor's receive is posted when its header has come); handles are waited for in one fixed order on
+    all ranks of the stage; sends still under way are drained by :meth:`finish_step`. Used from the main thread only.
     """
 
     def __init__(
@@ -158,77 +138,75 @@ class PipelineCommunicator:
             send_prev: gradient for the previous stage.
             recv_prev: take an activation from the previous stage.
             recv_next: take a gradient from the next stage.
-            shape: local shape of what is received; ignored with variable shapes.
-            wait: return when all is done; otherwise the caller waits for the handles.
+            shape: local shape of what is received; with variable shapes it comes with the tensor.
+            wait: return when what is received is there; otherwise the caller waits for the handles. Sends are not
+                waited for: the receiver may post only after an exchange with a third rank, which may need this one.
+
+        Raises:
+            ConfigError: the header of a tensor does not fit what this rank expects, or the sequence does not divide.
         """
-        if options.has_variable_shapes:
-            prev_shape, next_shape = self.exchange_headers(
-                options, send_next=send_next, send_prev=send_prev, recv_prev=recv_prev, recv_next=recv_next
-            )
-        else:
-            prev_shape = next_shape = options.global_shape(shape)
-        works: dict[str, Work] = {}
-        from_prev = from_next = None
-        if recv_prev:
-            from_prev, works["recv_prev"] = _receive(self._forward_in, prev_shape, options)
-        if recv_next:
-            from_next, works["recv_next"] = _receive(self._backward_in, next_shape, options)
-        if send_next is not None:
-            works["send_next"] = self._send(self._forward_out, send_next, options)
-        if send_prev is not None:
-            works["send_prev"] = self._send(self._backward_out, send_prev, options)
-        if wait:
-            for work in works.values():
-                work.wait()
-            works = {}
-        return Exchanged(from_prev=from_prev, from_next=from_next, works=works)
-
-    def _send(self, channel: Channel | None, tensor: torch.Tensor, options: ExchangeOptions) -> _VTPSendWork:
-        assert channel is not None, "this stage has no neighbour there"
-        plan = channel.plan(_require(options.global_shape(tensor.shape)), is_sharded=options.is_sharded)
-        work = channel.post_send(tensor, plan, options.dtype, batched=options.is_batched)
-        self._open_sends = [w for w in self._open_sends if not w.is_done] + [work]
-        return work
-
-    def exchange_headers(
-        self,
-        options: ExchangeOptions,
-        *,
-        send_next: torch.Tensor | None,
-        send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-    ) -> tuple[Shape | None, Shape | None]:
-        """Exchange the global shapes of the tensors that follow; arguments as in :meth:`exchange`.
-
-        Returns:
-            Global shapes of what comes from the previous and from the next stage; None where nothing was asked for.
-        """
-        headers: list[torch.Tensor | None] = [None, None]
-        works: list[Work] = []
-        for i, (wanted, channel) in enumerate(((recv_prev, self._forward_in), (recv_next, self._backward_in))):
-            if wanted:
-                assert channel is not None
-                headers[i], work = channel.post_header_recv()
-                works.append(work)
-        for tensor, channel in ((send_next, self._forward_out), (send_prev, self._backward_out)):
+        posted: dict[str, Work] = {}
+        received: dict[str, torch.Tensor] = {}
+        headers: dict[str, tuple[Channel, torch.Tensor, _VTPRecvWork]] = {}
+        tensors = {"send_next": send_next, "send_prev": send_prev}
+        for name, channel in self._in_order(recv_prev, recv_next, send_next is not None, send_prev is not None):
+            tensor = tensors.get(name)
             if tensor is not None:
-                assert channel is not None
-                works.append(channel.post_header_send(_require(options.global_shape(tensor.shape))))
-        for work in works:
+                posted[name] = self._send(channel, tensor, options)
+            elif options.has_variable_shapes:
+                headers[name] = (channel, *channel.post_header_recv())
+            else:
+                assert shape is not None, "the schedule must tell the shape of what is received"
+                received[name], posted[name] = _receive(channel, shape, options)
+        # One order on all ranks of a stage: what completes a receive, also that of a header, is a collective.
+        for name in (name for name in _WAIT_ORDER if name in headers):
+            channel, header, work = headers[name]
             work.wait()
-        from_prev, from_next = (None if header is None else tuple(header.tolist()) for header in headers)
-        return from_prev, from_next
+            whole = channel.read_header(header, options.dtype, width=options.width)
+            local = channel.local_shape(whole, is_sharded=options.is_sharded)
+            received[name], posted[name] = _receive(channel, local, options)
+        works = {name: posted[name] for name in _WAIT_ORDER if name in posted}
+        if wait:
+            for name in works:
+                if name in received:
+                    works[name].wait()
+            works = {}
+        return Exchanged(from_prev=received.get("recv_prev"), from_next=received.get("recv_next"), works=works)
+
+    def _in_order(self, *wanted: bool) -> list[tuple[str, Channel]]:
+        """Name the operations of an exchange in the order in which they are posted, with their channels.
+
+        All ranks post in the order of the run's channels. A device that executes its operations strictly in the order
+        of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
+
+        Args:
+            wanted: for each name of _WAIT_ORDER, whether it is a part of the exchange.
+        """
+        channels = (self._forward_in, self._backward_in, self._forward_out, self._backward_out)
+        chosen = []
+        for name, channel, is_wanted in zip(_WAIT_ORDER, channels, wanted, strict=True):
+            if is_wanted:
+                assert channel is not None, f"{name}: this stage has no neighbour there"
+                chosen.append((name, channel))
+        return sorted(chosen, key=lambda pair: pair[1].order)
+
+    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> _VTPSendWork:
+        whole = channel.whole_shape(tensor.shape, is_sharded=options.is_sharded)
+        if options.has_variable_shapes:
+            self._open_sends.append(channel.post_header_send(whole, options.dtype))
+        work = channel.post_send(tensor, _plan(channel, whole, options), options.dtype, batched=options.is_batched)
+        self._open_sends = [w for w in self._open_sends if not w.reap()] + [work]
+        if len(self._open_sends) > _MAX_OPEN_SENDS:
+            self._open_sends[0].wait()
+        return work
 
 
 def _receive(
-    channel: Channel | None, shape: Shape | None, options: ExchangeOptions
+    channel: Channel, local_shape: Sequence[int], options: ExchangeOptions
 ) -> tuple[torch.Tensor, _VTPRecvWork]:
-    assert channel is not None, "this stage has no neighbour there"
-    plan = channel.plan(_require(shape), is_sharded=options.is_sharded)
-    return channel.post_recv(plan, options.dtype, batched=options.is_batched)
+    whole = channel.whole_shape(local_shape, is_sharded=options.is_sharded)
+    return channel.post_recv(_plan(channel, whole, options), options.dtype, batched=options.is_batched)
 
 
-def _require(shape: Shape | None) -> Shape:
-    assert shape is not None, "the schedule must tell the shape of what is received"
-    return shape
+def _plan(channel: Channel, whole: Shape, options: ExchangeOptions) -> BoundaryPlan:
+    return channel.plan(whole, src_sharded=options.is_sharded, dst_sharded=options.is_sharded)

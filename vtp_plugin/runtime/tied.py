@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from vtp_plugin.boundary.pipeline import plan_vocabulary_exchange
+from vtp_plugin.boundary.pipeline import Crossing, Side
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.transport import Channel, ChannelSpec
+from vtp_plugin.runtime.transport import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,18 +23,16 @@ class TiedWeight:
         is_first: the rank is in the first stage, whose weight is the original.
         to_last: channel first -> last.
         to_first: channel last -> first.
-        tp_size: of the own stage.
     """
 
     is_first: bool
     to_last: Channel
     to_first: Channel
-    tp_size: int
 
     def copy_from_first(self, weight: torch.Tensor) -> None:
         """Give the last stage the first stage's values, in place; called once by all ranks of both stages."""
         channel = self.to_last
-        plan = channel.plan(self._whole_shape(weight), is_sharded=True)
+        plan = _plan(channel, weight)
         if self.is_first:
             channel.post_send(weight, plan, weight.dtype).wait()
         else:
@@ -47,20 +46,20 @@ class TiedWeight:
         Both ends add the same two numbers, so they stay equal to the last bit.
         """
         own, other = (self.to_last, self.to_first) if self.is_first else (self.to_first, self.to_last)
-        shape = self._whole_shape(gradient)
-        received, receive = other.post_recv(other.plan(shape, is_sharded=True), gradient.dtype, requires_grad=False)
-        send = own.post_send(gradient, own.plan(shape, is_sharded=True), gradient.dtype)
+        received, receive = other.post_recv(_plan(other, gradient), gradient.dtype, requires_grad=False)
+        send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
         receive.wait()
         # The send reads the gradient's own memory.
         send.wait()
         gradient.add_(received)
 
-    def _whole_shape(self, part: torch.Tensor) -> tuple[int, int]:
-        rows, columns = part.shape
-        return rows * self.tp_size, columns
+
+def _plan(channel: Channel, part: torch.Tensor) -> BoundaryPlan:
+    """Plan for a weight `[V, H]` of which each rank holds a slice of the vocabulary: V divides by both sizes."""
+    return channel.plan(channel.whole_shape(part.shape, is_sharded=True), src_sharded=True, dst_sharded=True)
 
 
-def tied_weight_specs(layout: PipelineLayout) -> tuple[tuple[ChannelSpec, ChannelSpec], ...]:
+def tied_weight_crossings(layout: PipelineLayout) -> tuple[tuple[Crossing, Crossing], ...]:
     """Plan the channels between the first and the last stage, one pair per replica, in one order for all ranks.
 
     Returns:
@@ -68,19 +67,12 @@ def tied_weight_specs(layout: PipelineLayout) -> tuple[tuple[ChannelSpec, Channe
     """
     pairs = []
     for dp_rank, cp_rank in layout.replicas:
-        first = layout.tp_ranks(0, dp_rank, cp_rank)
-        last = layout.tp_ranks(layout.num_stages - 1, dp_rank, cp_rank)
+        first = Side(ranks_by_cp=(layout.tp_ranks(0, dp_rank, cp_rank),))
+        last = Side(ranks_by_cp=(layout.tp_ranks(layout.num_stages - 1, dp_rank, cp_rank),))
         pairs.append(
-            (_spec("tied embedding, first->last", first, last), _spec("tied embedding, last->first", last, first))
+            (
+                Crossing(name="tied embedding, first->last", src=first, dst=last, strategy="sliced", unit="step"),
+                Crossing(name="tied embedding, last->first", src=last, dst=first, strategy="sliced", unit="step"),
+            )
         )
     return tuple(pairs)
-
-
-def _spec(name: str, src: tuple[int, ...], dst: tuple[int, ...]) -> ChannelSpec:
-    probe_rows = len(src) * len(dst)
-    return ChannelSpec(
-        name=name,
-        unit="step",
-        plan_for=lambda shape, is_sharded: plan_vocabulary_exchange(shape, src, dst),
-        probe=plan_vocabulary_exchange((probe_rows, 1), src, dst),
-    )

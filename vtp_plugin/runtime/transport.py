@@ -1,25 +1,27 @@
 """Channels: planned transfers of one boundary in one direction, posted first and waited for once.
 
 A channel has its own process group, which carries point-to-point messages only (design section 5, contract 1). The
-finish of a plan, a collective inside the receiving stage, runs in that stage's tensor-parallel group, inside ``wait()``
-of the receive handle: every member of the stage waits at the same program point, after all posts of the exchange.
+collectives of a plan run in the stage's own tensor-parallel group: the start when a send is posted, the finish inside
+``wait()`` of the receive handle. Every member of the stage posts and waits at the same program point.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.plan import BoundaryPlan, FinishKind, Transfer, local_slices
-from vtp_plugin.boundary.spread import Holding, Spread
+from vtp_plugin.boundary.pipeline import Crossing, Shape
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, Transfer, local_slices
+from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.monitor import Monitor, Wait
 
-Shape = tuple[int, ...]
+HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the place of its type in _DTYPES
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _VTPSendWork:
@@ -36,9 +38,13 @@ class _VTPSendWork:
         self._tensors = list(tensors)
         self._place = place
 
-    @property
-    def is_done(self) -> bool:
-        """Whether :meth:`wait` has been called, or nothing was sent."""
+    def reap(self) -> bool:
+        """Let go of the tensor if all is sent; tell whether it is. Never blocks.
+
+        Gloo's handles of messages do not know before they are waited for, so there only an earlier wait counts.
+        """
+        if self._works and all(work.is_completed() for work in self._works):
+            self.wait()
         return not self._works
 
     def wait(self) -> None:
@@ -54,7 +60,7 @@ class _VTPSendWork:
 
 
 class _VTPRecvWork:
-    """A receive under way: the leader's (or every rank's) transfers, then the deferred finish inside the stage.
+    """A receive under way: the own transfers, then the deferred finish inside the stage.
 
     All tensor-parallel ranks of the receiving stage own such a handle, also those that receive nothing themselves, and
     wait for it at the same program point.
@@ -64,18 +70,15 @@ class _VTPRecvWork:
         self,
         channel: Channel,
         works: Sequence[dist.Work],
-        pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        tensor: torch.Tensor,
-        plan: BoundaryPlan,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        finish: Callable[[], None],
         place: str,
     ) -> None:
         self._channel = channel
         self._works = list(works)
-        self._pieces = list(pieces)
-        self._tensor = tensor
-        self._plan = plan
+        self._copies = list(copies)
+        self._finish: Callable[[], None] | None = finish
         self._place = place
-        self._done = False
 
     def wait(self) -> None:
         """Return when the tensor holds the local part of what was sent; idempotent.
@@ -83,86 +86,74 @@ class _VTPRecvWork:
         Raises:
             PeerError: the connection to the sender, or to a member of the own stage, broke.
         """
-        if self._done:
+        finish, self._finish = self._finish, None
+        if finish is None:
             return
-        self._done = True
         if self._works:
             self._channel.wait_for(self._works, self._place, self._channel.sources)
-        for target, piece in self._pieces:
+        for target, piece in self._copies:
             target.copy_(piece)
-        finish = self._plan.finish
-        if finish.kind is FinishKind.BROADCAST:
-            self._channel.broadcast(self._tensor, finish.root, finish.ranks, self._place)
-        else:
-            assert finish.kind is FinishKind.NONE, finish
-        self._works, self._pieces = [], []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelSpec:
-    """What a channel is, as data.
-
-    Attributes:
-        name: boundary and direction, such as ``"boundary 0->1, forward"``; it appears in error messages.
-        plan_for: gives the plan for a global tensor shape, and whether dimension 0 is sharded over the stage.
-        probe: plan for any legal shape; tells which ranks take part.
-        unit: what the running number of a message counts, for error messages.
-    """
-
-    name: str
-    plan_for: Callable[[Shape, bool], BoundaryPlan]
-    probe: BoundaryPlan
-    unit: str = "microbatch"
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of both stages, in the plan's order; each has the channel."""
-        return self.probe.src.ranks + self.probe.dst.ranks
-
-    @property
-    def participants(self) -> tuple[int, ...]:
-        """Ranks that send or receive a transfer, ascending: the members of the channel's group."""
-        return self.probe.participants
+        finish()
+        self._works, self._copies = [], []
 
 
 class Channel:
     """One boundary, one direction, one replica. Used from the main thread only.
 
     Args:
-        spec: the plan.
-        group: point-to-point group of the participants; None on ranks that only take part in the finish.
-        stage_group: tensor-parallel group of the own stage, for the finish.
+        crossing: what crosses between whom.
+        order: place among all channels of the run; exchanges post in this order.
+        group: point-to-point group of the participants; None on ranks that only take part in collectives.
+        stage_group: tensor-parallel group of the own stage, for the start and the finish.
         platform: tells how to wait.
         monitor: keeps the time; None in single-process use.
     """
 
     def __init__(
         self,
-        spec: ChannelSpec,
+        crossing: Crossing,
+        order: int,
         group: dist.ProcessGroup | None,
         stage_group: dist.ProcessGroup | None,
         platform: Platform,
         monitor: Monitor | None,
     ) -> None:
-        self.spec = spec
+        self.crossing = crossing
+        self.order = order
         self._group = group
         self._stage_group = stage_group
         self._platform = platform
         self._monitor = monitor
         self._rank = dist.get_rank()
-        self._plans: dict[tuple[Shape, bool], BoundaryPlan] = {}
+        self._own_side = crossing.src if self._rank in crossing.src.ranks else crossing.dst
+        self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
+        self._header_plan = crossing.plan_header(HEADER_LENGTH)
         self._num_sent = 0
         self._num_received = 0
-        probe = spec.probe
+        probe = crossing.probe
         self.sources = _ranks_text({t.src for t in probe.receives_of(self._rank)} or {t.src for t in probe.transfers})
         self.destinations = _ranks_text({t.dst for t in probe.sends_of(self._rank)})
 
-    def plan(self, shape: Shape, *, is_sharded: bool) -> BoundaryPlan:
-        """Return the plan for a global shape; planned once per shape."""
-        key = (shape, is_sharded)
+    def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
+        """Return the plan for a global shape; planned once per shape. Arguments as for :meth:`Crossing.plan`."""
+        key = (shape, src_sharded, dst_sharded)
         if key not in self._plans:
-            self._plans[key] = self.spec.plan_for(shape, is_sharded)
+            self._plans[key] = self.crossing.plan(shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
         return self._plans[key]
+
+    def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
+        """Give the shape of the whole tensor for the own part `[S, ...]`."""
+        first, *rest = local
+        return (first * self._own_side.num_parts(is_sharded=is_sharded), *rest)
+
+    def local_shape(self, whole: Sequence[int], *, is_sharded: bool) -> Shape:
+        """Give the shape of the own part; inverse of :meth:`whole_shape`."""
+        first, *rest = whole
+        return (first // self._own_side.num_parts(is_sharded=is_sharded), *rest)
+
+    @property
+    def _sending(self) -> str:
+        return f"{self.crossing.name}, {self.crossing.unit} {self._num_sent}"
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
@@ -171,7 +162,7 @@ class Channel:
     def post_send(
         self, tensor: torch.Tensor, plan: BoundaryPlan, dtype: torch.dtype, *, batched: bool = False
     ) -> _VTPSendWork:
-        """Post the transfers of this rank; returns at once, on ranks without a transfer too.
+        """Post the transfers of this rank, after the plan's start inside the stage.
 
         Args:
             tensor: this rank's part. A contiguous alias is sent, so the caller may swap the tensor's ``data``.
@@ -183,18 +174,19 @@ class Channel:
             ConfigError: the tensor is not of the type that the receiver expects. (A mismatch in size would end the
                 receiving process inside gloo.)
         """
-        place = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
+        place = self._sending
         self._num_sent += 1
-        holding = _holding(plan.src, self._rank)
         if tensor.dtype != dtype:
             raise ConfigError(
                 f"{place}: the tensor to send is {tensor.dtype}, the receiver expects {dtype}; set the configuration's "
                 "pipeline_dtype to the type of the stage's output"
             )
-        assert tuple(tensor.shape) == _local_shape(holding), (place, tensor.shape, holding)
-        local = tensor.detach()
+        own = Holding(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
+        assert tuple(tensor.shape) == own.local_shape, (place, tensor.shape, own)
+        local = self._start(plan, tensor.detach(), place)
+        holding = plan.sent_from(self._rank)
         transfers = plan.sends_of(self._rank)
-        pieces = [local[local_slices(t.box, holding)].contiguous() for t in transfers]
+        pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
         works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched)
         return _VTPSendWork(self, works, pieces, place)
 
@@ -209,37 +201,119 @@ class Channel:
             requires_grad: activations and gradients are leaves that autograd needs; headers and weights are not.
             batched: coalesce the messages into one call of the backend.
         """
-        place = f"{self.spec.name}, {self.spec.unit} {self._num_received}"
+        place = f"{self.crossing.name}, {self.crossing.unit} {self._num_received}"
         self._num_received += 1
-        holding = _holding(plan.dst, self._rank)
-        tensor = torch.empty(_local_shape(holding), dtype=dtype, device=self._platform.device())
+        own = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
+        tensor = self._empty(own.local_shape, dtype)
+        holding = plan.lands_in(self._rank)
+        # An alias: the tensor itself will require a gradient when its memory is filled.
+        landing = tensor.detach() if holding == own else self._empty(holding.local_shape, dtype)
         transfers = plan.receives_of(self._rank)
-        buffers, copies = [], []
+        buffers: list[torch.Tensor] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for transfer in transfers:
-            target = tensor[local_slices(transfer.box, holding)]
-            # Backends take dense memory only; a piece in the middle of the tensor lands beside it first.
-            buffer = target if target.is_contiguous() else torch.empty_like(target)
-            buffers.append(buffer)
-            if buffer is not target:
-                copies.append((target, buffer))
+            targets = [landing[local_slices(box, holding)] for box in transfer.boxes]
+            if len(targets) == 1 and targets[0].is_contiguous():
+                buffers.append(targets[0])
+                continue
+            # Backends take dense memory only: what is not one piece of the tensor lands beside it first.
+            lengths = [len(target) for target in targets]
+            buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
+            copies += zip(targets, buffers[-1].split(lengths), strict=True)
         works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched)
-        work = _VTPRecvWork(self, works, copies, tensor.detach(), plan, place)
-        return tensor.requires_grad_(requires_grad), work
+        finish = functools.partial(self._finish, plan, landing, tensor.detach(), place)
+        return tensor.requires_grad_(requires_grad), _VTPRecvWork(self, works, copies, finish, place)
 
-    def post_header_send(self, shape: Shape) -> _VTPSendWork:
-        """Post the shape of the tensor that follows; a header is an int64 tensor, never a pickled object."""
-        header = torch.tensor(shape, dtype=torch.int64, device=self._platform.device())
-        plan = self.plan((len(shape),), is_sharded=False)
-        work = self.post_send(header, plan, torch.int64)
+    def post_header_send(self, shape: Shape, dtype: torch.dtype) -> _VTPSendWork:
+        """Post shape and type of the tensor that follows: an int64 tensor, never a pickled object.
+
+        Raises:
+            ConfigError: the tensor does not have the dimensions `[S, B, H]`.
+        """
+        if len(shape) != HEADER_LENGTH - 1:
+            raise ConfigError(
+                f"{self._sending}: the tensor to send has the shape {shape}, not [S, B, H]; return an activation of "
+                "three dimensions from the stage"
+            )
+        header = torch.tensor((*shape, _DTYPES.index(dtype)), dtype=torch.int64, device=self._platform.device())
+        work = self.post_send(header, self._header_plan, torch.int64)
         self._num_sent -= 1
         return work
 
     def post_header_recv(self) -> tuple[torch.Tensor, _VTPRecvWork]:
-        """Post the receive of a shape ``[3]``."""
-        plan = self.plan((3,), is_sharded=False)
-        header, work = self.post_recv(plan, torch.int64, requires_grad=False)
+        """Post the receive of a header, for :meth:`read_header`."""
+        header, work = self.post_recv(self._header_plan, torch.int64, requires_grad=False)
         self._num_received -= 1
         return header, work
+
+    def read_header(self, header: torch.Tensor, dtype: torch.dtype, *, width: int | None = None) -> Shape:
+        """Return the whole shape that a received header tells.
+
+        Args:
+            header: from :meth:`post_header_recv`, after its wait.
+            dtype: that this rank expects.
+            width: last dimension that this rank expects, if it knows.
+
+        Raises:
+            ConfigError: the tensor that follows is another one; receiving it would end the process inside the backend.
+        """
+        *shape, code = header.tolist()
+        sent = _DTYPES[code] if 0 <= code < len(_DTYPES) else f"type {code}"
+        if sent != dtype or min(shape) < 1 or (width is not None and shape[-1] != width):
+            place = f"{self.crossing.name}, {self.crossing.unit} {self._num_received}"
+            raise ConfigError(
+                f"{place}: {self.sources} would send {sent} {shape}, expected is {dtype} [S, B, {width or 'H'}]; "
+                "give all stages one pipeline_dtype and hidden size"
+            )
+        return tuple(shape)
+
+    def _empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._platform.device())
+
+    def _start(self, plan: BoundaryPlan, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """Do the plan's start inside the sending stage and return the memory that the transfers read."""
+        ranks = plan.start.group_of(self._rank)
+        if ranks is None:
+            return tensor
+        assert plan.start.kind is CollectiveKind.GATHER, plan.start
+        root, parts, whole = ranks[0], None, tensor
+        if self._rank == root:
+            holding = plan.sent_from(root)
+            whole = self._empty(holding.local_shape, tensor.dtype)
+            parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
+        part = tensor.contiguous()
+        self._collective("gather", ranks, place, lambda: dist.gather(part, parts, root, self._stage_group))
+        return whole
+
+    def _finish(self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, place: str) -> None:
+        """Do the plan's finish inside the receiving stage: from where the transfers landed to the local tensor."""
+        ranks = plan.finish.group_of(self._rank)
+        if ranks is None:
+            return
+        kind, root, group = plan.finish.kind, ranks[0], self._stage_group
+        if kind is CollectiveKind.BROADCAST:
+            self._collective(kind, ranks, place, lambda: dist.broadcast(tensor, root, group))
+        elif kind is CollectiveKind.SCATTER:
+            parts = None
+            if self._rank == root:
+                holding = plan.lands_in(root)
+                parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
+            self._collective(kind, ranks, place, lambda: dist.scatter(tensor, parts, root, group))
+        else:
+            assert kind is CollectiveKind.ALL_GATHER, plan.finish
+            index = ranks.index(self._rank)
+            self._collective(kind, ranks, place, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+
+    def _collective(self, kind: str, ranks: Sequence[int], place: str, run: Callable[[], object]) -> None:
+        """Run a collective of the own stage, timed by the monitor."""
+        assert self._stage_group is not None
+        peer = f"the members {_ranks_text(set(ranks))} of this stage"
+        wait = self._monitor.begin(place, peer) if self._monitor is not None else None
+        try:
+            run()
+        except RuntimeError as error:
+            raise PeerError(f"{place}: {kind} among {peer} broke ({str(error).splitlines()[0]})") from error
+        self._end(wait)
 
     def _post(
         self, operation: Callable[..., dist.Work | None], tensors: list[torch.Tensor], peers: list[int], batched: bool
@@ -263,17 +337,6 @@ class Channel:
             raise PeerError(f"{place}: connection to {peer} broke ({str(error).splitlines()[0]})") from error
         self._end(wait)
 
-    def broadcast(self, tensor: torch.Tensor, root: int | None, ranks: Sequence[int], place: str) -> None:
-        """Spread a received tensor from ``root`` over the stage."""
-        assert root is not None and self._stage_group is not None
-        peer = f"the members {_ranks_text(set(ranks))} of this stage"
-        wait = self._monitor.begin(place, peer) if self._monitor is not None else None
-        try:
-            dist.broadcast(tensor, src=root, group=self._stage_group)
-        except RuntimeError as error:
-            raise PeerError(f"{place}: broadcast to {peer} broke ({str(error).splitlines()[0]})") from error
-        self._end(wait)
-
     def _end(self, wait: Wait | None) -> None:
         if wait is None:
             return
@@ -290,24 +353,40 @@ class Channel:
         Communicators of device backends are created at first use, and block the host until both sides came; done here,
         in one order on all ranks, they cannot block each other in the first step.
         """
-        transfers: tuple[Transfer, ...] = self.spec.probe.transfers
+        transfers: tuple[Transfer, ...] = self.crossing.probe.transfers
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
         for transfer in transfers:
             if self._rank == transfer.src:
                 works = self._post(dist.isend, [element], [transfer.dst], False)
-                self.wait_for(works, f"{self.spec.name}, warm-up", f"rank {transfer.dst}")
+                self.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.dst}")
             elif self._rank == transfer.dst:
                 works = self._post(dist.irecv, [element], [transfer.src], False)
-                self.wait_for(works, f"{self.spec.name}, warm-up", f"rank {transfer.src}")
+                self.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.src}")
 
 
-def _holding(spread: Spread, rank: int) -> Holding:
-    return Holding(rank=rank, boxes=spread.boxes_of(rank))
+def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Give the pieces as one dense tensor; a single one that is dense already is not copied."""
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def _local_shape(holding: Holding) -> Shape:
-    (box,) = holding.boxes
-    return tuple(stop - start for start, stop in box)
+def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Complete a tensor of which each rank has one even cut of the rows, in its place.
+
+    Pieces of equal size are gathered in place. Otherwise they are padded to the largest one: backends gather equal
+    pieces only.
+    """
+    cuts = even_cuts(len(tensor), num_ranks)
+    start, stop = cuts[index]
+    if len(tensor) % num_ranks == 0:
+        dist.all_gather_into_tensor(tensor, tensor[start:stop], group)
+        return
+    longest = cuts[0][1] - cuts[0][0]
+    padded = tensor.new_empty((num_ranks * longest, *tensor.shape[1:]))
+    own = tensor.new_zeros((longest, *tensor.shape[1:]))
+    own[: stop - start] = tensor[start:stop]
+    dist.all_gather_into_tensor(padded, own, group)
+    for piece, (start, stop) in zip(padded.split(longest), cuts, strict=True):
+        tensor[start:stop] = piece[: stop - start]
 
 
 def _ranks_text(ranks: set[int]) -> str:

@@ -52,9 +52,9 @@ def communicator_class(session: Session, original: type) -> type:
             self._vtp.start_step()
             self._vtp_options = ExchangeOptions(
                 dtype=config.pipeline_dtype,
-                tp_size=config.tensor_model_parallel_size,
                 is_sharded=config.sequence_parallel,
                 has_variable_shapes=config.variable_seq_lengths or config.mtp_standalone,
+                width=config.hidden_size,
                 is_batched=config.batch_p2p_comm,
             )
 
@@ -91,25 +91,6 @@ def communicator_class(session: Session, original: type) -> type:
                 wait=wait_on_reqs,
             )
             return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
-
-        def _communicate_shapes(
-            self,
-            tensor_send_next: torch.Tensor | None,
-            tensor_send_prev: torch.Tensor | None,
-            recv_prev: bool,
-            recv_next: bool,
-        ) -> tuple[list[int], list[int]]:
-            """Exchange local shapes with both neighbours; zeros where nothing was asked for, as in Megatron."""
-            if self._vtp is None:
-                return super()._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-            shapes = self._vtp.exchange_headers(
-                self._vtp_options,
-                send_next=tensor_send_next,
-                send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-            )
-            return tuple([0, 0, 0] if s is None else list(self._vtp_options.local_shape(s)) for s in shapes)
 
     P2PCommunicator.__qualname__ = original.__qualname__
     P2PCommunicator.__module__ = __name__

@@ -1,0 +1,90 @@
+"""Tensors arrive whole, over every strategy, for all sizes and spreads of the two sides."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.multiproc.transport_job import Move
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(240)
+JOB = "tests.multiproc.transport_job"
+SHARDINGS = list(product((False, True), repeat=2))
+# Rows that 1, 2, 3 and 4 divide; and, for copies, rows that none of 2, 3, 4 divides.
+EVEN, ODD = (24, 2, 3), (7, 1, 5)
+
+
+def moves_of(src_tp: int, dst_tp: int) -> list[Move]:
+    """All spreads and both strategies between two sizes."""
+    moves = [
+        Move(src=(1, src_tp), dst=(1, dst_tp), strategy=strategy, src_sharded=src, dst_sharded=dst, shape=EVEN)
+        for strategy, (src, dst) in product(("rank0", "sliced"), SHARDINGS)
+    ]
+    moves += [Move(src=(1, src_tp), dst=(1, dst_tp), strategy=name, shape=ODD) for name in ("rank0", "sliced")]
+    # Fewer rows than ranks: some carry nothing.
+    return [*moves, Move(src=(1, src_tp), dst=(1, dst_tp), shape=(1, 2, 3))]
+
+
+def assert_moves(pool: Pool, moves: list[Move]) -> None:
+    world_size = max(len(move.crossing().members) for move in moves)
+    problems = pool.run(world_size, f"{JOB}:move", {"moves": moves}, timeout_s=100.0)
+    assert [problem for rank in problems for problem in rank] == []
+
+
+@pytest.mark.parametrize(
+    ("src_tp", "dst_tp"),
+    [
+        (1, 4),
+        (4, 1),
+        (2, 3),
+        (2, 2),
+        pytest.param(1, 1, marks=pytest.mark.full),
+        pytest.param(3, 2, marks=pytest.mark.full),
+        pytest.param(4, 2, marks=pytest.mark.full),
+        pytest.param(4, 4, marks=pytest.mark.full),
+        pytest.param(4, 6, marks=pytest.mark.full),
+        pytest.param(6, 4, marks=pytest.mark.full),
+    ],
+)
+def test_every_spread_and_strategy(pool: Pool, src_tp: int, dst_tp: int) -> None:
+    moves = moves_of(src_tp, dst_tp)
+    if (src_tp, dst_tp) in ((4, 6), (6, 4)):
+        assert 24 % src_tp == 24 % dst_tp == 0
+    assert_moves(pool, moves)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_types_and_memory_layouts(pool: Pool, dtype: str) -> None:
+    cases = product((1, 3), (2, 4), ("rank0", "sliced"), (False, True))
+    moves = [
+        Move(src=(1, src), dst=(1, dst), strategy=name, dtype=dtype, is_transposed=True, dst_sharded=sharded)
+        for src, dst, name, sharded in cases
+    ]
+    assert_moves(pool, moves[:: 1 if dtype == "bfloat16" else 5])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ((2, 1), (1, 2)),
+        ((1, 3), (2, 2)),
+        pytest.param((2, 2), (4, 1), marks=pytest.mark.full),
+        pytest.param((4, 1), (2, 1), marks=pytest.mark.full),
+        pytest.param((3, 2), (2, 1), marks=pytest.mark.full),
+        pytest.param((1, 4), (4, 1), marks=pytest.mark.full),
+    ],
+)
+def test_context_parallel_sizes_that_differ(pool: Pool, src: tuple[int, int], dst: tuple[int, int]) -> None:
+    """Chunks in Megatron's load-balanced order on both sides, several of them in one message."""
+    shape = (48, 2, 3)
+    assert_moves(pool, [Move(src=src, dst=dst, src_sharded=s, dst_sharded=d, shape=shape) for s, d in SHARDINGS])
+
+
+@pytest.mark.parametrize("strategy", ["rank0", "sliced"])
+def test_every_rank_derives_its_own_shape_from_the_header(pool: Pool, strategy: str) -> None:
+    move = Move(src=(1, 2), dst=(1, 3), strategy=strategy, dst_sharded=True)
+    shapes = [(12, 2, 3), (6, 1, 3), (30, 2, 3)]
+    found = pool.run(5, f"{JOB}:headers", {"one": move, "shapes": shapes}, timeout_s=60.0)
+    assert found == [[], [], *[[(4, 2, 3), (2, 1, 3), (10, 2, 3)]] * 3]

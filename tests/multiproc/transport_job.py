@@ -1,0 +1,127 @@
+"""Jobs that move known tensors over channels, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tests.pool import init_gloo
+from vtp_plugin.boundary import Holding
+from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
+from vtp_plugin.platform import detect
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.transport import Channel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One way to cross a boundary.
+
+    Attributes:
+        src: ``(cp, tp)`` of the sending side.
+        dst: the same of the receiving side.
+        strategy: how it is crossed.
+        src_sharded: the senders hold slices.
+        dst_sharded: the receivers want slices.
+        shape: of the whole tensor.
+        dtype: name of its type.
+        is_transposed: the senders' parts are not contiguous.
+        num_microbatches: exchanges under way at once.
+    """
+
+    src: tuple[int, int]
+    dst: tuple[int, int]
+    strategy: str = "sliced"
+    src_sharded: bool = False
+    dst_sharded: bool = False
+    shape: Shape = (24, 2, 3)
+    dtype: str = "float32"
+    is_transposed: bool = False
+    num_microbatches: int = 3
+
+    def crossing(self) -> Crossing:
+        """Number the ranks from the senders on."""
+        src = _side(*self.src, 0)
+        return Crossing(name=str(self), src=src, dst=_side(*self.dst, len(src.ranks)), strategy=self.strategy)
+
+
+def _side(cp: int, tp: int, first: int) -> Side:
+    return Side(ranks_by_cp=tuple(tuple(range(first + i * tp, first + (i + 1) * tp)) for i in range(cp)))
+
+
+def move(moves: Sequence[Move]) -> list[str]:
+    """Carry out all moves, one after another; return what went wrong on this rank."""
+    init_gloo(timeout_s=30.0)
+    platform, rank = detect("cpu"), dist.get_rank()
+    problems = []
+    for one in moves:
+        crossing = one.crossing()
+        stages = [dist.new_group(list(ranks)) for side in (crossing.src, crossing.dst) for ranks in side.ranks_by_cp]
+        mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
+        channels = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=30.0)
+        if rank in crossing.members:
+            problems += [f"{one}: {problem}" for problem in _exchange(channels[crossing.name], one, rank)]
+        channels.clear()
+        for group in stages:
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+    return problems
+
+
+def part_of(whole: torch.Tensor, holding: Holding) -> torch.Tensor:
+    """Cut a rank's part out of a tensor: its boxes one behind the other."""
+    return torch.cat([whole[tuple(slice(*interval) for interval in box)] for box in holding.boxes])
+
+
+def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
+    dtype: torch.dtype = getattr(torch, move.dtype)
+    plan = channel.plan(move.shape, src_sharded=move.src_sharded, dst_sharded=move.dst_sharded)
+    wholes = [
+        (torch.arange(torch.Size(move.shape).numel()).reshape(move.shape) % 251 + microbatch).to(dtype)
+        for microbatch in range(move.num_microbatches)
+    ]
+    if rank in plan.src.ranks:
+        parts = [part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
+        if move.is_transposed:
+            parts = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
+        for work in [channel.post_send(part, plan, dtype) for part in parts]:
+            work.wait()
+            work.wait()
+        return []
+    received = [channel.post_recv(plan, dtype) for _ in wholes]
+    problems = []
+    for whole, (tensor, work) in zip(wholes, received, strict=True):
+        work.wait()
+        work.wait()
+        wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        if tensor.dtype != dtype or not is_leaf or not torch.equal(tensor.detach(), wanted):
+            problems.append(f"rank {rank} has {tensor.flatten()[:8]}, not {wanted.flatten()[:8]}")
+    return problems
+
+
+def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
+    """Send the shapes of tensors ahead; return on each receiver the shapes of its own parts."""
+    init_gloo(timeout_s=30.0)
+    platform: Platform = detect("cpu")
+    crossing, rank = one.crossing(), dist.get_rank()
+    stages = [dist.new_group(list(side.ranks)) for side in (crossing.src, crossing.dst)]
+    mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
+    channel = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=30.0)[
+        crossing.name
+    ]
+    if rank in crossing.src.ranks:
+        for work in [channel.post_header_send(shape, torch.float32) for shape in shapes]:
+            work.wait()
+        return []
+    found = []
+    for _ in shapes:
+        header, work = channel.post_header_recv()
+        work.wait()
+        whole = channel.read_header(header, torch.float32, width=3)
+        found.append(channel.local_shape(whole, is_sharded=one.dst_sharded))
+    return found
