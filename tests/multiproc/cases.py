@@ -42,6 +42,8 @@ class Case:
         seq: longest sequence; sequence parallelism needs a multiple of every size.
         length_step: difference of the lengths.
         sequence_parallel: on every stage of more than one tensor-parallel rank.
+        cp: context-parallel size; needs the attention of the tests.
+        gathered_attention: use the attention of the tests.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         loss_scale: constant one; fp16 without it scales dynamically.
@@ -74,6 +76,8 @@ class Case:
     seq: int = SEQ
     length_step: int = 2
     sequence_parallel: bool = False
+    cp: int = 1
+    gathered_attention: bool = False
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0
@@ -92,7 +96,7 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return sum(self.sizes) * self.dp
+        return sum(self.sizes) * self.dp * self.cp
 
     @property
     def num_layers(self) -> int:
@@ -127,6 +131,7 @@ def oracle_of(case: Case) -> Case:
         overlap_p2p=False,
         batch_p2p=False,
         sequence_parallel=False,
+        cp=1,
         recompute=False,
         deallocate=False,
         num_evaluations=0,
@@ -197,7 +202,7 @@ def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
     losses, evaluations = [], []
     for dp_rank in range(case.dp):
         ends = [r for r in ranks if r.stage == last and r.dp_rank == dp_rank]
-        assert len(ends) == case.sizes[last]
+        assert len(ends) == case.sizes[last] * case.cp
         assert all(r.losses == ends[0].losses for r in ends), "the last stage's ranks disagree about the loss"
         assert [len(step) for step in ends[0].losses] == [case.num_microbatches] * case.num_steps
         losses.append(ends[0].losses)
@@ -220,13 +225,13 @@ def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.T
     whole: dict[str, torch.Tensor] = {}
     for stage, size in enumerate(case.sizes):
         for dp_rank in range(case.dp):
-            members = sorted(
-                (r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)), key=lambda member: member.tp_rank
-            )
-            assert [r.tp_rank for r in members] == list(range(size))
-            for name in members[0].weights:
-                tensor = _join(name, [r.weights[name] for r in members])
-                assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ in {name}"
+            here = [r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
+            copies = [[r for r in here if r.tp_rank == tp_rank] for tp_rank in range(size)]
+            assert [len(ranks) for ranks in copies] == [case.cp] * size
+            for members in zip(*copies, strict=True):
+                for name in members[0].weights:
+                    tensor = _join(name, [r.weights[name] for r in members])
+                    assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ in {name}"
     return whole
 
 

@@ -204,6 +204,39 @@ def test_sequence_parallelism(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
 
+def contextual(*sizes: int, **fields: Any) -> Case:
+    """Give a case with context parallelism 2, whose lengths all sizes divide, with the tests' own attention."""
+    step = 4 * math.lcm(*sizes)
+    return Case(sizes=sizes, cp=2, gathered_attention=True, seq=step, length_step=step, **fields)
+
+
+CONTEXT_CASES = [
+    contextual(1, 2),
+    contextual(2, 1, sequence_parallel=True, vpp=2, num_microbatches=4, tied=True),
+    contextual(1, 2, transport="rank0", masked=True, per_token_loss=True, loss_tuple=3),
+    contextual(2, 3, sequence_parallel=True, optimizer="adam", distributed_optimizer=True),
+    contextual(1, 2, dp=2, overlap_grad_reduce=True, optimizer="adam", distributed_optimizer=True),
+    contextual(2, 2, plugin="forced", sequence_parallel=True, masked=True),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 1 else []) for i, case in enumerate(CONTEXT_CASES)],
+)
+def test_context_parallelism(runs: Runs, case: Case) -> None:
+    """The oracle sees whole sequences; with the attention of the tests it is Megatron's own, as the next test shows."""
+    check_parity(runs, case)
+
+
+def test_attention_of_the_tests_is_megatrons(runs: Runs) -> None:
+    case = Case(sizes=(1, 2), gathered_attention=True, wants_weights=True)
+    run, own = runs.run(case), runs.oracle(replace(case, gathered_attention=False))
+    assert_close(run, own)
+    assert_weights_close(run, own)
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_only_leaders_of_first_and_last_stage_read_data(runs: Runs, vpp: int) -> None:

@@ -14,10 +14,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
 from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
+from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.pool import init_gloo
 from vtp_plugin.platform import detect
 
@@ -79,6 +81,7 @@ def model_parallel(case: Case) -> Iterator[None]:
         **sizes,
         pipeline_model_parallel_size=len(case.sizes),
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        context_parallel_size=case.cp,
         order=case.order,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -211,18 +214,23 @@ class Trainer:
         tokens = labels = mask = positions = None
         if _reads(chunk):
             batch = tensor_parallel.broadcast_data(KEYS, next(iterator) if iterator else None, torch.int64)
-            tokens, labels, mask = (batch[key] for key in KEYS)
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            cp_rank = parallel_state.get_context_parallel_rank()
+            own = chunk_positions(batch["tokens"].shape[1], cp_rank, self.case.cp)
+            tokens, labels, mask = (batch[key][:, own].contiguous() for key in KEYS)
+            positions = own.expand_as(tokens)
         output = chunk(tokens, positions, None, labels=labels)
 
         def loss_function(losses: torch.Tensor) -> Any:
             assert mask is not None
             total, num_tokens = (losses.float() * mask).sum(), mask.sum().int()
+            # Over all context-parallel ranks: what is reported, and the number that the older form divides by.
+            whole = torch.stack([total.detach(), num_tokens.float()])
+            if self.case.cp > 1:
+                torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
             # Megatron divides the loss in place, so what is reported must be a copy.
             if self.case.loss_tuple == 3:
-                return total, num_tokens, {"loss": total.detach().clone()}
-            loss = total / num_tokens
-            return loss, {"loss": loss.detach().clone()}
+                return total, num_tokens, {"loss": whole[0].clone()}
+            return total / whole[1], {"loss": whole[0] / whole[1]}
 
         return output, loss_function
 
@@ -277,6 +285,7 @@ def _config(case: Case) -> TransformerConfig:
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=len(case.sizes),
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        context_parallel_size=case.cp,
         # Megatron refuses it on a stage of one rank.
         sequence_parallel=case.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1,
         pipeline_dtype=DTYPES[case.dtype],
@@ -311,6 +320,13 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
     )
 
 
+def _layer_spec(case: Case) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    if case.gathered_attention:
+        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return spec
+
+
 def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
     chunks = []
     for i in range(case.vpp):
@@ -318,7 +334,7 @@ def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
         chunks.append(
             GPTModel(
                 config,
-                get_gpt_layer_local_spec(),
+                _layer_spec(case),
                 vocab_size=VOCAB,
                 max_sequence_length=case.seq,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

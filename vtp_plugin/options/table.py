@@ -26,6 +26,7 @@ from vtp_plugin.options.rule import (
 
 _PARITY = "tests/multiproc/test_parity.py::test_parity"
 _SEQUENCE = "tests/multiproc/test_parity.py::test_sequence_parallelism"
+_CONTEXT = "tests/multiproc/test_parity.py::test_context_parallelism"
 _TIED = "tests/multiproc/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
 _OPTIMIZER = "tests/multiproc/test_parity.py::test_parity"
 _CLIPPING = "tests/multiproc/test_optimizer.py::test_inf_on_a_rank_that_leads_nothing"
@@ -77,8 +78,9 @@ _TENSOR_AND_SEQUENCE = (
         _SEQUENCE,
         "--sequence-parallel",
     ),
-    *refused_unequal(
-        "the boundary plans do not yet carry activations that are cut along the sequence",
+    *supported(
+        "with one context-parallel size on all stages every context-parallel rank has boundaries of its own",
+        _CONTEXT,
         case("--context-parallel-size", above(1)),
     ),
     *refused(

@@ -1,0 +1,44 @@
+"""A core attention to test context parallelism on a CPU: Megatron's local one refuses it, the others need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import nn
+
+
+class GatheredAttention(nn.Module):
+    """Causal attention of the own rows over all rows, which are gathered from the context-parallel ranks.
+
+    Rows are in Megatron's load-balanced order: a rank has a chunk from the front and its counterpart from the back.
+    """
+
+    def __init__(self, config: Any, *_args: Any, **_options: Any) -> None:
+        super().__init__()
+        self._scale = config.kv_channels**-0.5
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_options: Any) -> Any:
+        """Attend; ``[S / cp, B, heads, channels]`` in, ``[S / cp, B, heads * channels]`` out."""
+        group = parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
+        positions = [chunk_positions(len(key), rank, group.size()) for rank in range(group.size())]
+        own, every = positions[group.rank()], torch.cat(positions)
+        scores = torch.einsum("sbnh,tbnh->bnst", query, key) * self._scale
+        scores = scores.masked_fill(every[None, :] > own[:, None], float("-inf"))
+        mixed = torch.einsum("bnst,tbnh->sbnh", scores.softmax(dim=-1), value)
+        return mixed.flatten(start_dim=2)
+
+
+def chunk_positions(length: int, cp_rank: int, cp: int) -> torch.Tensor:
+    """Give the places in the sequence of a context-parallel rank's rows, in the order of its memory.
+
+    >>> chunk_positions(8, 0, 2).tolist()
+    [0, 1, 6, 7]
+    """
+    if cp == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * cp)
+    return torch.cat([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])

@@ -1,0 +1,162 @@
+"""What a schedule must do, worked out from first principles and without the planner's inner loops."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from graphlib import TopologicalSorter
+
+from vtp_plugin.schedule import Action, Costs, Op, Placement, Schedule
+
+Node = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
+
+
+def inputs_of(node: Node, num_vstages: int) -> list[Node]:
+    """Return what a compute needs: the chain rule, written out."""
+    kind, v, n = node
+    if kind == "F":
+        return [("F", v - 1, n)] if v else []
+    return [("F", v, n)] + ([("B", v + 1, n)] if v + 1 < num_vstages else [])
+
+
+def node_of(action: Action) -> Node:
+    return action.op.value, action.vstage, action.microbatch
+
+
+def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, float]]:
+    """Time every compute by the longest path through the graph of needs and of each stage's order.
+
+    Links have latency only. Raises graphlib.CycleError on a deadlock, KeyError where a compute is missing.
+    """
+    stages, num_vstages = schedule.placement.stages, schedule.placement.num_vstages
+    before: dict[Node, list[Node]] = {}
+    for order in schedule.orders:
+        computes = [node_of(action) for action in order if action.op in (Op.F, Op.B)]
+        for i, node in enumerate(computes):
+            assert node not in before, f"{node} comes twice"
+            before[node] = inputs_of(node, num_vstages) + computes[max(0, i - 1) : i]
+    times: dict[Node, tuple[float, float]] = {}
+    for node in TopologicalSorter(before).static_order():
+        start = 0.0
+        for other in before[node]:
+            low = min(other[1], node[1])
+            far = other in inputs_of(node, num_vstages) and stages[other[1]] != stages[node[1]]
+            start = max(start, times[other][1] + (costs.latency[low] if far else 0.0))
+        duration = (costs.forward if node[0] == "F" else costs.backward)[node[1]]
+        times[node] = (start, start + duration)
+    return times
+
+
+def makespan(schedule: Schedule, costs: Costs) -> float:
+    return max(end for _, end in start_and_end(schedule, costs).values())
+
+
+def peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Count the microbatches that have begun and not left a stage, compute by compute."""
+    result: list[int] = []
+    for order in schedule.orders:
+        microbatches = [action.microbatch for action in order if action.op in (Op.F, Op.B)]
+        first = {n: microbatches.index(n) for n in microbatches}
+        last = {n: len(microbatches) - 1 - microbatches[::-1].index(n) for n in microbatches}
+        result.append(max(sum(first[n] <= i <= last[n] for n in first) for i in range(len(microbatches))))
+    return tuple(result)
+
+
+def random_schedule(placement: Placement, num_microbatches: int, *, forward_only: bool, seed: int) -> Schedule:
+    """Draw an order at random among all that respect the needs; microbatches may overtake each other."""
+    rng = random.Random(seed)
+    kinds = "F" if forward_only else "FB"
+    nodes = [(k, v, n) for k in kinds for v in range(placement.num_vstages) for n in range(num_microbatches)]
+    orders: list[list[Action]] = [[] for _ in range(placement.num_stages)]
+    done: set[Node] = set()
+    while len(done) < len(nodes):
+        ready = [x for x in nodes if x not in done and set(inputs_of(x, placement.num_vstages)) <= done]
+        kind, v, n = node = rng.choice(ready)
+        done.add(node)
+        orders[placement.stages[v]].append(Action(op=Op(kind), vstage=v, microbatch=n))
+    return Schedule(
+        name="random",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=tuple(map(tuple, orders)),
+        forward_only=forward_only,
+    )
+
+
+class Machine:
+    """Executes lowered lists with real messages: no tags, one queue per channel, sends that end with their receive."""
+
+    def __init__(self, schedule: Schedule, seed: int) -> None:
+        self.schedule = schedule
+        self.rng = random.Random(seed)
+        self.lists = [deque(order) for order in schedule.orders]
+        self.sent: dict[tuple[int, int, str], list[Node]] = {}
+        self.posted: dict[tuple[int, int, str], int] = {}
+        self.tickets: dict[tuple[str, Action], tuple[tuple[int, int, str], int]] = {}
+        self.tensors: list[set[Node]] = [set() for _ in self.lists]
+        self.num_open: list[dict[str, int]] = [{"RECV": 0, "SEND": 0} for _ in self.lists]
+        self.most_open_at_compute = [0] * len(self.lists)
+
+    def run(self) -> None:
+        """Run all lists to their end, one action of a random stage at a time."""
+        while any(self.lists):
+            able = [s for s, rest in enumerate(self.lists) if rest and self.can(rest[0])]
+            assert able, f"deadlock before {[str(rest[0]) for rest in self.lists if rest]}"
+            stage = self.rng.choice(able)
+            self.do(stage, self.lists[stage].popleft())
+        assert not any(sum(counts.values()) for counts in self.num_open), "something was never waited for"
+
+    def can(self, action: Action) -> bool:
+        if not action.op.startswith("WAIT"):
+            return True
+        channel, number = self.tickets[action.op.removeprefix("WAIT_")[:4], self.plain(action)]
+        return number < len(self.sent.get(channel, [])) and number < self.posted.get(channel, 0)
+
+    def plain(self, action: Action) -> Action:
+        return Action(op=Op(action.op[-1]), vstage=action.vstage, microbatch=action.microbatch)
+
+    def do(self, stage: int, action: Action) -> None:
+        stages = self.schedule.placement.stages
+        kind, v = action.op[-1], action.vstage
+        step = 1 if kind == "F" else -1
+        if action.op in (Op.F, Op.B):
+            node = node_of(action)
+            missing = set(inputs_of(node, len(stages))) - self.tensors[stage]
+            assert not missing, f"{action} runs without {missing}"
+            self.tensors[stage].add(node)
+            self.most_open_at_compute[stage] = max(self.most_open_at_compute[stage], self.num_open[stage]["RECV"])
+        elif action.op.startswith("SEND"):
+            channel = (stages[v], stages[v + step], kind)
+            self.tickets["SEND", self.plain(action)] = (channel, len(self.sent.setdefault(channel, [])))
+            payload = (kind, v, action.microbatch)
+            assert payload in self.tensors[stage], f"{action} before its compute"
+            self.sent[channel].append(payload)
+            self.num_open[stage]["SEND"] += 1
+        elif action.op.startswith("RECV"):
+            channel = (stages[v - step], stages[v], kind)
+            self.tickets["RECV", self.plain(action)] = (channel, self.posted.get(channel, 0))
+            self.posted[channel] = self.posted.get(channel, 0) + 1
+            self.num_open[stage]["RECV"] += 1
+        else:
+            way = action.op.removeprefix("WAIT_")[:4]
+            channel, number = self.tickets.pop((way, self.plain(action)))
+            self.num_open[stage][way] -= 1
+            if way == "RECV":
+                payload = self.sent[channel][number]
+                assert payload == (kind, v - step, action.microbatch), f"{action} got {payload}"
+                self.tensors[stage].add(payload)
+
+
+def reference_edge(text: str, num_stages: int) -> list[str]:
+    """Translate a row of the reference's edge or cloud (`FS1 FE1 BS1 BE1`, microbatches from 1) into our text form."""
+    vstage = {"FS": 0, "FE": num_stages, "BS": num_stages, "BE": 0}
+    return [f"{vstage[word[:2]]}{word[0]}{int(word[2:]) - 1}" for word in text.replace("|", " ").split()]
+
+
+def reference_cloud(text: str, stage: int) -> list[str]:
+    return [f"{stage}{word[0]}{int(word[1:]) - 1}" for word in text.replace("|", " ").split()]
+
+
+def words(order: Sequence[Action]) -> list[str]:
+    return [str(action) for action in order]

@@ -1,0 +1,111 @@
+"""The pictures of a step show every compute where the simulation has it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+
+from vtp_plugin.schedule import (
+    Costs,
+    Timeline,
+    chrome_trace,
+    draw_svg,
+    draw_text,
+    one_f_one_b,
+    parse_action,
+    plain_forward_only,
+    plain_placement,
+    plan_u_shape,
+    reference_u_shape,
+    simulate,
+    u_costs,
+    uniform_costs,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+TIMELINES = {
+    "u": simulate(plan_u_shape(3, 5, u_costs(3, latency=2)).schedule, u_costs(3, latency=2)),
+    "reference": simulate(reference_u_shape(2, 1), u_costs(2)),
+    "1f1b": simulate(one_f_one_b(4, 6), uniform_costs(plain_placement(4), forward=0.001, backward=0.002)),
+    "one stage": simulate(plain_forward_only(1, 2), uniform_costs(plain_placement(1), forward=130.0)),
+}
+
+
+@pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)
+def test_svg_has_every_compute_at_its_time(timeline: Timeline) -> None:
+    text = draw_svg(timeline, title="a < b & c", width=1000)
+    assert text.isascii() and "<script" not in text and text.count("http") == 1
+    assert text == draw_svg(timeline, title="a < b & c", width=1000)
+    root = ET.fromstring(text)
+    assert root.findtext(SVG + "title") == "a < b & c"
+    boxes = [rect for rect in root.iter(SVG + "rect") if rect.find(SVG + "title") is not None]
+    by_row: dict[float, list[ET.Element]] = {}
+    for box in boxes:
+        by_row.setdefault(float(box.get("y", "")), []).append(box)
+    rows = [by_row[y] for y in sorted(by_row)]
+    assert len(rows) == len(timeline.spans)
+    scale = 1000 / timeline.makespan
+    for row, spans in zip(rows, timeline.spans, strict=True):
+        for box, span in zip(row, spans, strict=True):
+            title = box.findtext(SVG + "title", "")
+            assert title.split(":")[0] == str(span.action)
+            left, width = float(box.get("x", "")), float(box.get("width", ""))
+            assert left == pytest.approx(76 + span.start * scale, abs=0.1)
+            assert left + width <= 76 + span.end * scale + 0.6
+            assert ("backward" in box.get("class", "")) == (span.action.op == "B")
+    assert len([line for line in root.iter(SVG + "line") if line.get("class") == "message"]) == len(timeline.flights)
+    assert all(0 <= float(box.get("x", "")) <= float(root.get("width", "")) for box in boxes)
+
+
+def test_svg_labels_later_chunks_only_where_there_are_some() -> None:
+    assert "forward, later chunk" in draw_svg(TIMELINES["u"], title="")
+    assert "later" not in draw_svg(TIMELINES["1f1b"], title="").partition("</style>")[2]
+
+
+@pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)
+def test_text_has_a_row_for_each_stage_and_idle_time(timeline: Timeline) -> None:
+    columns = 400
+    *rows, summary = draw_text(timeline, columns=columns).splitlines()
+    assert f"step {timeline.makespan:.6g}" in summary
+    for row, spans, busy in zip(rows, timeline.spans, timeline.busy, strict=True):
+        cells = row.split("|")[1]
+        assert len(cells) == columns
+        idle = cells.count(".") / columns
+        assert idle == pytest.approx(1 - busy / timeline.makespan, abs=0.02)
+        names = [str(span.action) for span in spans]
+        places = [cells.index(name) for name in names]
+        assert places == sorted(places)
+
+
+def test_short_cells_keep_the_last_digit() -> None:
+    row = draw_text(TIMELINES["u"], columns=int(TIMELINES["u"].makespan)).splitlines()[0]
+    assert row.startswith("stage 0 |01234")
+
+
+@pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)
+def test_trace_has_every_compute_and_message(timeline: Timeline) -> None:
+    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for stage, spans in enumerate(timeline.spans):
+        assert threads[0, stage] == f"stage {stage}"
+        found = [e for e in events if e["ph"] == "X" and e["tid"] == stage]
+        assert [parse_action(e["name"]) for e in found] == [span.action for span in spans]
+        for event, span in zip(found, spans, strict=True):
+            assert event["ts"] == pytest.approx(span.start * 1e6) and event["dur"] >= 0
+        for first, second in pairwise(found):
+            assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
+    begins = {e["id"]: e for e in events if e["ph"] == "b"}
+    ends = {e["id"]: e for e in events if e["ph"] == "e"}
+    assert begins.keys() == ends.keys() and len(begins) == len(timeline.flights)
+    assert all(threads[1, event["tid"]] == event["cat"] for event in begins.values())
+
+
+def test_nothing_to_show_is_drawn() -> None:
+    costs = Costs(forward=(0.0,), backward=(0.0,), latency=(), bandwidth=(), message_bytes=())
+    timeline = simulate(plain_forward_only(1, 1), costs)
+    assert timeline.bubble == 0
+    assert "step 0" in draw_text(timeline, columns=20)
+    ET.fromstring(draw_svg(timeline, title="empty"))

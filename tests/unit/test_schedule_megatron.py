@@ -1,0 +1,65 @@
+"""The fixed orders are those of the installed Megatron: its own table, warm-up count and groups are the oracle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests import schedule_oracle as oracle
+from vtp_plugin.schedule import interleaved_one_f_one_b, one_f_one_b
+
+CASES = [
+    (1, None, 3, 1),
+    (2, None, 1, 1),
+    (3, None, 2, 1),
+    (4, None, 9, 1),
+    (2, 2, 2, 2),
+    (2, 3, 8, 3),
+    (3, 2, 6, 3),
+    (3, 3, 11, 4),
+    (4, 2, 8, 4),
+    (4, 2, 14, 5),
+    (4, 4, 16, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "num_microbatches", "group_size", "forward_only"),
+    [(*case, False) for case in CASES] + [(*case, True) for case in CASES if case[1]],
+)
+def test_orders_are_megatrons(
+    num_stages: int, num_chunks: int | None, num_microbatches: int, group_size: int, forward_only: bool
+) -> None:
+    if num_chunks is None:
+        schedule = one_f_one_b(num_stages, num_microbatches)
+    else:
+        schedule = interleaved_one_f_one_b(
+            num_stages, num_chunks, num_microbatches, group_size=group_size, forward_only=forward_only
+        )
+    for stage in range(num_stages):
+        found = oracle.words(schedule.orders[stage])
+        assert found == megatrons_order(num_stages, stage, num_chunks, num_microbatches, group_size, forward_only)
+
+
+def megatrons_order(
+    num_stages: int, stage: int, num_chunks: int | None, num_microbatches: int, group_size: int, forward_only: bool
+) -> list[str]:
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    group = SimpleNamespace(size=lambda: num_stages, rank=lambda: stage)
+    total, _, num_warmup, num_remaining = schedules.get_pp_rank_microbatches(
+        num_microbatches,
+        num_chunks or 1,
+        group_size,
+        forward_only=forward_only,
+        p2p_communicator=SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=num_chunks),
+    )
+    table = schedules.get_schedule_table(num_microbatches, num_chunks or 1, group_size if num_chunks else 1)
+    last_chunk = (num_chunks or 1) - 1
+    forwards = [f"{chunk * num_stages + stage}F{n}" for n, chunk in table]
+    backwards = [f"{(last_chunk - chunk) * num_stages + stage}B{n}" for n, chunk in table]
+    assert len(forwards) == total
+    order = forwards[:num_warmup]
+    for k in range(num_remaining):
+        order += [forwards[num_warmup + k], backwards[k]]
+    return order if forward_only else order + backwards[num_remaining:]

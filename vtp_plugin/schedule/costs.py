@@ -1,0 +1,94 @@
+"""What a step costs: durations of the virtual stages, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.schedule.placement import Placement, u_placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Durations and links of a placement. Times may have any unit, as long as all have the same; seconds are meant.
+
+    The two directions of a boundary do not share bandwidth: each has its own channel, on which messages go one after
+    the other. A message is under way for `message_bytes / bandwidth + latency`.
+
+    Attributes:
+        forward: Duration of one microbatch's forward, by virtual stage.
+        backward: The same of the backward.
+        latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used where both lie on one stage.
+        bandwidth: Bytes per unit of time on the same way, in each direction; `math.inf` for no limit.
+        message_bytes: Size of an activation from v to v + 1, and of its gradient.
+
+    Raises:
+        ConfigError: A tuple has the wrong length, a duration or latency is negative or not finite, a bandwidth is not
+            above 0.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    latency: tuple[float, ...]
+    bandwidth: tuple[float, ...]
+    message_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine has."""
+        num_vstages = len(self.forward)
+        lengths = {"backward": num_vstages} | dict.fromkeys(("latency", "bandwidth", "message_bytes"), num_vstages - 1)
+        for name, length in lengths.items():
+            found = len(getattr(self, name))
+            if found != length:
+                raise ConfigError(f"{name} has {found} entries: {num_vstages} virtual stages need {length}")
+        for name in ("forward", "backward", "latency", "message_bytes"):
+            if not all(0 <= value < math.inf for value in getattr(self, name)):
+                raise ConfigError(f"{name} {getattr(self, name)}: every entry must be finite and not negative")
+        if not all(value > 0 for value in self.bandwidth):
+            raise ConfigError(f"bandwidth {self.bandwidth}: every entry must be above 0")
+
+    def transfer_time(self, vstage: int) -> float:
+        """Return how long a message from a virtual stage to the next keeps its channel busy, without the latency."""
+        return self.message_bytes[vstage] / self.bandwidth[vstage]
+
+
+def uniform_costs(placement: Placement, *, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Costs:
+    """Give every virtual stage the same durations and every boundary the same latency, without limit of bandwidth.
+
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> uniform_costs(plain_placement(3), latency=0.5).latency
+    (0.5, 0.5)
+    """
+    num_vstages, num_links = placement.num_vstages, placement.num_vstages - 1
+    return Costs(
+        forward=(forward,) * num_vstages,
+        backward=(backward,) * num_vstages,
+        latency=(latency,) * num_links,
+        bandwidth=(math.inf,) * num_links,
+        message_bytes=(0,) * num_links,
+    )
+
+
+def u_costs(num_stages: int, *, cloud: float = 2.0, latency: float = 0.0, edge: float = 1.0) -> Costs:
+    """Costs of the model U-shape: backward takes twice the forward, latency only between edge and cloud.
+
+    Args:
+        num_stages: Pipeline stages, the edge included.
+        cloud: Forward of a cloud stage.
+        latency: One way, between the edge and the first, and the edge and the last cloud stage.
+        edge: Forward of each of the edge's two parts.
+
+    >>> u_costs(3, latency=0.5).latency, u_costs(3).backward
+    ((0.5, 0.0, 0.5), (2.0, 4.0, 4.0, 2.0))
+    """
+    placement = u_placement(num_stages)
+    forward = (edge, *[cloud] * (num_stages - 1), edge)
+    latencies = [latency if 0 in placement.stages[v : v + 2] else 0.0 for v in range(num_stages)]
+    return Costs(
+        forward=forward,
+        backward=tuple(2 * duration for duration in forward),
+        latency=tuple(latencies),
+        bandwidth=(math.inf,) * num_stages,
+        message_bytes=(0,) * num_stages,
+    )

@@ -1,0 +1,225 @@
+"""When everything happens, if compute takes what it is said to take and the links have latency and bandwidth."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from vtp_plugin.schedule.actions import Action, Op
+from vtp_plugin.schedule.bounds import ROUNDING
+from vtp_plugin.schedule.channels import Channel, channel_of, link_of, started_by
+from vtp_plugin.schedule.check import Mode, check, is_lowered, peak_activations, peak_in_flight
+from vtp_plugin.schedule.costs import Costs
+from vtp_plugin.schedule.lower import lower
+from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.plan import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A compute that runs on a stage from `start` to `end`."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A message on its channel.
+
+    Attributes:
+        channel: Where it goes.
+        action: Its send.
+        sent: When it was posted.
+        start: When its first byte leaves: channel free, and in rendezvous mode the receiver's word that it is ready
+            there.
+        end: When its last byte has arrived.
+    """
+
+    channel: Channel
+    action: Action
+    sent: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step. Times are in the unit of the costs, from the start of the step.
+
+    Attributes:
+        placement: Which stage holds which virtual stage.
+        spans: By stage, its computes in their order.
+        flights: All messages in the order in which they were sent.
+        makespan: When the last stage is through with its list.
+        in_flight: Most microbatches in flight at a time, by stage.
+        activations: Most activations kept for a backward at a time, by virtual stage.
+        bytes_by_channel: Channels with the bytes that they carry in the step, in order.
+    """
+
+    placement: Placement
+    spans: tuple[tuple[Span, ...], ...]
+    flights: tuple[Flight, ...]
+    makespan: float
+    in_flight: tuple[int, ...]
+    activations: tuple[int, ...]
+    bytes_by_channel: tuple[tuple[Channel, int], ...]
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each stage computes."""
+        return tuple(math.fsum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the busiest stage does not compute, from 0 to 1."""
+        return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Timeline:
+    """Walk all stages' lists in time.
+
+    Compute takes its duration; all other actions take none, but waits wait. A message leaves when it is sent and the
+    messages before it have left its channel; it keeps the channel for `message_bytes / bandwidth` and arrives one
+    latency later. In rendezvous mode (gloo, NCCL) it also does not leave before the receiver's word that the receive
+    is posted has come, one latency after posting. A wait for a send lasts until the message has arrived.
+
+    Args:
+        schedule: Lowered; or compute only, which is simulated with all receives posted at the start of the step.
+        costs: Of the schedule's placement.
+        mode: When messages leave.
+
+    >>> from vtp_plugin.schedule.costs import uniform_costs
+    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> schedule = one_f_one_b(2, 4)
+    >>> timeline = simulate(schedule, uniform_costs(schedule.placement, latency=0.5))
+    >>> timeline.makespan, round(timeline.bubble, 3), timeline.in_flight
+    (17.0, 0.294, (2, 1))
+    """
+    problems = check(schedule)
+    assert not problems, f"invalid schedule ({schedule.name}): {'; '.join(problems)}"
+    assert len(costs.forward) == schedule.placement.num_vstages, "costs of another placement"
+    if not is_lowered(schedule):
+        schedule = lower(schedule, lookahead=max(map(len, schedule.orders)))
+    walk = _Walk(schedule=schedule, costs=costs, mode=mode)
+    walk.run()
+    flights = sorted(walk.flights, key=lambda flight: (flight.sent, flight.channel))
+    sizes: dict[Channel, int] = defaultdict(int)
+    for flight in flights:
+        sizes[flight.channel] += costs.message_bytes[link_of(flight.action)]
+    placement = schedule.placement
+    return Timeline(
+        placement=placement,
+        spans=tuple(map(tuple, walk.spans)),
+        flights=tuple(flights),
+        makespan=max(walk.now),
+        in_flight=tuple(peak_in_flight(schedule, stage) for stage in range(placement.num_stages)),
+        activations=tuple(peak_activations(schedule, vstage) for vstage in range(placement.num_vstages)),
+        bytes_by_channel=tuple(sorted(sizes.items())),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """One channel: what was posted on it so far; the n-th send meets the n-th receive."""
+
+    free_at: float = 0.0
+    sent: list[tuple[Action, float]] = field(default_factory=list)
+    posted: list[float] = field(default_factory=list)
+    num_moved: int = 0
+
+
+class _Walk:
+    """State of the simulation."""
+
+    def __init__(self, *, schedule: Schedule, costs: Costs, mode: Mode) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.mode = mode
+        num_stages = schedule.placement.num_stages
+        self.now = [0.0] * num_stages
+        self.places = [0] * num_stages
+        self.spans: list[list[Span]] = [[] for _ in range(num_stages)]
+        self.flights: list[Flight] = []
+        self.lines: dict[Channel, _Line] = defaultdict(_Line)
+        # When a message has arrived, by microbatch and link and direction.
+        self.arrivals: dict[tuple[Channel, int, int], float] = {}
+
+    def run(self) -> None:
+        """Let every stage go as far as it can until all are through."""
+        moved = True
+        while moved:
+            moved = False
+            for stage, order in enumerate(self.schedule.orders):
+                while self.places[stage] < len(order) and self.step(stage, order[self.places[stage]]):
+                    self.places[stage] += 1
+                    moved = True
+        assert self.places == [len(order) for order in self.schedule.orders], "a checked schedule came to a stop"
+
+    def step(self, stage: int, action: Action) -> bool:
+        """Do one action; False if it waits for something whose time is not known yet."""
+        if action.op.is_compute:
+            durations = self.costs.backward if action.op is Op.B else self.costs.forward
+            start, end = self.now[stage], self.now[stage] + durations[action.vstage]
+            self.spans[stage].append(Span(action=action, start=start, end=end))
+            self.now[stage] = end
+            return True
+        if action.op.startswith("WAIT"):
+            arrival = self.arrivals.get(self.message(started_by(action)))
+            if arrival is None:
+                return False
+            self.now[stage] = max(self.now[stage], arrival)
+            return True
+        line = self.lines[channel_of(self.schedule.placement, action)]
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            line.sent.append((action, self.now[stage]))
+        else:
+            line.posted.append(self.now[stage])
+        self.move(line)
+        return True
+
+    def move(self, line: _Line) -> None:
+        """Let all messages of a channel go whose time is known."""
+        while line.num_moved < len(line.sent):
+            if self.mode == "rendezvous" and line.num_moved >= len(line.posted):
+                return
+            action, sent = line.sent[line.num_moved]
+            link = link_of(action)
+            start = max(sent, line.free_at)
+            if self.mode == "rendezvous":
+                start = max(start, line.posted[line.num_moved] + self.costs.latency[link])
+            line.free_at = start + self.costs.transfer_time(link)
+            line.num_moved += 1
+            channel = channel_of(self.schedule.placement, action)
+            end = line.free_at + self.costs.latency[link]
+            self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
+            self.arrivals[self.message(action)] = end
+
+    def message(self, action: Action) -> tuple[Channel, int, int]:
+        """Name the message of a send or a receive, the same at both ends."""
+        return channel_of(self.schedule.placement, action), link_of(action), action.microbatch
+
+
+def choose_lookahead(schedule: Schedule, costs: Costs) -> int:
+    """Return the smallest lookahead for :func:`~vtp_plugin.schedule.lower.lower` that costs no time in rendezvous mode.
+
+    With it the step is as fast as with all receives posted at its start.
+
+    Args:
+        schedule: Compute only.
+        costs: Of its placement.
+
+    >>> from vtp_plugin.schedule.costs import u_costs
+    >>> from vtp_plugin.schedule.u_shape import plan_u_shape
+    >>> [choose_lookahead(plan_u_shape(3, 8, u_costs(3, latency=x)).schedule, u_costs(3, latency=x)) for x in (0, 1, 2)]
+    [1, 2, 3]
+    """
+    most = max(map(len, schedule.orders))
+
+    def makespan(lookahead: int) -> float:
+        return simulate(lower(schedule, lookahead=lookahead), costs, mode="rendezvous").makespan
+
+    enough = makespan(most) * (1 + ROUNDING)
+    return next(lookahead for lookahead in range(1, most + 1) if makespan(lookahead) <= enough)

@@ -1,0 +1,295 @@
+"""The U-shaped pipeline: stage 0, the edge, runs the first and the last part of the model.
+
+The edge has four kinds of work: FS and BE, forward and backward of the first part; FE and BS, forward and backward of
+the last part. A microbatch passes FS, the cloud, FE, BS, the cloud backwards, BE. Which of the four to run next decides
+how much of the links' latency is hidden, and no single rule is good for all durations and latencies. So a portfolio of
+orders is built and simulated, and the best is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.schedule.bounds import ROUNDING, lower_bound, need_by_stage
+from vtp_plugin.schedule.chain import Chain, Orders, dispatch, in_flight, in_ticks, make_chain, makespan, to_actions
+from vtp_plugin.schedule.costs import Costs
+from vtp_plugin.schedule.generate import require_counts
+from vtp_plugin.schedule.placement import u_placement
+from vtp_plugin.schedule.plan import Schedule
+
+# Rankings of the edge's steps, most urgent first. Of the 24 there are, these were enough to be best in every case of a
+# grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS right after it is the
+# rule that keeps the fewest activations of the last part.
+_EDGE_RANKINGS = (
+    ("BS", "FS", "FE", "BE"),
+    ("BS", "FE", "FS", "BE"),
+    ("BE", "BS", "FS", "FE"),
+    ("BS", "BE", "FS", "FE"),
+    ("BS", "BE", "FE", "FS"),
+    ("BS", "FE", "BE", "FS"),
+    ("BS", "FS", "BE", "FE"),
+)
+_PLACES = {"FS": 0, "FE": 1, "BS": 2, "BE": 3}
+_CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, None)  # microbatches above need; None: up to the limit
+_EDGE_SLACKS = (0, 1, 2, None)
+_NUM_PERTURBED = 160
+_SHARES = (0.1, 0.2, 0.3)  # of decisions that a perturbed rule takes by another ranking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UPlan:
+    """The chosen order, and why it was chosen.
+
+    Attributes:
+        schedule: Order of compute.
+        candidate: Name of the rule that gave it.
+        makespan: Its simulated time, in the unit of the costs.
+        lower_bound: Time that no order can beat under the limits.
+        reference_makespan: Time of the reference's order; None where it breaks a limit or has none (forward only).
+        in_flight: Most microbatches in flight on each stage, never above the limits.
+        num_candidates: How many orders were simulated.
+    """
+
+    schedule: Schedule
+    candidate: str
+    makespan: float
+    lower_bound: float
+    reference_makespan: float | None
+    in_flight: tuple[int, ...]
+    num_candidates: int
+
+    @property
+    def reason(self) -> str:
+        """Say in one line what was chosen and why."""
+        is_optimal = self.makespan <= self.lower_bound * (1 + ROUNDING)
+        bound = "which no order can beat" if is_optimal else f"lower bound {self.lower_bound:.6g}"
+        reference = "" if self.reference_makespan is None else f", reference order {self.reference_makespan:.6g}"
+        return (
+            f"U-shaped schedule {self.schedule.digest}: {self.candidate}, best of {self.num_candidates} candidates; "
+            f"step {self.makespan:.6g} ({bound}{reference}), "
+            f"microbatches in flight by stage {','.join(map(str, self.in_flight))}"
+        )
+
+
+def reference_orders(num_stages: int, num_microbatches: int) -> Orders:
+    """Order the U-shape as MindSpeed's layerwise disaggregated training does, as steps (see :mod:`.chain`).
+
+    The edge runs min(P, m) FS; K times FE, BS; then FS, FE, BS, BE in turn; then what is left of BE. Cloud stage r runs
+    1F1B after min(P - r, m) forwards. K is `int((4 P + 1) / 6)`, here at most m: the original fails below that.
+
+    >>> reference_orders(2, 2)
+    ((0, 0, 2, 3, 2, 3, 5, 5), (1, 1, 4, 4))
+    """
+    fs, fe, bs, be = 0, num_stages, num_stages + 1, 2 * num_stages + 1
+    num_warmup = min(num_stages, num_microbatches)
+    num_early = min((4 * num_stages + 1) // 6, num_microbatches)
+    edge = [fs] * num_warmup + [fe, bs] * num_early
+    for n in range(num_microbatches - num_early):
+        edge += [fs, fe, bs, be] if n < num_microbatches - num_warmup else [fe, bs, be]
+    orders = [(*edge, *[be] * num_early)]
+    for stage in range(1, num_stages):
+        forward, backward = stage, 2 * num_stages + 1 - stage
+        num_warmup = min(num_stages - stage, num_microbatches)
+        steady = [forward, backward] * (num_microbatches - num_warmup)
+        orders.append((*[forward] * num_warmup, *steady, *[backward] * num_warmup))
+    return tuple(orders)
+
+
+def reference_u_shape(num_stages: int, num_microbatches: int) -> Schedule:
+    """Return the order of :func:`reference_orders` as a schedule, the baseline of ours.
+
+    >>> print(reference_u_shape(2, 2).describe())
+    stage 0: 0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1
+    stage 1: 1F0 1F1 1B0 1B1
+    """
+    placement = u_placement(num_stages)
+    require_counts(num_stages, num_microbatches)
+    return Schedule(
+        name="u-shape-reference",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=to_actions(placement, reference_orders(num_stages, num_microbatches)),
+    )
+
+
+def plan_u_shape(
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs,
+    *,
+    limits: Sequence[int] | None = None,
+    forward_only: bool = False,
+) -> UPlan:
+    """Choose the order of a U-shaped pipeline.
+
+    The candidates are greedy rules under many caps of microbatches in flight, the same with time reversed, the
+    reference's order, and, where no rule reaches the lower bound, rules that are perturbed now and then. The shortest
+    simulated step wins; of equal ones that with fewer microbatches in flight, summed over the stages; of equal ones the
+    first. Caps grow from level to level, and no level is begun after one that reached the lower bound. The result is a
+    function of the arguments alone, and never slower than the reference where that keeps the limits. Ranks must pass
+    the same costs: measured ones are to be agreed on first. Times are compared in seven digits of the longest.
+
+    Args:
+        num_stages: Pipeline stages with the edge, P >= 2.
+        num_microbatches: Microbatches of the step, m >= 1.
+        costs: Of the P + 1 virtual stages.
+        limits: Most microbatches in flight on each stage: those of which the stage still holds an activation, from the
+            start of its first forward to the end of its last backward. No limit by default.
+        forward_only: No backward pass; a limit then counts from the start of FS to the end of FE on the edge.
+
+    Raises:
+        ConfigError: P < 2, m < 1, not one limit for each stage, a limit below 1, or costs of another placement.
+
+    >>> from vtp_plugin.schedule.costs import u_costs
+    >>> plan = plan_u_shape(3, 16, u_costs(3, latency=2.0), limits=(7, 7, 7))
+    >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
+    (109.0, 109.0, 129.0)
+    """
+    placement = u_placement(num_stages)
+    require_counts(num_stages, num_microbatches)
+    limits = (num_microbatches,) * num_stages if limits is None else tuple(limits)
+    _check_limits(limits, num_stages)
+    if len(costs.forward) != placement.num_vstages:
+        raise ConfigError(
+            f"costs of {len(costs.forward)} virtual stages: a U of {num_stages} stages has {placement.num_vstages}"
+        )
+
+    chain = make_chain(placement, costs, forward_only=forward_only)
+    search = _Search(in_ticks(chain), num_microbatches, limits)
+    reference = None if forward_only else search.try_reference()
+    search.try_rules()
+    search.try_perturbed()
+    _, _, name, orders = search.best
+    schedule = Schedule(
+        name="u-shape-forward-only" if forward_only else "u-shape",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=to_actions(placement, orders),
+        forward_only=forward_only,
+    )
+    span = makespan(chain, num_microbatches, orders)
+    assert span is not None
+    return UPlan(
+        schedule=schedule,
+        candidate=name,
+        makespan=span,
+        lower_bound=lower_bound(chain, num_microbatches, search.limits),
+        reference_makespan=makespan(chain, num_microbatches, reference) if reference else None,
+        in_flight=in_flight(chain, orders),
+        num_candidates=search.num_tried,
+    )
+
+
+def _check_limits(limits: tuple[int, ...], num_stages: int) -> None:
+    if len(limits) != num_stages:
+        raise ConfigError(f"in-flight limits {limits}: {num_stages} stages need {num_stages} entries")
+    if min(limits) < 1:
+        raise ConfigError(f"in-flight limits {limits}: no microbatch could ever start; every entry must be at least 1")
+
+
+class _Search:
+    """Tries candidates and keeps the best."""
+
+    def __init__(self, chain: Chain, num_microbatches: int, limits: tuple[int, ...]) -> None:
+        self.chain = chain
+        # By whether time is reversed.
+        self.chains = (chain, chain.reversed())
+        self.rankings = tuple(tuple(_rankings(way)) for way in self.chains)
+        self.num_microbatches = num_microbatches
+        self.limits = tuple(min(limit, num_microbatches) for limit in limits)
+        self.bound = lower_bound(chain, num_microbatches, self.limits)
+        self.best: tuple[float, int, str, Orders] = (math.inf, 0, "", ())
+        self.num_tried = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing can be faster than the best."""
+        return self.best[0] <= self.bound
+
+    def offer(self, name: str, orders: Orders) -> float:
+        """Simulate a candidate, keep it if it is the best so far, and return its time."""
+        span = makespan(self.chain, self.num_microbatches, orders)
+        assert span is not None, f"{name} deadlocks"
+        self.num_tried += 1
+        if span <= self.best[0]:
+            memory = sum(in_flight(self.chain, orders))
+            if (span, memory) < self.best[:2]:
+                self.best = (span, memory, name, orders)
+        return span
+
+    def try_reference(self) -> Orders | None:
+        """Offer the reference's order and return it, None if it breaks a limit."""
+        orders = reference_orders(self.chain.num_stages, self.num_microbatches)
+        peaks = in_flight(self.chain, orders)
+        if any(peak > limit for peak, limit in zip(peaks, self.limits, strict=True)):
+            return None
+        self.offer("the reference's order", orders)
+        return orders
+
+    def try_rules(self) -> None:
+        """Offer every greedy rule, forward and reversed in time, under caps that grow from level to level."""
+        needs = [need_by_stage(self.chain, stage) for stage in range(self.chain.num_stages)]
+        # The limits themselves first: what they give is hard to beat, so that most of the levels need no look.
+        levels = [[self.limits]]
+        levels += [[self._caps(needs, slack, edge_slack) for edge_slack in _EDGE_SLACKS] for slack in _CLOUD_SLACKS]
+        tried: set[tuple[int, ...]] = set()
+        for number, level in enumerate(levels):
+            spans = [math.inf]
+            for caps in level:
+                if caps not in tried and lower_bound(self.chain, self.num_microbatches, caps) <= self.best[0]:
+                    tried.add(caps)
+                    for rule, is_reversed in product(range(len(self.rankings[0])), (False, True)):
+                        spans.append(self._offer_rule(rule, is_reversed, caps))
+            if number and min(spans) <= self.bound:
+                return
+
+    def try_perturbed(self) -> None:
+        """Offer rules that now and then follow another ranking on the edge, unless nothing is left to gain."""
+        for seed in range(_NUM_PERTURBED):
+            if self.is_done:
+                return
+            rule = seed // 2 % len(self.rankings[0])
+            self._offer_rule(rule, seed % 2 == 1, self.limits, seed)
+
+    def _caps(self, needs: list[int], slack: int | None, edge_slack: int | None) -> tuple[int, ...]:
+        caps = [limit if slack is None else min(limit, n + slack) for n, limit in zip(needs, self.limits, strict=True)]
+        caps[0] = self.limits[0] if edge_slack is None else min(self.limits[0], caps[0] + edge_slack)
+        return tuple(caps)
+
+    def _offer_rule(self, rule: int, is_reversed: bool, caps: tuple[int, ...], seed: int | None = None) -> float:
+        """Build orders by a greedy rule and offer them; a seed perturbs the rule."""
+        chain, rankings = self.chains[is_reversed], self.rankings[is_reversed]
+        ranking, name = rankings[rule]
+        detours = None if seed is None else _detours([edge for (edge, *_), _ in rankings], seed)
+        orders = dispatch(chain, self.num_microbatches, ranking, caps, detours)
+        if is_reversed:
+            last = chain.num_steps - 1
+            orders = tuple(tuple(last - q for q in reversed(order)) for order in orders)
+        way = "reversed" if is_reversed else "forward"
+        perturbed = "" if seed is None else f", perturbed {seed}"
+        return self.offer(f"greedy {way} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)
+
+
+def _rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
+    """Yield rankings for all stages, with a name; the cloud prefers backwards, or forwards."""
+    edge_steps = chain.steps(0)
+    is_forward_only = len(edge_steps) == 2
+    edge_rankings = (("FE", "FS"), ("FS", "FE")) if is_forward_only else _EDGE_RANKINGS
+    for edge, cloud in product(edge_rankings, ("",) if is_forward_only else ("B", "F")):
+        cloud_rankings = [chain.steps(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, chain.num_stages)]
+        name = f"edge {'>'.join(edge)}" + (f", cloud {cloud} first" if cloud else "")
+        yield [tuple(edge_steps[_PLACES[kind]] for kind in edge), *cloud_rankings], name
+
+
+def _detours(rankings: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int] | None]:
+    """Yield a ranking for a share of the decisions, None for the others; the same on every rank and Python."""
+    # Of a seeded generator Python only promises that `random()` stays as it is.
+    numbers = random.Random(seed)
+    share = _SHARES[seed % len(_SHARES)]
+    while True:
+        yield rankings[int(numbers.random() * len(rankings))] if numbers.random() < share else None
