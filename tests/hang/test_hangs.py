@@ -20,7 +20,7 @@ TIMEOUT_S = 8.0
 SLACK_S = 4.0  # a line is printed within the timeout; a busy machine needs some time to end a process
 STARTING_S = 15.0  # between the start of a process and its first wait, on a busy machine
 BOUNDARY = r"boundary 0->1, (?:forward|backward), microbatch \d+"
-WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:rank|the members ranks) \d"
+WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:ranks?|the members ranks) \d"
 POSITION = rf"{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
 STORE = "the store that the launcher or rank 0 keeps"
 

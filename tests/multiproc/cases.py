@@ -33,6 +33,7 @@ class Case:
         layers_per_chunk: transformer layers of every chunk.
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
             "reverted" trains with the plugin, takes it back and then trains as stock.
+        schedule: "planned" runs the plugin's executor.
         num_microbatches: per replica and step.
         optimizer: Megatron's distributed optimizer takes "adam" only.
         has_bias: of linear layers. The key bias has no true gradient, so rounding decides whether it counts as zero.
@@ -59,6 +60,7 @@ class Case:
     vpp_group_size: int | None = None
     layers_per_chunk: int = 1
     plugin: Plugin = "on"
+    schedule: Literal["stock", "planned"] = "stock"
     transport: str = "auto"
     order: str = "tp-cp-ep-dp-pp"
     tied: bool = False
@@ -123,6 +125,7 @@ def oracle_of(case: Case) -> Case:
         sizes=(1,) * len(case.sizes),
         # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
         plugin="forced" if case.varying_lengths and case.vpp > 1 else "on",
+        schedule="stock",
         transport="auto",
         order="tp-cp-ep-dp-pp",
         distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
@@ -162,6 +165,7 @@ class RankResult:
         weights: by global name.
         tied: the local slice ``[V / tp, H]`` at the start and after every step.
         read: data batches that this rank took.
+        allocations: by step: how often receives have needed fresh memory so far.
     """
 
     stage: int
@@ -175,6 +179,7 @@ class RankResult:
     weights: dict[str, Part]
     tied: list[torch.Tensor]
     read: int
+    allocations: list[int]
 
 
 @dataclass(slots=True, kw_only=True)

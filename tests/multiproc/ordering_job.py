@@ -14,13 +14,25 @@ from tests.multiproc.train_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin.ordering import END_OF_STEP, format_trace
 from vtp_plugin.platform import detect
+from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.recorder import Recorder
 
 
-def record(case: Case) -> tuple[str, list[list[float]]]:
-    """Train on this rank; give its trace as text, and the losses by step and microbatch."""
+def record(case: Case, *, gathers_by_messages: bool) -> tuple[str, list[list[float]]]:
+    """Train on this rank; give its trace as text, and the losses by step and microbatch.
+
+    Args:
+        case: what to train.
+        gathers_by_messages: complete slices as on gloo; else as on the devices that the checked models are of.
+    """
     init_gloo(timeout_s=60.0)
-    with Recorder(detect("cpu")) as recorder, applied(case, force=True), model_parallel(case):
+    with pytest.MonkeyPatch.context() as patch, Recorder(detect("cpu")) as recorder:
+        patch.setattr(CpuPlatform, "gathers_by_messages", gathers_by_messages)
+        return _record(case, recorder)
+
+
+def _record(case: Case, recorder: Recorder) -> tuple[str, list[list[float]]]:
+    with applied(case, force=True), model_parallel(case):
         with closing(RecordedTrainer(case, recorder)) as trainer:
             losses = [trainer.step(step)[0] for step in range(case.num_steps)]
         return format_trace(recorder.trace()), losses

@@ -238,6 +238,15 @@ def test_attention_of_the_tests_is_megatrons(runs: Runs) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", ["sliced", pytest.param("rank0", marks=pytest.mark.full)])
+def test_receives_need_no_fresh_memory_after_the_first_step(runs: Runs, transport: Any) -> None:
+    run = runs.run(Case(sizes=(2, 3), transport=transport, vpp=2, num_microbatches=4, overlap_p2p=True))
+    for rank in run.ranks:
+        first, *later = rank.allocations
+        assert first > 0 and later == [first] * 3
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_only_leaders_of_first_and_last_stage_read_data(runs: Runs, vpp: int) -> None:
     case = Case(sizes=(2, 1, 3), vpp=vpp, num_microbatches=3)

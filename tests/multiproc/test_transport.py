@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -24,7 +25,13 @@ def moves_of(src_tp: int, dst_tp: int) -> list[Move]:
     ]
     moves += [Move(src=(1, src_tp), dst=(1, dst_tp), strategy=name, shape=ODD) for name in ("rank0", "sliced")]
     # Fewer rows than ranks: some carry nothing.
-    return [*moves, Move(src=(1, src_tp), dst=(1, dst_tp), shape=(1, 2, 3))]
+    moves.append(Move(src=(1, src_tp), dst=(1, dst_tp), shape=(1, 2, 3)))
+    # The same as devices complete it, by their own all-gather.
+    return moves + [replace(one, gathers_by_messages=False) for one in moves if _gathers(one)]
+
+
+def _gathers(move: Move) -> bool:
+    return move.strategy == "sliced" and move.dst[1] > 1 and not move.dst_sharded
 
 
 def assert_moves(pool: Pool, moves: list[Move]) -> None:

@@ -8,11 +8,10 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, distributed, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +20,7 @@ import vtp_plugin
 from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.pool import init_gloo
+from vtp_plugin.api import _Holder
 from vtp_plugin.platform import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +55,7 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
         transport=case.transport,  # pyright: ignore[reportArgumentType]
         timeout_s=60.0,
         force=force,
+        schedule=case.schedule,
     )
     try:
         yield
@@ -151,6 +152,7 @@ class Trainer:
             weights={},
             tied=[],
             read=0,
+            allocations=[],
         )
         self._keep_tied(result)
         for step in range(case.num_steps):
@@ -162,6 +164,9 @@ class Trainer:
             result.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             result.num_zeros.append(-1.0 if num_zeros is None else float(num_zeros))
             self._keep_tied(result)
+            session = _Holder.session
+            if session is not None and session.communicator is not None:
+                result.allocations.append(session.communicator.num_allocations)
         if case.wants_weights:
             with self._gathered_weights():
                 result.weights = _weights(self.model)
@@ -189,7 +194,7 @@ class Trainer:
 
     def _pass(self, step: int, *, forward_only: bool) -> list[float]:
         iterators = [self._batches(chunk, step) for chunk in self.model]
-        reports = get_forward_backward_func()(
+        reports = pipeline_parallel.get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iterators if self.case.vpp > 1 else iterators[0],
             model=self.model if self.case.vpp > 1 else self.model[0],

@@ -13,6 +13,7 @@ from vtp_plugin.boundary import Holding
 from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.transport import Channel
 
@@ -31,6 +32,7 @@ class Move:
         dtype: name of its type.
         is_transposed: the senders' parts are not contiguous.
         num_microbatches: exchanges under way at once.
+        gathers_by_messages: slices are completed as gloo does it best; else as devices do it.
     """
 
     src: tuple[int, int]
@@ -42,6 +44,7 @@ class Move:
     dtype: str = "float32"
     is_transposed: bool = False
     num_microbatches: int = 3
+    gathers_by_messages: bool = True
 
     def crossing(self) -> Crossing:
         """Number the ranks from the senders on."""
@@ -56,12 +59,13 @@ def _side(cp: int, tp: int, first: int) -> Side:
 def move(moves: Sequence[Move]) -> list[str]:
     """Carry out all moves, one after another; return what went wrong on this rank."""
     init_gloo(timeout_s=30.0)
-    platform, rank = detect("cpu"), dist.get_rank()
+    platform, rank = CpuPlatform("of the test"), dist.get_rank()
     problems = []
     for one in moves:
         crossing = one.crossing()
         stages = [dist.new_group(list(ranks)) for side in (crossing.src, crossing.dst) for ranks in side.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
+        platform.gathers_by_messages = one.gathers_by_messages
         channels = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=30.0)
         if rank in crossing.members:
             problems += [f"{one}: {problem}" for problem in _exchange(channels[crossing.name], one, rank)]

@@ -13,8 +13,8 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 
 Shape = tuple[int, ...]
 
-SLICED_FROM_BYTES = 0
-"""Tensors from this size on cross faster in slices than through the leaders."""
+SLICED_FROM_BYTES = 256 * 1024
+"""Tensors from this size on cross faster in slices than through the leaders; measured by `benchmarks/boundary.py`."""
 
 
 class Direction(StrEnum):

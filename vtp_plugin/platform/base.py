@@ -39,6 +39,14 @@ class Platform(Protocol):
         ...
 
     @property
+    def gathers_by_messages(self) -> bool:
+        """Whether slices inside a stage are exchanged by messages, not by the backend's all-gather.
+
+        Gloo's own takes up to five times as long (``benchmarks/finish.py``). Devices take their all-gather.
+        """
+        ...
+
+    @property
     def is_installed(self) -> bool:
         """Whether :meth:`install` has changed torch and :meth:`uninstall` has not yet restored it."""
         ...

@@ -28,6 +28,7 @@ class CpuPlatform:
     name: PlatformName = "cpu"
     backend: BackendName = "gloo"
     host_blocking_wait = True
+    gathers_by_messages = True
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -16,6 +16,7 @@ class CudaPlatform:
     name: PlatformName = "cuda"
     backend: BackendName = "nccl"
     host_blocking_wait = False
+    gathers_by_messages = False
     is_installed = False
 
     def __init__(self, reason: str) -> None:

@@ -23,6 +23,7 @@ class NpuPlatform:
     name: PlatformName = "npu"
     backend: BackendName = "hccl"
     host_blocking_wait = False
+    gathers_by_messages = False
     is_installed = False
 
     def __init__(self, reason: str) -> None:

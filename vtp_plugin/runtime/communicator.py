@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.pipeline import Crossing, Shape
-from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
@@ -75,9 +75,15 @@ def open_channels(
     channels = {}
     for order, crossing in enumerate(crossings):
         group = open_group(crossing.participants, platform=platform, timeout_s=timeout_s, description=crossing.name)
+        pieces = None
+        if platform.gathers_by_messages and crossing.probe.finish.kind is CollectiveKind.ALL_GATHER:
+            name = f"{crossing.name}, finish"
+            for ranks in crossing.probe.finish.groups:
+                opened = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name)
+                pieces = pieces or opened
         if rank in crossing.members:
             assert crossing.name not in channels, f"two channels of one rank are called {crossing.name}"
-            channels[crossing.name] = Channel(crossing, order, group, stage_group, platform, monitor)
+            channels[crossing.name] = Channel(crossing, order, group, stage_group, pieces, platform, monitor)
     for channel in channels.values():
         channel.warm_up()
     return channels
@@ -105,6 +111,12 @@ class PipelineCommunicator:
         self._backward_in = backward_in
         self._backward_out = backward_out
         self._open_sends: list[_VTPSendWork] = []
+
+    @property
+    def num_allocations(self) -> int:
+        """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
+        channels = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
+        return sum(channel.memory.num_allocations for channel in channels if channel is not None)
 
     def start_step(self) -> None:
         """Begin a pass over the microbatches: drain the one before, count from 0 for messages about hangs."""

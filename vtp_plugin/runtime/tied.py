@@ -46,8 +46,12 @@ class TiedWeight:
         Both ends add the same two numbers, so they stay equal to the last bit.
         """
         own, other = (self.to_last, self.to_first) if self.is_first else (self.to_first, self.to_last)
+        # In the order of the channels, as everywhere: the last stage receives first.
+        if self.is_first:
+            send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
         received, receive = other.post_recv(_plan(other, gradient), gradient.dtype, requires_grad=False)
-        send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
+        if not self.is_first:
+            send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
         receive.wait()
         # The send reads the gradient's own memory.
         send.wait()

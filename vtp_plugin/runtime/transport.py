@@ -8,6 +8,7 @@ collectives of a plan run in the stage's own tensor-parallel group: the start wh
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, Transfer, loc
 from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.memory import HostMemory
 from vtp_plugin.runtime.monitor import Monitor, Wait
 
 HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the place of its type in _DTYPES
@@ -105,6 +107,8 @@ class Channel:
         order: place among all channels of the run; exchanges post in this order.
         group: point-to-point group of the participants; None on ranks that only take part in collectives.
         stage_group: tensor-parallel group of the own stage, for the start and the finish.
+        pieces_group: group of the receiving stage for point-to-point messages only, for an all-gather by messages;
+            None where the backend's own is used.
         platform: tells how to wait.
         monitor: keeps the time; None in single-process use.
     """
@@ -115,6 +119,7 @@ class Channel:
         order: int,
         group: dist.ProcessGroup | None,
         stage_group: dist.ProcessGroup | None,
+        pieces_group: dist.ProcessGroup | None,
         platform: Platform,
         monitor: Monitor | None,
     ) -> None:
@@ -122,14 +127,17 @@ class Channel:
         self.order = order
         self._group = group
         self._stage_group = stage_group
+        self._pieces_group = pieces_group
         self._platform = platform
         self._monitor = monitor
         self._rank = dist.get_rank()
         self._own_side = crossing.src if self._rank in crossing.src.ranks else crossing.dst
         self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
         self._header_plan = crossing.plan_header(HEADER_LENGTH)
+        self.memory = HostMemory()
         self._num_sent = 0
         self._num_received = 0
+        self._open_finishes: deque[torch.Tensor] = deque()
         probe = crossing.probe
         self.sources = _ranks_text({t.src for t in probe.receives_of(self._rank)} or {t.src for t in probe.transfers})
         self.destinations = _ranks_text({t.dst for t in probe.sends_of(self._rank)})
@@ -221,7 +229,9 @@ class Channel:
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies += zip(targets, buffers[-1].split(lengths), strict=True)
         works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched)
-        finish = functools.partial(self._finish, plan, landing, tensor.detach(), place)
+        whole = tensor.detach()
+        arriving = self._post_pieces(plan, whole)
+        finish = functools.partial(self._finish, plan, landing, whole, arriving, place)
         return tensor.requires_grad_(requires_grad), _VTPRecvWork(self, works, copies, finish, place)
 
     def post_header_send(self, shape: Shape, dtype: torch.dtype) -> _VTPSendWork:
@@ -268,6 +278,8 @@ class Channel:
         return tuple(shape)
 
     def _empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        if self._platform.host_blocking_wait:
+            return self.memory.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self._platform.device())
 
     def _start(self, plan: BoundaryPlan, tensor: torch.Tensor, place: str) -> torch.Tensor:
@@ -285,8 +297,39 @@ class Channel:
         self._collective("gather", ranks, place, lambda: dist.gather(part, parts, root, self._stage_group))
         return whole
 
-    def _finish(self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, place: str) -> None:
-        """Do the plan's finish inside the receiving stage: from where the transfers landed to the local tensor."""
+    def _post_pieces(self, plan: BoundaryPlan, tensor: torch.Tensor) -> list[dist.Work]:
+        """Post the receives of an all-gather by messages: before anything is waited for, so no sender ever waits."""
+        ranks = plan.finish.group_of(self._rank)
+        if ranks is None or plan.finish.kind is not CollectiveKind.ALL_GATHER or self._pieces_group is None:
+            return []
+        self._open_finishes.append(tensor)
+        pieces = _pieces(tensor, ranks)
+        sources = [rank for rank in _others(ranks, self._rank, -1) if len(pieces[rank])]
+        works = [dist.irecv(pieces[rank], rank, self._pieces_group) for rank in sources]
+        return [work for work in works if work is not None]
+
+    def _send_pieces(self, tensor: torch.Tensor, ranks: tuple[int, ...], arriving: list[dist.Work]) -> None:
+        """Complete a tensor of which each rank has one even cut of the rows, by messages to all others."""
+        # Messages carry no tags: the finishes of a channel must be done in the order in which they were posted.
+        assert self._open_finishes.popleft() is tensor, f"{self.crossing.name}: receives are waited for out of order"
+        piece = _pieces(tensor, ranks)[self._rank]
+        sends = [dist.isend(piece, rank, self._pieces_group) for rank in _others(ranks, self._rank, 1) if len(piece)]
+        for work in (*sends, *arriving):
+            assert work is not None
+            work.wait()
+
+    def _finish(
+        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, arriving: list[dist.Work], place: str
+    ) -> None:
+        """Do the plan's finish inside the receiving stage.
+
+        Args:
+            plan: of the exchange.
+            landed: memory that the transfers filled.
+            tensor: memory to complete, the same except for the root of a scatter.
+            arriving: receives from :meth:`_post_pieces`.
+            place: for error messages.
+        """
         ranks = plan.finish.group_of(self._rank)
         if ranks is None:
             return
@@ -301,12 +344,15 @@ class Channel:
             self._collective(kind, ranks, place, lambda: dist.scatter(tensor, parts, root, group))
         else:
             assert kind is CollectiveKind.ALL_GATHER, plan.finish
-            index = ranks.index(self._rank)
-            self._collective(kind, ranks, place, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+            if self._pieces_group is not None:
+                self._collective(kind, ranks, place, lambda: self._send_pieces(tensor, ranks, arriving))
+            else:
+                index = ranks.index(self._rank)
+                self._collective(kind, ranks, place, lambda: _all_gather_rows(tensor, index, len(ranks), group))
 
     def _collective(self, kind: str, ranks: Sequence[int], place: str, run: Callable[[], object]) -> None:
         """Run a collective of the own stage, timed by the monitor."""
-        assert self._stage_group is not None
+        assert self._stage_group is not None, "a stage of several ranks has a group"
         peer = f"the members {_ranks_text(set(ranks))} of this stage"
         wait = self._monitor.begin(place, peer) if self._monitor is not None else None
         try:
@@ -367,6 +413,18 @@ class Channel:
 def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Give the pieces as one dense tensor; a single one that is dense already is not copied."""
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _pieces(tensor: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Cut a tensor evenly along the rows: each rank's piece, as a view."""
+    cuts = even_cuts(len(tensor), len(ranks))
+    return {rank: tensor[start:stop] for rank, (start, stop) in zip(ranks, cuts, strict=True)}
+
+
+def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
+    """List the other ranks round the ring from the own one, so that not all talk to the same one at once."""
+    index = ranks.index(own)
+    return [ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks))]
 
 
 def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
