@@ -38,13 +38,14 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
     from vtp_plugin.patches.core.dist_checkpointing import validation
     from vtp_plugin.patches.core.distributed import finalize_model_grads
     from vtp_plugin.patches.core.models.common.language_module import language_module
-    from vtp_plugin.patches.core.pipeline_parallel import p2p_communication
+    from vtp_plugin.patches.core.pipeline_parallel import p2p_communication, schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, vocab_utils
 
     modules = (
         parallel_state,
         p2p_communication,
+        schedules,
         finalize_model_grads,
         language_module,
         validation,
@@ -53,4 +54,19 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         vocab_utils,
         checkpointing,
     )
-    return tuple(record for module in modules for record in module.records(session))
+    records = tuple(record for module in modules for record in module.records(session))
+    return records + (u_shape_records(session) if session.config.layerwise_disaggregated else ())
+
+
+def u_shape_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records that a U-shaped pipeline needs besides."""
+    from vtp_plugin.patches.core import parallel_state
+    from vtp_plugin.patches.core import utils as core_utils
+    from vtp_plugin.patches.core.pipeline_parallel import utils
+    from vtp_plugin.patches.training import global_vars, training
+    from vtp_plugin.patches.training.models import dist_utils
+    from vtp_plugin.patches.training.utils import common_utils
+
+    records = (*utils.records(session), *parallel_state.u_records(session), *core_utils.records(session))
+    modules = (dist_utils, training, common_utils, global_vars)
+    return records + tuple(record for module in modules for record in module.records(session))

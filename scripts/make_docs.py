@@ -89,6 +89,7 @@ def _patches() -> str:
             "With a list of sizes, or on the CPU platform": everywhere,
             "On the CPU platform": [record for record in registry.platform_records(on_cpu) if record.id not in ids],
             "With a list of sizes": registry.training_records(on_cpu),
+            "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu),
         }
     tables = (
         _table([(r.id, f"`{r.target}`", r.why, r.versions, r.remove_when) for r in rs]) for rs in sections.values()

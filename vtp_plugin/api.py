@@ -13,7 +13,15 @@ from importlib.metadata import version as distribution_version
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from vtp_plugin.config import DeviceName, TransportName, VtpConfig, parse_sites, parse_size_list
+from vtp_plugin.config import (
+    DeviceName,
+    ScheduleName,
+    TransportName,
+    VtpConfig,
+    parse_cp_list,
+    parse_sites,
+    parse_size_list,
+)
 from vtp_plugin.errors import PatchError, VtpError
 
 if TYPE_CHECKING:
@@ -36,12 +44,15 @@ class _Holder:
 def apply(
     *,
     vtp_size_list: Sequence[int] | str | None = None,
+    vtp_cp_list: Sequence[int] | str | None = None,
     device: DeviceName = "auto",
     transport: TransportName = "auto",
     sites: str | Sequence[str] | None = None,
     timeout_s: float = 600.0,
     force: bool = False,
     data_parallel_size: int | None = None,
+    schedule: ScheduleName = "stock",
+    layerwise_disaggregated: bool = False,
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
@@ -54,12 +65,16 @@ def apply(
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
+        vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
+            ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
         timeout_s: a rank that does not answer for so long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
+        schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        layerwise_disaggregated: stage 0 holds the first and the last layers; see there.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -72,12 +87,15 @@ def apply(
     sys.excepthook = _excepthook
     request = VtpConfig(
         size_list=parse_size_list(vtp_size_list),
+        cp_list=parse_cp_list(vtp_cp_list),
         device=device,
         transport=transport,
         sites=parse_sites(sites),
         timeout_s=timeout_s,
         force=force,
         data_parallel_size=data_parallel_size,
+        schedule=schedule,
+        layerwise_disaggregated=layerwise_disaggregated,
     )
     if _Holder.session is not None:
         if request == _Holder.request:
@@ -153,7 +171,9 @@ def get_vtp_stage_ranks() -> list[list[int]] | None:
     if session is None or session.layout is None or session.stage_group is None:
         return None
     layout, own = session.layout, session.own
-    return [list(layout.tp_ranks(i, own.dp_rank, own.cp_rank)) for i in range(layout.num_stages)]
+    return [
+        list(layout.tp_ranks(i, own.dp_rank % grid.dp, own.cp_rank % grid.cp)) for i, grid in enumerate(layout.stages)
+    ]
 
 
 def get_vtp_my_stage_idx() -> int | None:

@@ -1,4 +1,4 @@
-"""Command line: ``python -m vtp_plugin run | plan | draw | doctor``. Thin: parse, call, print."""
+"""Command line: ``python -m vtp_plugin run | plan | draw | simulate | doctor``. Thin: parse, call, print."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import runpy
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
-from vtp_plugin.config import VtpConfig, parse_sites, parse_size_list
+from vtp_plugin.config import VtpConfig, choose_cp_sizes, parse_cp_list, parse_sites, parse_size_list
 from vtp_plugin.errors import ConfigError, VtpError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from vtp_plugin.config import DeviceName
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.patching import PatchStatus
+    from vtp_plugin.schedule import Costs, Placement, Schedule
 
 _REQUIRED_PACKAGES = ("torch", "megatron-core")
 _OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # they change what Megatron does
@@ -65,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--output", type=Path, required=True, help="SVG file to write")
     draw.set_defaults(command=_draw)
 
+    simulate = commands.add_parser("simulate", help="simulate one step of a schedule; nothing is measured")
+    _add_simulate_options(simulate)
+    simulate.set_defaults(command=_simulate)
+
     doctor = commands.add_parser("doctor", help="print versions, platform, patches and the table of Megatron options")
     doctor.add_argument("--device", default="auto", help="auto, cuda, npu or cpu")
     doctor.set_defaults(command=_doctor)
@@ -75,10 +81,31 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vtp-size-list", required=True, help="tensor-parallel size of every stage, such as 1,4,4")
     parser.add_argument("--world-size", type=int, help="number of ranks; default: one replica")
     parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--vtp-cp-list", help="context-parallel size of every stage, such as 1,2,2; default: all one")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="replica-major rank order")
     parser.add_argument("--vtp-transport", default="auto", help="auto, rank0 or sliced")
     parser.add_argument("--vtp-sites", help="site of every stage, such as edge,cloud,cloud")
     parser.add_argument("--ring", action="store_true", help="virtual stages: the last stage sends to the first")
+
+
+def _add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Simulate one step. Times are in units of the forward of one model chunk of stage 0, the edge; "
+        "a backward takes twice its forward."
+    )
+    parser.add_argument("--schedule", required=True, help="1f1b, interleaved (two chunks on each stage) or u")
+    parser.add_argument("--num-stages", type=int, required=True)
+    parser.add_argument("--num-microbatches", type=int, required=True)
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="one way, between stage 0 and other stages; default 0"
+    )
+    parser.add_argument(
+        "--cloud", type=float, help="forward of a chunk of any other stage; default: all stages get equal work"
+    )
+    parser.add_argument("--limit", type=int, help="u: most microbatches in flight on each stage; default: no limit")
+    parser.add_argument(
+        "--output", type=Path, help="FILE.svg: picture; FILE.json: trace for Perfetto or Chrome (1 = 1 s)"
+    )
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -97,13 +124,11 @@ def _plan(options: argparse.Namespace) -> None:
 
     layout = _layout(options)
     rules = _rules(options, layout)
+    boundaries = pipeline_boundaries(layout, is_ring=options.ring, rules=rules)
     print(layout.describe())
-    for boundary in pipeline_boundaries(layout, is_ring=options.ring, rules=rules):
+    for boundary in boundaries:
         _, reason = rules.choose(layout, boundary.upstream, boundary.downstream)
-        print(
-            f"{boundary.name(Direction.FORWARD)}, replica dp {boundary.dp_rank} cp {boundary.cp_rank}: "
-            f"{boundary.strategy} ({reason})"
-        )
+        print(f"{boundary.name(Direction.FORWARD)}, {boundary.replica_name}: {boundary.strategy} ({reason})")
         print("  " + boundary.crossing(Direction.FORWARD).probe.describe().replace("\n", "\n  "))
 
 
@@ -111,14 +136,15 @@ def _draw(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.draw import draw_pipeline
 
     layout = _layout(options)
-    picture = draw_pipeline(layout, is_ring=options.ring, rules=_rules(options, layout))
+    _write(options.output, draw_pipeline(layout, is_ring=options.ring, rules=_rules(options, layout)))
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        options.output.write_text(picture, encoding="ascii")
+        path.write_text(text, encoding="ascii")
     except OSError as error:
-        raise ConfigError(
-            f"--output {options.output} cannot be written: {error.strerror}; choose another file"
-        ) from error
-    print(f"wrote {options.output}")
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}; choose another file") from error
+    print(f"wrote {path}")
 
 
 def _layout(options: argparse.Namespace) -> PipelineLayout:
@@ -127,9 +153,11 @@ def _layout(options: argparse.Namespace) -> PipelineLayout:
     sizes = parse_size_list(options.vtp_size_list)
     if not isinstance(sizes, tuple):
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
-    cp = options.context_parallel_size
+    lists = VtpConfig(size_list=sizes, cp_list=parse_cp_list(options.vtp_cp_list))
+    cp = choose_cp_sizes(lists.cp_list, options.context_parallel_size, num_stages=len(sizes))
     order = RankOrder.REPLICA_MAJOR if options.use_tp_pp_dp_mapping else RankOrder.STAGE_MAJOR
-    world_size = sum(sizes) * cp if options.world_size is None else options.world_size
+    one_replica = sum(tp * size for tp, size in zip(sizes, cp, strict=True))
+    world_size = one_replica if options.world_size is None else options.world_size
     return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=order)
 
 
@@ -138,6 +166,65 @@ def _rules(options: argparse.Namespace, layout: PipelineLayout) -> TransportRule
 
     config = VtpConfig(size_list=layout.tp_sizes, transport=options.vtp_transport, sites=parse_sites(options.vtp_sites))
     return TransportRules(transport=config.transport, sites=config.sites or ())
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from vtp_plugin.schedule import chrome_trace, draw_svg, draw_text, simulate
+
+    kind = options.output.suffix if options.output else ""
+    if options.output and kind not in (".svg", ".json"):
+        raise ConfigError(f"--output {options.output}: the name must end in .svg (picture) or .json (trace)")
+    schedule, costs, reason = _schedule(options)
+    timeline = simulate(schedule, costs)
+    if kind == ".svg":
+        counts = f"{options.num_stages} stages, {options.num_microbatches} microbatches"
+        _write(options.output, draw_svg(timeline, title=f"{schedule.name}, {counts}, latency {options.latency:g}"))
+    elif kind == ".json":
+        _write(options.output, chrome_trace(timeline))
+    else:
+        print(draw_text(timeline), *reason, "stage  in flight  peak activations of its chunks", sep="\n")
+        for stage, in_flight in enumerate(timeline.in_flight):
+            activations = [str(timeline.activations[vstage]) for vstage in schedule.placement.vstages(stage)]
+            print(f"{stage:5}  {in_flight:9}  {', '.join(activations)}")
+
+
+def _schedule(options: argparse.Namespace) -> tuple[Schedule, Costs, list[str]]:
+    """Return the schedule that the flags ask for, its costs, and why it was chosen if there was a choice."""
+    from vtp_plugin.schedule import interleaved_one_f_one_b, one_f_one_b, plan_u_shape, u_placement
+
+    num_stages, num_microbatches = options.num_stages, options.num_microbatches
+    if options.schedule == "u":
+        # The edge has two chunks, a cloud stage one.
+        costs = _costs(options, u_placement(num_stages), equal_work=2.0)
+        limits = None if options.limit is None else (options.limit,) * num_stages
+        plan = plan_u_shape(num_stages, num_microbatches, costs, limits=limits)
+        return plan.schedule, costs, [plan.reason]
+    if options.schedule not in ("1f1b", "interleaved"):
+        raise ConfigError(f"--schedule {options.schedule!r} is unknown; use one of 1f1b, interleaved, u")
+    if options.limit is not None:
+        raise ConfigError(
+            f"--limit {options.limit}: the order of {options.schedule} is fixed; "
+            "leave the limit out, or use --schedule u, which chooses an order that keeps it"
+        )
+    if options.schedule == "1f1b":
+        schedule = one_f_one_b(num_stages, num_microbatches)
+    else:
+        schedule = interleaved_one_f_one_b(num_stages, 2, num_microbatches)
+    return schedule, _costs(options, schedule.placement, equal_work=1.0), []
+
+
+def _costs(options: argparse.Namespace, placement: Placement, *, equal_work: float) -> Costs:
+    from vtp_plugin.schedule import uniform_costs
+
+    cloud = equal_work if options.cloud is None else options.cloud
+    forward = tuple(1.0 if stage == 0 else cloud for stage in placement.stages)
+    links = zip(placement.stages, placement.stages[1:], strict=False)
+    return replace(
+        uniform_costs(placement),
+        forward=forward,
+        backward=tuple(2 * duration for duration in forward),
+        latency=tuple(options.latency if 0 in link else 0.0 for link in links),
+    )
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from vtp_plugin.errors import ConfigError
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 TransportName = Literal["auto", "rank0", "sliced"]
+ScheduleName = Literal["stock", "planned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class VtpConfig:
     Attributes:
         size_list: tensor-parallel size of every pipeline stage, in stage order; ``"auto"`` takes one stage per node of
             the launcher; ``None`` leaves Megatron alone.
+        cp_list: context-parallel size of every stage, in stage order; ``None`` is Megatron's one size for all.
         device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
         transport: how activations cross a boundary. ``"rank0"`` goes through the leaders, ``"sliced"`` gives every link
             its share; ``"auto"`` takes rank0 between sites and where tensors are small, sliced elsewhere.
@@ -27,15 +29,22 @@ class VtpConfig:
         timeout_s: a peer that does not answer for so long ends the run on every rank, in seconds.
         force: use the plugin's groups and communicator for a uniform list too (tests and benchmarks).
         data_parallel_size: replicas of every stage; only needed by ``size_list="auto"``, checked elsewhere.
+        schedule: ``"stock"`` keeps Megatron's pipeline schedules; ``"planned"`` runs the same orders by the plugin's
+            executor, which posts receives before the compute that precedes them and never waits in a send.
+        layerwise_disaggregated: stage 0 holds the first and the last layers, with embedding, head and loss; the order
+            is planned.
     """
 
     size_list: tuple[int, ...] | Literal["auto"] | None = None
+    cp_list: tuple[int, ...] | None = None
     device: DeviceName = "auto"
     transport: TransportName = "auto"
     sites: tuple[str, ...] | None = None
     timeout_s: float = 600.0
     force: bool = False
     data_parallel_size: int | None = None
+    schedule: ScheduleName = "stock"
+    layerwise_disaggregated: bool = False
 
     def __post_init__(self) -> None:
         """Check every value that can be checked alone.
@@ -49,15 +58,34 @@ class VtpConfig:
             raise ConfigError(
                 f"transport {self.transport!r} is unknown; use one of {', '.join(get_args(TransportName))}"
             )
+        if self.schedule not in get_args(ScheduleName):
+            raise ConfigError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(get_args(ScheduleName))}")
         if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
             raise ConfigError(
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
+        if self.cp_list is not None:
+            self._check_cp_list(self.cp_list)
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise ConfigError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
+
+    def _check_cp_list(self, cp_list: tuple[int, ...]) -> None:
+        shown = ",".join(str(size) for size in cp_list)
+        if self.size_list == "auto":
+            raise ConfigError(f"vtp_cp_list {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
+        if isinstance(self.size_list, tuple) and len(cp_list) != len(self.size_list):
+            raise ConfigError(
+                f"vtp_cp_list {shown} has {len(cp_list)} entries, the size list has {len(self.size_list)} stages; "
+                "give one context-parallel size per stage"
+            )
+
+    @property
+    def has_planned_schedule(self) -> bool:
+        """Whether the plugin's executor runs the steps."""
+        return self.schedule == "planned" or self.layerwise_disaggregated
 
 
 def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Literal["auto"] | None:
@@ -78,9 +106,42 @@ def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Lite
     if value == "auto":
         return "auto"
     entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    if not entries:
-        raise ConfigError("vtp_size_list is empty; give one tensor-parallel size per pipeline stage, such as 1,4,4")
-    return tuple(_positive_int(entry, entries) for entry in entries)
+    return _sizes(entries, name="vtp_size_list", what="tensor-parallel", example="1,4,4")
+
+
+def parse_cp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Read the context-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_cp_list("1, 2,2")
+    (1, 2, 2)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    if value is None:
+        return None
+    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    return _sizes(entries, name="vtp_cp_list", what="context-parallel", example="1,2,2")
+
+
+def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:
+    """Give every stage its context-parallel size, from our list and Megatron's one size.
+
+    >>> choose_cp_sizes(None, 2, num_stages=3), choose_cp_sizes((1, 2), 2, num_stages=2)
+    ((2, 2, 2), (1, 2))
+
+    Raises:
+        ConfigError: both are given, and Megatron's is not the largest of the list.
+    """
+    if cp_list is None:
+        return (context_parallel_size,) * num_stages
+    if context_parallel_size not in (1, max(cp_list)):
+        raise ConfigError(
+            f"--context-parallel-size {context_parallel_size} contradicts --vtp-cp-list "
+            f"{','.join(str(size) for size in cp_list)}; leave it out or give the largest size of the list, "
+            f"{max(cp_list)}"
+        )
+    return tuple(cp_list)
 
 
 def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -102,19 +163,24 @@ def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def _positive_int(entry: object, entries: Sequence[object]) -> int:
-    shown = ",".join(str(e) for e in entries)
-    try:
-        # By way of its text: True and 2.0 are numbers to int(), but not sizes.
-        number = int(str(entry))
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise ConfigError(
-            f"vtp_size_list {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
-            "write one tensor-parallel size per pipeline stage, such as 1,4,4"
-        )
-    return number
+def _sizes(entries: Sequence[object], *, name: str, what: str, example: str) -> tuple[int, ...]:
+    shown = ",".join(str(entry) for entry in entries)
+    if not entries:
+        raise ConfigError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
+    numbers = []
+    for entry in entries:
+        try:
+            # By way of its text: True and 2.0 are numbers to int(), but not sizes.
+            number = int(str(entry))
+        except ValueError:
+            number = 0
+        if number < 1:
+            raise ConfigError(
+                f"{name} {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
+                f"write one {what} size per pipeline stage, such as {example}"
+            )
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:

@@ -7,8 +7,10 @@ plugin keeps state.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.metadata import version as distribution_version
 from typing import TYPE_CHECKING
@@ -18,18 +20,23 @@ import torch.distributed as dist
 import vtp_plugin
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
-from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.config import VtpConfig, choose_cp_sizes
+from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
+from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, open_channels
 from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import agree, gather_node_sizes, open_store
 from vtp_plugin.runtime.tied import TiedWeight, tied_weight_crossings
 from vtp_plugin.runtime.transport import HEADER_LENGTH
+from vtp_plugin.schedule import Channel as ChannelName
+from vtp_plugin.schedule import interleaved_placement, plain_placement, u_placement
 
 if TYPE_CHECKING:
+    import torch
+
     from vtp_plugin.patching import AppliedPatches
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
@@ -43,10 +50,13 @@ class Session:
         platform: where it runs; known once the device option is.
         layout: who is where; known once the list and the world size are.
         communicator: moves activations; None while Megatron's own is in use.
+        pipeline: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
+        embedding: word embedding of the model that was built last, on the edge of a U-shaped pipeline.
         monitor: keeps the time; None before the ranks have agreed.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
+        has_agreed_on_exchange: all ranks' model configurations were compared.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
     """
 
@@ -56,18 +66,47 @@ class Session:
         self.platform: Platform | None = None
         self.layout: PipelineLayout | None = None
         self.communicator: PipelineCommunicator | None = None
+        self.pipeline: PlannedPipeline | None = None
         self.tied_weight: TiedWeight | None = None
         self.monitor: Monitor | None = None
         self.applied: list[AppliedPatches] = []
         self.stage_group: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None
         self.is_activated = False
+        self.has_agreed_on_exchange = False
         self.tensor_bytes: int | None = None
+        self.embedding: weakref.ref[torch.nn.Parameter] | None = None
 
     @property
     def is_active(self) -> bool:
-        """Whether the plugin's groups and communicator are in use: stages differ, or it was forced."""
-        return self.layout is not None and (self.config.force or not self.layout.is_uniform)
+        """Whether the plugin's groups and communicator are in use: stages differ, or something asks for them."""
+        is_asked = self.config.force or self.config.has_planned_schedule
+        return self.layout is not None and (is_asked or not self.layout.is_uniform)
+
+    @property
+    def has_stock_ends(self) -> bool:
+        """Whether Megatron's own code fits what joins the first and the last stage: tied weights, the token count."""
+        return self.layout is None or (self.layout.is_uniform and not self.config.layerwise_disaggregated)
+
+    @property
+    def loss_stage(self) -> int:
+        """Stage that computes the loss."""
+        assert self.layout is not None
+        return 0 if self.config.layerwise_disaggregated else self.layout.num_stages - 1
+
+    @property
+    def writer_rank(self) -> int:
+        """Rank that reports: in a U-shaped pipeline the edge's leader, else the world's last one, as in Megatron."""
+        assert self.layout is not None
+        return self.layout.leader(0, 0, 0) if self.config.layerwise_disaggregated else self.layout.writer_rank
+
+    @property
+    def _boundaries(self) -> tuple[tuple[int, int], ...]:
+        """Neighbouring stages, the way from the end of a U back to its edge included."""
+        assert self.layout is not None
+        num_stages = self.layout.num_stages
+        is_u_shaped = self.config.layerwise_disaggregated and num_stages > 1
+        return (u_placement(num_stages) if is_u_shaped else plain_placement(num_stages)).boundaries
 
     @property
     def transport_rules(self) -> TransportRules:
@@ -96,7 +135,7 @@ class Session:
             world_size: number of ranks.
             pipeline_size: Megatron's pipeline size; 1 counts as not given.
             tensor_size: Megatron's tensor size; None counts as not given.
-            cp: context-parallel size.
+            cp: Megatron's context-parallel size; with a list of our own, 1 counts as not given.
             order: Megatron's rank order.
 
         Raises:
@@ -117,14 +156,18 @@ class Session:
             )
         if order not in _ORDERS:
             raise ConfigError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
-        layout = PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=_ORDERS[order])
+        cp_sizes = choose_cp_sizes(self.config.cp_list, cp, num_stages=len(sizes))
+        layout = PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp_sizes, order=_ORDERS[order])
         dp = layout.stages[0].dp
         if self.config.data_parallel_size not in (None, dp):
             raise ConfigError(
                 f"--vtp-data-parallel-size {self.config.data_parallel_size} contradicts the world: {world_size} ranks "
-                f"/ ({'+'.join(str(s) for s in sizes)}) ranks a replica / cp {cp} = {dp} replicas; change one of them"
+                f"/ {world_size // dp} ranks a replica (sum of tp * cp over the stages) = {dp} replicas; change one of "
+                "them"
             )
         self.layout = layout
+        for upstream, downstream in self._boundaries:
+            self.transport_rules.choose(layout, upstream, downstream)
 
     def statement(self) -> dict[str, object]:
         """Say what this rank is about to run; every rank must say the same."""
@@ -135,20 +178,23 @@ class Session:
             "vtp_size_list": ",".join(str(size) for size in self.layout.tp_sizes),
             "world size": self.layout.world_size,
             "rank order": self.layout.order.value,
-            "context-parallel size": self.layout.stages[0].cp,
+            "vtp_cp_list": ",".join(str(size) for size in self.layout.cp_sizes),
             "transport": self.config.transport,
             "sites": ",".join(self.config.sites or ()),
             "platform": self.platform.name,
             "forced": self.config.force,
             "timeout_s": self.config.timeout_s,
+            "schedule": self.config.schedule,
+            "layerwise disaggregated": self.config.layerwise_disaggregated,
         }
 
     def request_statement(self) -> dict[str, object]:
         """Say what this rank was started with, before any layout is known."""
-        sizes = self.config.size_list
+        sizes, cp_sizes = self.config.size_list, self.config.cp_list
         return {
             "vtp_plugin version": vtp_plugin.__version__,
             "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
+            "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
             "timeout_s": self.config.timeout_s,
         }
 
@@ -175,6 +221,7 @@ class Session:
         world_size: int,
         name: str = "start-up check",
         timeout_s: float | None = None,
+        is_partial: bool = False,
     ) -> None:
         """Run a check on all ranks, go on only if all succeed and agree, then begin to watch the others.
 
@@ -185,11 +232,12 @@ class Session:
             world_size: number of ranks.
             name: of the check, for error messages.
             timeout_s: for the check; default is the configured one, which the check itself may change.
+            is_partial: a rank need not state every value that another one states.
         """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         monitor_store = store.clone() if self.monitor is None else None
         self.store = store  # the check may use it
-        agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s)
+        agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s, is_partial=is_partial)
         if monitor_store is not None:
             self.monitor = Monitor(monitor_store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
             self.monitor.start()
@@ -199,8 +247,14 @@ class Session:
         """End the watch over the other ranks; they are told that this rank is done."""
         atexit.unregister(self.stop_monitor)
         monitor, self.monitor = self.monitor, None
-        if monitor is not None:
-            monitor.stop()
+        if monitor is None:
+            return
+        monitor.stop()
+        if self.communicator is not None and not monitor.is_failing:
+            # The last pass may have been an evaluation, whose sends nobody has waited for: what is still under way when
+            # the process ends is lost.
+            with contextlib.suppress(PeerError):
+                self.communicator.finish_step()
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
@@ -215,22 +269,27 @@ class Session:
         sizes = gather_node_sizes(self.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)
         self.config = dataclasses.replace(self.config, size_list=sizes)
 
-    def open(self, *, stage_group: dist.ProcessGroup, is_ring: bool) -> None:
+    def open(self, *, stage_group: dist.ProcessGroup, num_chunks: int) -> None:
         """Open the channels of this rank. All ranks call this at the same point, after Megatron made its groups.
 
         Args:
             stage_group: tensor-parallel group of the own stage.
-            is_ring: virtual stages let the last stage send to the first.
+            num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
         """
         self.stage_group = stage_group
+        assert self.layout is not None
+        num_stages = self.layout.num_stages
+        is_u_shaped = self.config.layerwise_disaggregated
+        placement = u_placement(num_stages) if is_u_shaped else interleaved_placement(num_stages, num_chunks)
         if not self.is_active:
             return
-        assert self.layout is not None and self.platform is not None
+        assert self.platform is not None
         layout, own = self.layout, self.own
-        boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=self.transport_rules)
-        tied = () if layout.is_uniform or layout.num_stages == 1 else tied_weight_crossings(layout)
+        boundaries = pipeline_boundaries(layout, is_ring=placement.num_vstages > num_stages, rules=self.transport_rules)
+        is_tied_local = self.has_stock_ends or self.config.layerwise_disaggregated or num_stages == 1
+        tied = () if is_tied_local else tied_weight_crossings(layout)
         crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-        crossings += [crossing for pair in tied for crossing in pair]
+        crossings += tied
         for crossing in crossings:
             require_valid(crossing.probe)
             require_valid(crossing.plan_header(HEADER_LENGTH))
@@ -241,29 +300,44 @@ class Session:
             monitor=self.monitor,
             timeout_s=self.config.timeout_s,
         )
-        mine = [b for b in boundaries if (b.dp_rank, b.cp_rank) == (own.dp_rank, own.cp_rank)]
-        before = next((b for b in mine if b.downstream == own.stage), None)
-        after = next((b for b in mine if b.upstream == own.stage), None)
+        rank = dist.get_rank()
+        before = next((b for b in boundaries if b.downstream == own.stage and rank in b.dst.ranks), None)
+        after = next((b for b in boundaries if b.upstream == own.stage and rank in b.src.ranks), None)
         self.communicator = PipelineCommunicator(
             forward_in=channels[before.name(Direction.FORWARD)] if before else None,
             forward_out=channels[after.name(Direction.FORWARD)] if after else None,
             backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
             backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
         )
+        if self.config.has_planned_schedule and num_stages > 1:
+            by_name = {
+                ChannelName(
+                    upstream=b.upstream, downstream=b.downstream, is_backward=direction is Direction.BACKWARD
+                ): channels[b.name(direction)]
+                for b in (before, after)
+                if b is not None
+                for direction in Direction
+            }
+            self.pipeline = PlannedPipeline(placement, own.stage, by_name, self._agree_on_step)
         if tied and own.stage in (0, layout.num_stages - 1):
-            own_pair = tied[layout.replicas.index((own.dp_rank, own.cp_rank))]
-            to_last, to_first = (channels[crossing.name] for crossing in own_pair)
+            (incoming,) = (channels[crossing.name] for crossing in tied if rank in crossing.dst.ranks)
             self.tied_weight = TiedWeight(
                 is_first=own.stage == 0,
-                to_last=to_last,
-                to_first=to_first,
+                outgoing=tuple(channels[crossing.name] for crossing in tied if rank in crossing.src.ranks),
+                incoming=incoming,
             )
+
+    def _agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+        assert self.store is not None
+        world_size = dist.get_world_size()
+        self.agree(self.store, prepare, rank=dist.get_rank(), world_size=world_size, name="planning of a step")
 
     def close(self) -> None:
         """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
         if self.communicator is not None:
             self.communicator.finish_step()
         self.communicator = None
+        self.pipeline = None
         self.tied_weight = None
         self.stage_group = None
 
@@ -273,14 +347,46 @@ class Session:
         lines = [self.layout.describe()]
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")
-        for i in range(self.layout.num_stages - 1 if self.is_active else 0):
-            strategy, reason = self.transport_rules.choose(self.layout, i, i + 1)
-            lines.append(f"boundary {i}->{i + 1}: {strategy} ({reason})")
+        for upstream, downstream in self._boundaries if self.is_active else ():
+            strategy, reason = self.transport_rules.choose(self.layout, upstream, downstream)
+            lines.append(f"boundary {upstream}->{downstream}: {strategy} ({reason})")
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")
         return "\n".join(lines)
 
-    def check_model_config(self, tensor_model_parallel_size: int) -> None:
-        """Refuse a model configuration that was made for another stage's size.
+    def agree_on_exchange(self, read: Callable[[], ExchangeOptions]) -> ExchangeOptions:
+        """Read how tensors cross and, the first time, compare it over all ranks; a collective call.
+
+        A tensor of another type or shape than the receiver expects would end a process inside the backend.
+
+        Args:
+            read: reads and checks the model's configuration.
+
+        Raises:
+            ConfigError: a rank's configuration is wrong, or two differ.
+        """
+        if self.has_agreed_on_exchange or dist.get_backend() == "fake":
+            return read()
+        assert self.layout is not None and self.store is not None
+        tp_size = self.layout.tp_sizes[self.own.stage]
+        found: list[ExchangeOptions] = []
+
+        def prepare() -> dict[str, object]:
+            found.append(read())
+            return found[0].statement(tp_size)
+
+        self.agree(
+            self.store,
+            prepare,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            name="the first step's check",
+            is_partial=True,
+        )
+        self.has_agreed_on_exchange = True
+        return found[0]
+
+    def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
+        """Refuse a model configuration that was made for another stage's sizes.
 
         Raises:
             ConfigError: the configuration does not say the own stage's size.
@@ -292,4 +398,10 @@ class Session:
                 f"the model's config says tensor_model_parallel_size={tensor_model_parallel_size}, but stage "
                 f"{self.own.stage} has {own_size}; build the config with "
                 "parallel_state.get_tensor_model_parallel_world_size()"
+            )
+        own_cp = self.layout.cp_sizes[self.own.stage]
+        if len(set(self.layout.cp_sizes)) > 1 and context_parallel_size != own_cp:
+            raise ConfigError(
+                f"the model's config says context_parallel_size={context_parallel_size}, but stage {self.own.stage} "
+                f"has {own_cp}; build the config with parallel_state.get_context_parallel_world_size()"
             )

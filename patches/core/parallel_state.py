@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import Session
 
 
@@ -41,6 +42,30 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
+def u_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the record that only a U-shaped pipeline needs."""
+    return (
+        PatchRecord(
+            id="U2",
+            target="megatron.core.parallel_state:is_pipeline_last_stage",
+            build=functools.partial(_is_last, session),
+            why="as U1, for those who ask with a chunk's number, such as the readers of data",
+            versions=">=0.19,<0.20",
+            remove_when="with U1",
+        ),
+    )
+
+
+def _is_last(session: Session, original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        is_last_chunk = ignore_virtual or num_chunks is None or vp_stage == num_chunks - 1
+        return is_last_chunk and session.own.stage == session.loss_stage
+
+    return is_pipeline_last_stage
+
+
 def _initialize(session: Session, original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
@@ -58,20 +83,52 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         layout, own = session.layout, session.own
         assert layout is not None
         options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
+        options["context_parallel_size"] = layout.cp_sizes[own.stage]
         options["pipeline_model_parallel_size"] = layout.num_stages
         if session.is_active:
-            options["local_world_size"] = layout.uniform_world_size(rank)
+            _set_counts(session, options)
             with _planned_ranks(session, options):
                 original(*bound.args, **bound.kwargs)
             _choose_own_lane(session)
+            if not layout.has_replicas:
+                _unite_replicas(session)
         else:
             original(*bound.args, **bound.kwargs)
         session.open(
             stage_group=parallel_state.get_tensor_model_parallel_group(),
-            is_ring=options["virtual_pipeline_model_parallel_size"] is not None,
+            num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
         )
 
     return initialize_model_parallel
+
+
+def _set_counts(session: Session, options: dict[str, Any]) -> None:
+    """Let Megatron compute its numbers of groups as if all stages were like the own one.
+
+    Where the stages' cp or dp sizes differ, the numbers would differ between ranks. Megatron uses them to check the
+    world, and to count how many of the expert model groups make up the group of an optimizer instance: there is one
+    such group then, the world.
+    """
+    layout, own = session.layout, session.own
+    assert layout is not None
+    if layout.has_replicas:
+        options["local_world_size"] = layout.uniform_world_size(dist.get_rank())
+        return
+    options["context_parallel_size"] = 1
+    expert_size = int(options["expert_model_parallel_size"])
+    options["local_world_size"] = layout.tp_sizes[own.stage] * layout.num_stages * expert_size
+
+
+def _unite_replicas(session: Session) -> None:
+    """Let what is summed over the model-parallel group take one replica of every stage."""
+    layout, platform = session.layout, session.platform
+    assert layout is not None and platform is not None
+    parallel_state._MODEL_PARALLEL_GROUP = ModelGroup(
+        layout,
+        dist.get_rank(),
+        whole_stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        leaders_group=open_leaders_group(layout, platform, session.config.timeout_s),
+    )
 
 
 def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
@@ -128,8 +185,9 @@ def _choose_own_lane(session: Session) -> None:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]
         parallel_state._PIPELINE_GLOBAL_RANKS = parallel_state._PIPELINE_GLOBAL_RANKS[0]
     assert tuple(parallel_state._PIPELINE_GLOBAL_RANKS) == layout.lane_of(dist.get_rank())
-    if not layout.is_uniform:
-        # The ends of a lane hold different slices of the embedding: an all-reduce over them would mix rows.
+    if not session.has_stock_ends:
+        # The ends of a lane hold different slices of the embedding, or the last one holds none: an all-reduce over them
+        # would mix rows.
         for name in (
             "_EMBEDDING_GROUP",
             "_EMBEDDING_GLOBAL_RANKS",

@@ -7,8 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.config import merge, parse_sites, parse_size_list
+from vtp_plugin.config import merge, parse_cp_list, parse_sites, parse_size_list
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options import OptionContext, check_options, check_sizes
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.startup import open_store
@@ -16,6 +17,19 @@ from vtp_plugin.session import Session
 
 # Arguments that legitimately differ between ranks or sites: places in a file system, logging, and the rank itself.
 _LOCAL_WORDS = ("path", "dir", "load", "save", "file", "log", "tensorboard", "wandb", "cache", "rank", "prefix", "vtp")
+
+# The schedule has an order of its own, and what tells packed samples apart does not cross to the cloud.
+_NOT_U_SHAPED = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "mtp_num_layers",
+    "reset_attention_mask",
+    "sft",
+)
 
 
 def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
@@ -56,6 +70,11 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         metavar="1,4,4",
         help="tensor-parallel size of every pipeline stage, or 'auto': stage k is the launcher's node k",
     )
+    group.add_argument(
+        "--vtp-cp-list",
+        metavar="1,2,2",
+        help="context-parallel size of every pipeline stage; default: --context-parallel-size for all",
+    )
     group.add_argument("--vtp-device", help="auto, cuda, npu or cpu; auto asks in this order: npu, cuda, cpu")
     group.add_argument(
         "--vtp-transport",
@@ -72,6 +91,23 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--vtp-force", action="store_true", default=None, help="use the plugin for a uniform list too (for tests)"
     )
     group.add_argument("--vtp-data-parallel-size", type=int, help="replicas of every stage; needed by 'auto' only")
+    group.add_argument(
+        "--vtp-schedule",
+        help="stock keeps Megatron's pipeline schedules; planned runs the same orders with every receive posted before "
+        "the compute that precedes it, and sends that nothing waits for",
+    )
+    group.add_argument(
+        "--layerwise-disaggregated-training",
+        action="store_true",
+        default=None,
+        help="stage 0, the edge, holds the first and the last layers, with embedding, head, loss and data; give the "
+        "layers by --num-layer-list or by --pipeline-model-parallel-layout with one part more than stages",
+    )
+    group.add_argument(
+        "--num-layer-list",
+        metavar="1,3,3,1",
+        help="layers of the edge's first part, of every cloud stage, and of the edge's last part",
+    )
     return parser
 
 
@@ -102,6 +138,12 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             if platform.name == "cpu":
                 args.distributed_backend = platform.backend
             if session.config.size_list is None:
+                if session.config.has_planned_schedule:
+                    raise ConfigError("planned schedules need stages: give --vtp-size-list, such as 1,1")
+                if cp_list := session.config.cp_list:
+                    ones = ",".join("1" for _ in cp_list)
+                    shown = ",".join(str(size) for size in cp_list)
+                    raise ConfigError(f"--vtp-cp-list {shown} needs stages: give --vtp-size-list, such as {ones}")
                 activate()
                 return {**_shared_arguments(args), "validated": _call(original, args, defaults, args.world_size)}
             session.resolve_auto(args.context_parallel_size)
@@ -112,6 +154,10 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
                 cp=args.context_parallel_size,
                 order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             )
+            if session.config.layerwise_disaggregated:
+                _set_u_shape(session, args)
+            elif args.num_layer_list is not None:
+                raise ConfigError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
             statement = {**session.statement(), **_shared_arguments(args)}
             _set_own_sizes(session, args)
             activate()
@@ -150,14 +196,53 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was told."""
     flags = {
         "size_list": parse_size_list(args.vtp_size_list),
+        "cp_list": parse_cp_list(args.vtp_cp_list),
         "device": args.vtp_device,
         "transport": args.vtp_transport,
         "sites": parse_sites(args.vtp_sites),
         "timeout_s": args.vtp_timeout_s,
         "force": args.vtp_force,
         "data_parallel_size": args.vtp_data_parallel_size,
+        "schedule": args.vtp_schedule,
+        "layerwise_disaggregated": args.layerwise_disaggregated_training,
     }
-    session.config = merge(session.config, flags)
+    told = session.config
+    session.config = merge(told, flags)
+    if session.is_activated and session.config.layerwise_disaggregated and not told.layerwise_disaggregated:
+        raise ConfigError(
+            "apply() was told the list of sizes, the command line says --layerwise-disaggregated-training; give both "
+            "in one place"
+        )
+
+
+def _set_u_shape(session: Session, args: argparse.Namespace) -> None:
+    """Translate the edge's two parts into a layout that Megatron knows: two chunks a stage, the cloud's second empty.
+
+    Raises:
+        ConfigError: the parts do not fit, or an option does not work with them.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    assert session.layout is not None
+    for name in _NOT_U_SHAPED:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not work with --layerwise-disaggregated-training; leave it out")
+    text, option = args.pipeline_model_parallel_layout, "--num-layer-list"
+    if (args.num_layer_list is None) == (text is None):
+        raise ConfigError(
+            "--layerwise-disaggregated-training needs --num-layer-list, such as 1,3,3,1, or "
+            "--pipeline-model-parallel-layout, such as 'Et|ttt|ttt|tL'; give one of them"
+        )
+    if text is not None:
+        option = "--pipeline-model-parallel-layout"
+        parts = PipelineParallelLayerLayout.parse_str_to_list(text)
+        layers = tuple(part.count(LayerType.decoder) for part in parts)
+    else:
+        layers = parse_layer_list(args.num_layer_list)
+    check_layers(layers, num_stages=session.layout.num_stages, num_layers=args.num_layers, option=option)
+    args.pipeline_model_parallel_layout = layout_of(layers)
 
 
 def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
@@ -170,10 +255,10 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     assert layout is not None and platform is not None
     context = OptionContext(
         tp_sizes=layout.tp_sizes,
-        cp=layout.stages[0].cp,
+        cp_sizes=layout.cp_sizes,
         dp=layout.stages[0].dp,
         num_virtual=args.num_virtual_stages_per_pipeline_rank or 1,
-        forced=session.config.force,
+        forced=session.config.force or session.config.has_planned_schedule,
         device=platform.name,
     )
     problems = (*check_options(args, context), *check_sizes(args, context))
@@ -181,10 +266,13 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
         raise ConfigError(" | ".join(problems))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
-        rows = args.seq_length // layout.stages[0].cp
+        rows = args.seq_length // max(layout.cp_sizes)
         session.tensor_bytes = rows * args.micro_batch_size * args.hidden_size * itemsize_bytes
     args.vtp_size_list = list(layout.tp_sizes)
-    args.tensor_model_parallel_size = layout.tp_sizes[layout.stage_of(args.rank)]
+    args.vtp_cp_list = list(layout.cp_sizes)
+    own = layout.stages[layout.stage_of(args.rank)]
+    args.tensor_model_parallel_size = own.tp
+    args.context_parallel_size = own.cp
     args.pipeline_model_parallel_size = layout.num_stages
 
 

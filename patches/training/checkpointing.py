@@ -17,9 +17,10 @@ from vtp_plugin.session import Session
 # No stage has this size, so Megatron's comparison says "another layout" on every rank.
 _OTHER_LAYOUT = -1
 
-# Arguments whose values follow the own stage's size.
+# Arguments whose values follow the own stage's sizes.
 _PER_STAGE = (
     "tensor_model_parallel_size",
+    "context_parallel_size",
     "expert_tensor_parallel_size",
     "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards",

@@ -123,7 +123,7 @@ def build(options: argparse.Namespace, num_stages: int) -> tuple[Any, Any]:
         use_cpu_initialization=True,
         tensor_model_parallel_size=options.config_tensor_size or parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=num_stages,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=getattr(torch, options.pipeline_dtype),
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -247,6 +247,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pipeline-size", type=int)
     parser.add_argument("--tensor-size", type=int, default=1)
     parser.add_argument("--config-tensor-size", type=int)
+    parser.add_argument("--pipeline-dtype", default="float32")
     return parser.parse_args(arguments)
 
 

@@ -31,10 +31,12 @@ class Case:
         vpp: model chunks per stage; 2 and more use the interleaved schedule.
         vpp_group_size: microbatches that a chunk takes in a row; Megatron's default is the number of stages.
         layers_per_chunk: transformer layers of every chunk.
+        layers: makes the pipeline U-shaped: layers of the edge's first part, of every cloud stage, of the edge's last.
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
             "reverted" trains with the plugin, takes it back and then trains as stock.
         schedule: "planned" runs the plugin's executor.
         num_microbatches: per replica and step.
+        rampup: every step has one more than the one before.
         optimizer: Megatron's distributed optimizer takes "adam" only.
         has_bias: of linear layers. The key bias has no true gradient, so rounding decides whether it counts as zero.
         dtype: of weights and activations; gradients are always summed in fp32.
@@ -44,9 +46,12 @@ class Case:
         length_step: difference of the lengths.
         sequence_parallel: on every stage of more than one tensor-parallel rank.
         cp: context-parallel size; needs the attention of the tests.
+        cp_list: context-parallel size of every stage; empty means ``cp`` on all.
         gathered_attention: use the attention of the tests.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
+        collects: these passes collect data other than the loss, which is the loss here.
+        align_grad_reduce: Megatron's option: sums of gradients begin where the schedule says, not in the backward.
         loss_scale: constant one; fp16 without it scales dynamically.
         inf_at: (stage, tp_rank, step): one element of a gradient of this rank becomes an inf there.
         save, load: directories of distributed checkpoints of the start weights.
@@ -59,6 +64,7 @@ class Case:
     vpp: int = 1
     vpp_group_size: int | None = None
     layers_per_chunk: int = 1
+    layers: tuple[int, ...] = ()
     plugin: Plugin = "on"
     schedule: Literal["stock", "planned"] = "stock"
     transport: str = "auto"
@@ -72,6 +78,7 @@ class Case:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     num_steps: int = 4
     num_microbatches: int = 5
+    rampup: bool = False
     batch_p2p: bool = False
     overlap_p2p: bool = False
     varying_lengths: bool = False
@@ -79,6 +86,7 @@ class Case:
     length_step: int = 2
     sequence_parallel: bool = False
     cp: int = 1
+    cp_list: tuple[int, ...] = ()
     gathered_attention: bool = False
     recompute: bool = False
     deallocate: bool = False
@@ -89,6 +97,8 @@ class Case:
     loss_tuple: Literal[2, 3] = 2
     per_token_loss: bool = False
     num_evaluations: int = 0
+    collects: bool = False
+    align_grad_reduce: bool = True
     loss_scale: float | None = None
     inf_at: tuple[int, int, int] | None = None
     save: str | None = None
@@ -98,11 +108,31 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return sum(self.sizes) * self.dp * self.cp
+        return self.dp * sum(tp * cp for tp, cp in zip(self.sizes, self.cp_sizes, strict=True))
+
+    @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        return self.cp_list or (self.cp,) * len(self.sizes)
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(zip(self.sizes, self.cp_sizes, strict=True))) == 1
 
     @property
     def num_layers(self) -> int:
-        return len(self.sizes) * self.vpp * self.layers_per_chunk
+        return sum(self.layers) or len(self.sizes) * self.vpp * self.layers_per_chunk
+
+    def num_microbatches_of(self, step: int) -> int:
+        return self.num_microbatches + step * self.rampup
+
+    @property
+    def num_virtual(self) -> int:
+        """Megatron's virtual pipeline size. In a U the edge has two chunks, and the cloud's second ones stay empty."""
+        return 2 if self.layers else self.vpp
+
+    @property
+    def loss_stage(self) -> int:
+        return 0 if self.layers else len(self.sizes) - 1
 
     def __str__(self) -> str:
         """Show what differs from the defaults, for test ids."""
@@ -135,9 +165,12 @@ def oracle_of(case: Case) -> Case:
         batch_p2p=False,
         sequence_parallel=False,
         cp=1,
+        cp_list=(),
         recompute=False,
         deallocate=False,
         num_evaluations=0,
+        collects=False,
+        align_grad_reduce=True,
         bucket_size=Case(sizes=(1,)).bucket_size,
         inf_at=None if case.inf_at is None else (case.inf_at[0], 0, case.inf_at[2]),
         wants_weights=True,
@@ -156,7 +189,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class RankResult:
-    """What one rank saw. Losses are there on the last stage only, ``tied`` on the two ends of a tied embedding.
+    """What one rank saw. Losses are there on the loss's stage only, ``tied`` on the two ends of a tied embedding.
 
     Attributes:
         losses: by step, by microbatch; every number as Megatron computed it.
@@ -203,13 +236,12 @@ class Run:
 
 def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
     """Put the ranks of a run together and check that those agree that must."""
-    last = len(case.sizes) - 1
     losses, evaluations = [], []
     for dp_rank in range(case.dp):
-        ends = [r for r in ranks if r.stage == last and r.dp_rank == dp_rank]
-        assert len(ends) == case.sizes[last] * case.cp
-        assert all(r.losses == ends[0].losses for r in ends), "the last stage's ranks disagree about the loss"
-        assert [len(step) for step in ends[0].losses] == [case.num_microbatches] * case.num_steps
+        ends = [r for r in ranks if r.stage == case.loss_stage and r.dp_rank == dp_rank]
+        assert len(ends) == case.sizes[case.loss_stage] * case.cp_sizes[case.loss_stage]
+        assert all(r.losses == ends[0].losses for r in ends), "the ranks that compute the loss disagree about it"
+        assert [len(step) for step in ends[0].losses] == [*map(case.num_microbatches_of, range(case.num_steps))]
         losses.append(ends[0].losses)
         evaluations.append(ends[0].evaluations)
     for name in ("grad_norms", "num_zeros", "successful"):
@@ -228,11 +260,11 @@ def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
 
 def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
-    for stage, size in enumerate(case.sizes):
+    for stage, (size, cp) in enumerate(zip(case.sizes, case.cp_sizes, strict=True)):
         for dp_rank in range(case.dp):
             here = [r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
             copies = [[r for r in here if r.tp_rank == tp_rank] for tp_rank in range(size)]
-            assert [len(ranks) for ranks in copies] == [case.cp] * size
+            assert [len(ranks) for ranks in copies] == [cp] * size
             for members in zip(*copies, strict=True):
                 for name in members[0].weights:
                     tensor = _join(name, [r.weights[name] for r in members])
@@ -251,13 +283,17 @@ def assert_close(run: Run, oracle: Run, *, rel: float = 1e-5) -> None:
     """Compare every microbatch's loss and every grad norm."""
     assert len(run.grad_norms) == len(oracle.grad_norms) >= 4
     for what, ours, theirs in (
-        ("losses", run.losses, oracle.losses),
+        ("losses", _flat(run.losses), _flat(oracle.losses)),
         ("grad norms", run.grad_norms, oracle.grad_norms),
     ):
         worst = largest_relative_difference(torch.tensor(ours), torch.tensor(theirs))
         assert worst <= rel, f"{what} differ by {worst:.2e} relative:\n{ours}\n{theirs}"
     moved = abs(oracle.losses[0][0][0] - oracle.losses[0][-1][0])
     assert moved > 0, "the run trains nothing, so it shows nothing"
+
+
+def _flat(losses: list[list[list[float]]]) -> list[float]:
+    return [loss for steps in losses for step in steps for loss in step]
 
 
 def largest_relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -47,7 +47,7 @@ class RecordedTrainer(Trainer):
         self._num_forward: dict[int, int] = {}
 
     def step(self, step: int) -> tuple[list[float], Any, Any, Any]:
-        self._num_forward = dict.fromkeys(range(self.case.vpp), 0)
+        self._num_forward = dict.fromkeys(range(self.case.num_virtual), 0)
         result = super().step(step)
         self._recorder.note(END_OF_STEP)
         return result

@@ -22,9 +22,18 @@ def check(runs: Runs, case: Case, *, rel: float = 1e-5) -> None:
         assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else LR["adam"] * case.num_steps)
 
 
-def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sizes=(1, 2), optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True),
+        pytest.param(
+            Case(sizes=(1, 1), cp_list=(1, 2), gathered_attention=True, seq=4), id="cp 1,2", marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Case) -> None:
     """Threads of gloo groups wake a hundred times a second: some thousand left over, and every test takes minutes."""
-    case = Case(sizes=(1, 2), optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True)
     counts = []
     for _ in range(2):
         runs.run(case)

@@ -47,6 +47,7 @@ OPTIONS = {
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     ),
+    "context-parallel": Case(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, tied=True),
 }
 
 
@@ -158,6 +159,8 @@ def test_slices_completed_by_messages_pass_the_models_of_gloo(recordings: Record
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_traffic_passes_all_models(recordings: Recordings, name: str, transport: str) -> None:
+    if OPTIONS[name].cp_list and transport == "rank0":
+        pytest.skip("the leaders alone cannot carry what several context-parallel ranks hold")
     assert check(recordings.of(replace(OPTIONS[name], transport=transport)), (*MODELS, ONE_QUEUE)) == ()
 
 

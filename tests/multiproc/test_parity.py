@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import LR, Case, Run, Runs, assert_close, assert_weights_close, pairwise
+from tests.multiproc.cases import LR, Case, Run, Runs, assert_close, assert_identical, assert_weights_close, pairwise
 
 LISTS = [(1, 2), (2, 1), (1, 4), (2, 3), (3, 1, 2), (1, 2, 1, 2)]
 MAX_DEFAULT_WORLD = 8
@@ -228,6 +228,52 @@ CONTEXT_CASES = [
 def test_context_parallelism(runs: Runs, case: Case) -> None:
     """The oracle sees whole sequences; with the attention of the tests it is Megatron's own, as the next test shows."""
     check_parity(runs, case)
+
+
+def mixed(sizes: tuple[int, ...], cp_list: tuple[int, ...], **fields: Any) -> Case:
+    """Give a case with a context-parallel size per stage, whose lengths all sizes divide."""
+    step = 2 * math.lcm(*(tp * cp for tp, cp in zip(sizes, cp_list, strict=True)))
+    seq = 3 * step if fields.get("varying_lengths") else step
+    return Case(sizes=sizes, cp_list=cp_list, gathered_attention=True, seq=seq, length_step=step, **fields)
+
+
+MIXED_CASES = [
+    # A wrong scale of a stage's gradients shows in the weights after SGD.
+    mixed((1, 1), (1, 2)),
+    mixed((1, 2), (2, 1), tied=True),
+    mixed((2, 1), (1, 2), sequence_parallel=True, optimizer="adam", distributed_optimizer=True, tied=True),
+    mixed((1, 1, 1), (1, 2, 1), masked=True, per_token_loss=True, loss_tuple=3, num_microbatches=3),
+    mixed((1, 1), (2, 1), masked=True, per_token_loss=True, loss_tuple=3),
+    mixed((1, 1), (1, 2), count_zeros=True, has_bias=False, num_microbatches=1, clip=0.05),
+    mixed((1, 1), (1, 2), dp=2, optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True, clip=0.05),
+    mixed((1, 1), (2, 1), dp=2, overlap_grad_reduce=True, tied=True, masked=True),
+    mixed((2, 1), (1, 3), vpp=2, num_microbatches=4, sequence_parallel=True),
+    mixed((1, 1), (4, 2), varying_lengths=True),
+    mixed((1, 2, 1), (1, 2, 1), sequence_parallel=True, vpp=2, num_microbatches=3, overlap_p2p=True, tied=True),
+    mixed((1, 1), (1, 2), schedule="planned"),
+    mixed((1, 1), (2, 2), plugin="forced"),
+    mixed((1, 1), (2, 2)),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 3 else []) for i, case in enumerate(MIXED_CASES)],
+)
+def test_context_parallel_size_per_stage(runs: Runs, case: Case) -> None:
+    run = check_parity(runs, case)
+    assert run.num_zeros == runs.oracle(replace(case, wants_weights=True)).num_zeros
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_evaluation_with_a_context_parallel_size_per_stage(runs: Runs) -> None:
+    case = mixed((1, 1), (1, 2), wants_weights=True)
+    plain, evaluated = runs.kept(case), runs.run(replace(case, num_evaluations=2))
+    assert_identical(evaluated, plain)
+    for losses, evaluations in zip(evaluated.losses, evaluated.evaluations, strict=True):
+        assert evaluations == [one for one in losses for _ in range(2)]
 
 
 def test_attention_of_the_tests_is_megatrons(runs: Runs) -> None:

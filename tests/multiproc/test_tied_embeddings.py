@@ -24,6 +24,11 @@ CASES = [
     Case(sizes=(3, 1, 2), vpp=2, num_microbatches=3, overlap_grad_reduce=True, overlap_p2p=True),
     Case(sizes=(1, 2, 1, 2), dtype="bf16"),
     Case(sizes=(2, 3), dp=1, clip=0.05, **DISTRIBUTED),
+    pytest.param(
+        Case(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, dp=2, **DISTRIBUTED),
+        id="2,1 cp 1,2",
+        marks=pytest.mark.full,
+    ),
 ]
 
 
@@ -34,10 +39,10 @@ def ends_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
         wholes = []
         for stage in (0, len(case.sizes) - 1):
             for dp_rank in range(case.dp):
-                members = [r for r in run.ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
-                members.sort(key=lambda member: member.tp_rank)
-                assert len(members) == case.sizes[stage]
-                wholes.append(torch.cat([r.tied[moment] for r in members]))
+                here = [r for r in run.ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
+                copies = [[r for r in here if r.tp_rank == tp_rank] for tp_rank in range(case.sizes[stage])]
+                assert [len(ranks) for ranks in copies] == [case.cp_sizes[stage]] * case.sizes[stage]
+                wholes += [torch.cat([r.tied[moment] for r in members]) for members in zip(*copies, strict=True)]
         moments.append(wholes)
     return moments
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.training_cases import arguments, assert_refused, launch, num_ranks, train
+from tests.multiproc.training_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
@@ -96,6 +96,57 @@ def _refuse(
 )
 def test_sizes_and_options_are_refused(pool: Pool, sizes: str, extra: list[str], words: list[str]) -> None:
     _refuse(pool, sizes, extra, *words)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        pytest.param(
+            ["--seq-length", "14"],
+            ["--seq-length 14; stage 1 has context-parallel size 2", "use 12 or 16"],
+            id="sequence",
+        ),
+        pytest.param(
+            ["--context-parallel-size", "3"],
+            ["--context-parallel-size 3 contradicts --vtp-cp-list 1,2", "the largest size of the list, 2"],
+            id="size",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["--vtp-transport", "rank0"],
+            ["boundary 0->1 joins context-parallel sizes 1 and 2", "use --vtp-transport sliced"],
+            id="rank0",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["--vtp-sites", "edge,cloud"],
+            ["it crosses sites", "--vtp-transport sliced"],
+            id="sites",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["--use-tp-pp-dp-mapping"],
+            ["rank order tp-cp-pp-dp needs equal cp and dp sizes on all stages, got cp 1,2"],
+            id="order",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["--vtp-cp-list", "1,2,1"],
+            ["vtp_cp_list 1,2,1 has 3 entries, the size list has 2 stages"],
+            id="length",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_context_parallel_lists_are_refused(pool: Pool, extra: list[str], words: list[str]) -> None:
+    _refuse(pool, "1,1", ["--vtp-cp-list", "1,2", *extra], *words, world_size=3)
+
+
+@pytest.mark.full
+def test_context_parallel_list_without_stages_is_refused(pool: Pool) -> None:
+    command = [*MODEL, "--train-iters", "1", "--vtp-device", "cpu", "--vtp-cp-list", "1,2"]
+    runs = launch(pool, 2, {"arguments": command, "timeout_s": LIMIT_S})
+    assert_refused(runs, "--vtp-cp-list 1,2 needs stages: give --vtp-size-list, such as 1,1")
 
 
 def test_world_that_the_list_does_not_divide_is_refused(pool: Pool) -> None:

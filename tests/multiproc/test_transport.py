@@ -95,3 +95,18 @@ def test_every_rank_derives_its_own_shape_from_the_header(pool: Pool, strategy: 
     shapes = [(12, 2, 3), (6, 1, 3), (30, 2, 3)]
     found = pool.run(5, f"{JOB}:headers", {"one": move, "shapes": shapes}, timeout_s=60.0)
     assert found == [[], [], *[[(4, 2, 3), (2, 1, 3), (10, 2, 3)]] * 3]
+
+
+def test_a_tensor_that_does_not_fit_is_refused_before_it_is_received(pool: Pool) -> None:
+    """Gloo would end the receiving process, or take the bytes for another type, without a word."""
+    sent = [((5, 2, 3), "float32"), ((5, 2, 4), "float32"), ((5, 2, 3), "bfloat16"), ((0, 2, 3), "float32")]
+    sender, receiver = pool.run(
+        2, f"{JOB}:wrong_headers", {"sent": [*sent, ((5, 3), "float32")], "width": 3}, timeout_s=60.0
+    )
+    assert sender[:4] == [""] * 4 and "has the shape (5, 3), not [S, B, H]" in sender[4]
+    assert receiver[0] == receiver[4] == ""
+    for text, shown in zip(
+        receiver[1:4], ("float32 [5, 2, 4]", "bfloat16 [5, 2, 3]", "float32 [0, 2, 3]"), strict=True
+    ):
+        assert f"rank 0 would send torch.{shown}, expected is torch.float32 [S, B, 3]" in text
+        assert "microbatch 0" in text and "give all stages one pipeline_dtype" in text

@@ -36,7 +36,10 @@ def train(case: Case) -> RankResult:
         with cpu_only(), model_parallel(case), closing(Trainer(case)) as trainer:
             return trainer.run()
     with cpu_only() if case.plugin == "stock" else applied(case, force=case.plugin == "forced"), model_parallel(case):
-        assert vtp_plugin.is_vtp_enabled() == (case.plugin == "forced" or len(set(case.sizes)) > 1)
+        is_asked = case.plugin == "forced" or (
+            case.plugin == "on" and (case.schedule == "planned" or bool(case.layers))
+        )
+        assert vtp_plugin.is_vtp_enabled() == (is_asked or not case.is_uniform)
         with closing(Trainer(case)) as trainer:
             return trainer.run()
 
@@ -51,11 +54,13 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
     """Apply the plugin and take it back."""
     vtp_plugin.apply(
         vtp_size_list=list(case.sizes),
+        vtp_cp_list=case.cp_list or None,
         device="cpu",
         transport=case.transport,  # pyright: ignore[reportArgumentType]
         timeout_s=60.0,
         force=force,
         schedule=case.schedule,
+        layerwise_disaggregated=bool(case.layers),
     )
     try:
         yield
@@ -81,7 +86,7 @@ def model_parallel(case: Case) -> Iterator[None]:
     parallel_state.initialize_model_parallel(
         **sizes,
         pipeline_model_parallel_size=len(case.sizes),
-        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
         context_parallel_size=case.cp,
         order=case.order,
     )
@@ -111,8 +116,9 @@ class Trainer:
         self.config.finalize_model_grads_func = distributed.finalize_model_grads
         if case.overlap_grad_reduce:
             _set_functions(self.config, "no_sync_func", [chunk.no_sync for chunk in self.model])
-            _set_functions(self.config, "grad_sync_func", [chunk.start_grad_sync for chunk in self.model])
-        if case.overlap_param_gather and case.vpp > 1:
+            if case.align_grad_reduce:
+                _set_functions(self.config, "grad_sync_func", [chunk.start_grad_sync for chunk in self.model])
+        if case.overlap_param_gather and len(self.model) > 1:
             _set_functions(self.config, "param_sync_func", [chunk.start_param_sync for chunk in self.model])
         self.num_read = 0
 
@@ -196,12 +202,13 @@ class Trainer:
         iterators = [self._batches(chunk, step) for chunk in self.model]
         reports = pipeline_parallel.get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iterators if self.case.vpp > 1 else iterators[0],
-            model=self.model if self.case.vpp > 1 else self.model[0],
-            num_microbatches=self.case.num_microbatches,
+            data_iterator=iterators if self.case.num_virtual > 1 else iterators[0],
+            model=self.model if self.case.num_virtual > 1 else self.model[0],
+            num_microbatches=self.case.num_microbatches_of(step),
             seq_length=self.case.seq,
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
+            collect_non_loss_data=forward_only and self.case.collects,
         )
         return [report["loss"].item() for report in reports]
 
@@ -220,18 +227,21 @@ class Trainer:
         if _reads(chunk):
             batch = tensor_parallel.broadcast_data(KEYS, next(iterator) if iterator else None, torch.int64)
             cp_rank = parallel_state.get_context_parallel_rank()
-            own = chunk_positions(batch["tokens"].shape[1], cp_rank, self.case.cp)
+            num_cp = parallel_state.get_context_parallel_world_size()
+            own = chunk_positions(batch["tokens"].shape[1], cp_rank, num_cp)
             tokens, labels, mask = (batch[key][:, own].contiguous() for key in KEYS)
             positions = own.expand_as(tokens)
         output = chunk(tokens, positions, None, labels=labels)
 
-        def loss_function(losses: torch.Tensor) -> Any:
+        def loss_function(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
             assert mask is not None
             total, num_tokens = (losses.float() * mask).sum(), mask.sum().int()
             # Over all context-parallel ranks: what is reported, and the number that the older form divides by.
             whole = torch.stack([total.detach(), num_tokens.float()])
-            if self.case.cp > 1:
+            if parallel_state.get_context_parallel_world_size() > 1:
                 torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+            if non_loss_data:
+                return {"loss": whole[0] / whole[1]}
             # Megatron divides the loss in place, so what is reported must be a copy.
             if self.case.loss_tuple == 3:
                 return total, num_tokens, {"loss": whole[0].clone()}
@@ -289,8 +299,9 @@ def _config(case: Case) -> TransformerConfig:
         use_cpu_initialization=True,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=len(case.sizes),
-        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
-        context_parallel_size=case.cp,
+        virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
+        pipeline_model_parallel_layout=_u_layout(case) if case.layers else None,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         # Megatron refuses it on a stage of one rank.
         sequence_parallel=case.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1,
         pipeline_dtype=DTYPES[case.dtype],
@@ -333,22 +344,42 @@ def _layer_spec(case: Case) -> ModuleSpec:
 
 
 def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
-    chunks = []
-    for i in range(case.vpp):
-        vp_stage = i if case.vpp > 1 else None
-        chunks.append(
-            GPTModel(
-                config,
-                _layer_spec(case),
-                vocab_size=VOCAB,
-                max_sequence_length=case.seq,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                share_embeddings_and_output_weights=case.tied,
-                vp_stage=vp_stage,
-            )
+    return [
+        GPTModel(
+            config,
+            _layer_spec(case),
+            vocab_size=VOCAB,
+            max_sequence_length=case.seq,
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=case.tied,
+            vp_stage=vp_stage,
         )
-    return chunks
+        for vp_stage, is_first, is_last in _ends(case)
+    ]
+
+
+def _ends(case: Case) -> Iterator[tuple[int | None, bool, bool]]:
+    """Yield, for every chunk of this rank, its number and whether it begins and whether it ends the model."""
+    is_edge = parallel_state.get_pipeline_model_parallel_rank() == 0
+    for i in range(case.num_virtual):
+        vp_stage = i if case.num_virtual > 1 else None
+        if case.layers and (i == 0 or is_edge):
+            yield vp_stage, is_edge and i == 0, is_edge and i == 1
+        elif not case.layers:
+            yield (
+                vp_stage,
+                parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            )
+
+
+def _u_layout(case: Case) -> list[list[str]]:
+    """Say which layers each stage's first chunk holds, then each one's second."""
+    parts = [["decoder"] * num_layers for num_layers in case.layers]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return [*parts, *([] for _ in case.sizes[1:])]
 
 
 def _wrap(case: Case, config: TransformerConfig, chunks: list[GPTModel]) -> list[Any]:
@@ -395,8 +426,9 @@ def _reads(chunk: Any) -> bool:
 
 
 def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    for microbatch in range(case.num_microbatches):
-        index = (step * case.dp + dp_rank) * case.num_microbatches + microbatch
+    num_microbatches = case.num_microbatches_of(step)
+    for microbatch in range(num_microbatches):
+        index = (step * case.dp + dp_rank) * num_microbatches + microbatch
         generator = torch.Generator().manual_seed(1000 + index)
         length = case.seq - case.length_step * (index % 3) if case.varying_lengths else case.seq
         text = torch.randint(0, VOCAB, (MICRO_BATCH, length + 1), generator=generator)

@@ -28,10 +28,13 @@ from typing import Any, Literal, NoReturn
 
 import megatron.training.training as training
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
+from megatron.core.models import backends
 from megatron.training import arguments as megatron_arguments
 
 import vtp_plugin
+from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.training_cases import EXAMPLE, ScriptRun, Step
 from tests.pool_worker import _die_with
 
@@ -241,6 +244,20 @@ def _mask_losses(facts: dict[str, Any]) -> None:
     gpt_dataset.GPTDataset.__getitem__ = masked
 
 
+def _cut_sequences(facts: dict[str, Any]) -> None:
+    """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
+    backends.DotProductAttention = GatheredAttention
+    original = tensor_parallel.broadcast_data
+
+    def broadcast_data(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        batch = original(*args, **kwargs)
+        num_cp = parallel_state.get_context_parallel_world_size()
+        own = chunk_positions(12, parallel_state.get_context_parallel_rank(), num_cp)
+        return {key: value[:, own].contiguous() for key, value in batch.items()}
+
+    tensor_parallel.broadcast_data = broadcast_data
+
+
 def _be_an_old_device(facts: dict[str, Any]) -> None:
     """Have Megatron believe in a device before Blackwell, where tensor parallelism needs an environment variable."""
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
@@ -313,6 +330,7 @@ def _make_up_all_documents(facts: dict[str, Any]) -> None:
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "old_device": _be_an_old_device,
+    "context_parallel": _cut_sequences,
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
     "all_documents": _make_up_all_documents,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.pool import init_gloo
 from vtp_plugin.boundary import Holding
 from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
@@ -129,3 +130,24 @@ def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
         whole = channel.read_header(header, torch.float32, width=3)
         found.append(channel.local_shape(whole, is_sharded=one.dst_sharded))
     return found
+
+
+def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
+    """Announce tensors to a rank that expects float32 of a width; return what either side says about each."""
+    init_gloo(timeout_s=30.0)
+    crossing, rank = Move(src=(1, 1), dst=(1, 1)).crossing(), dist.get_rank()
+    channels = open_channels([crossing], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=30.0)
+    channel = channels[crossing.name]
+    said = []
+    for shape, dtype in sent:
+        try:
+            if rank == 0:
+                channel.post_header_send(shape, getattr(torch, dtype)).wait()
+            elif len(shape) == 3:
+                header, work = channel.post_header_recv()
+                work.wait()
+                channel.read_header(header, torch.float32, width=width)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said

@@ -58,17 +58,30 @@ def test_tp_ranks_are_neighbours_and_start_with_the_leader(layout: PipelineLayou
             assert ranks == tuple(range(leader, leader + grid.tp))
 
 
-@given(layouts())
+@given(free_layouts())
 def test_lanes(layout: PipelineLayout) -> None:
+    seen: set[int] = set()
     for dp_rank, cp_rank in layout.replicas:
         for t in range(layout.num_lanes):
             lane = layout.lane(t, dp_rank, cp_rank)
             assert list(lane) == sorted(lane)
+            seen.update(lane)
             places = [layout.coord(rank) for rank in lane]
             assert [place.stage for place in places] == list(range(layout.num_stages))
-            assert all((place.dp_rank, place.cp_rank) == (dp_rank, cp_rank) for place in places)
-            assert all(place.tp_rank == t % tp for place, tp in zip(places, layout.tp_sizes, strict=True))
+            assert all(
+                (place.tp_rank, place.cp_rank, place.dp_rank) == (t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
+                for place, grid in zip(places, layout.stages, strict=True)
+            )
+    assert seen == set(range(layout.world_size)), "a rank is in no lane"
     assert all(layout.lane_of(rank)[layout.stage_of(rank)] == rank for rank in range(layout.world_size))
+
+
+@given(free_layouts())
+def test_every_replica_holds_every_shard_of_the_model_once(layout: PipelineLayout) -> None:
+    shards = sorted((stage, tp_rank) for stage, grid in enumerate(layout.stages) for tp_rank in range(grid.tp))
+    for replica in layout.replicas:
+        places = [layout.coord(rank) for rank in layout.model_ranks(*replica)]
+        assert [(place.stage, place.tp_rank) for place in places] == shards
 
 
 @given(layouts())
@@ -93,19 +106,27 @@ def test_groups_without_pp_partition_the_world_inside_stages(layout: PipelineLay
             assert len({getattr(layout.coord(rank), f"{axis}_rank") for rank in group}) == 1
 
 
-@given(layouts())
+@given(free_layouts())
 def test_pipeline_groups_are_the_lanes_and_a_ranks_first_is_its_own(layout: PipelineLayout) -> None:
-    groups = LayoutRankGenerator(layout).get_ranks("pp")
     lanes = [list(layout.lane(t, *replica)) for replica in layout.replicas for t in range(layout.num_lanes)]
-    assert groups == lanes
-    for rank in range(layout.world_size):
-        assert next(group for group in groups if rank in group) == list(layout.lane_of(rank))
+    # Megatron asks both generators and compares.
+    for is_expert in (False, layout.order is RankOrder.STAGE_MAJOR):
+        groups = LayoutRankGenerator(layout, expert=is_expert).get_ranks("pp")
+        assert groups == lanes
+    # The last one written is the first in order.
+    first = {rank: lane for lane in reversed(lanes) for rank in lane}
+    assert first == {rank: list(layout.lane_of(rank)) for rank in range(layout.world_size)}
 
 
-@given(layouts())
-def test_model_groups_are_the_model_ranks(layout: PipelineLayout) -> None:
+@given(free_layouts())
+def test_model_groups_partition_the_world(layout: PipelineLayout) -> None:
     groups = LayoutRankGenerator(layout).get_ranks("tp-gtp_remat-pp")
-    assert groups == [list(layout.model_ranks(*replica)) for replica in layout.replicas]
+    if layout.has_replicas:
+        assert groups == [list(layout.model_ranks(*replica)) for replica in layout.replicas]
+    else:
+        assert (
+            groups == LayoutRankGenerator(layout, expert=True).get_ranks("tp-ep-pp") == [list(range(layout.world_size))]
+        )
 
 
 @given(layouts(), st.integers(1, 6))

@@ -630,8 +630,29 @@ class TestTransportRules:
 
     def test_unequal_context_parallelism_has_one_way_only(self) -> None:
         layout = PipelineLayout((StageGrid(2, cp=1), StageGrid(2, cp=2)))
-        rules = TransportRules(sites=("edge", "cloud"), tensor_bytes=0)
-        assert rules.choose(layout, 0, 1) == ("sliced", "context-parallel sizes differ")
+        assert TransportRules(tensor_bytes=0).choose(layout, 0, 1) == ("sliced", "context-parallel sizes differ")
+        sites = ("edge", "cloud")
+        assert TransportRules(transport="sliced", sites=sites).choose(layout, 0, 1) == ("sliced", "asked for")
+        for rules, obstacle in (
+            (TransportRules(sites=sites), "it crosses sites"),
+            (TransportRules(transport="rank0"), "--vtp-transport rank0 was given"),
+        ):
+            with pytest.raises(ConfigError, match=f"0->1 joins context-parallel sizes 1 and 2, .* {obstacle}; use"):
+                rules.choose(layout, 0, 1)
+
+    def test_replicas_are_joined_where_context_parallelism_differs(self) -> None:
+        layout = PipelineLayout((StageGrid(2, 1, 2), StageGrid(1, 2, 2), StageGrid(1, 2, 2)))
+        boundaries = pipeline_boundaries(layout, is_ring=False)
+        assert [(b.replica_name, b.src.ranks_by_cp, b.dst.ranks_by_cp) for b in boundaries] == [
+            ("replica dp 0, all cp ranks", ((0, 1),), ((4,), (5,))),
+            ("replica dp 1, all cp ranks", ((2, 3),), ((6,), (7,))),
+            ("replica dp 0 cp 0", ((4,),), ((8,),)),
+            ("replica dp 0 cp 1", ((5,),), ((9,),)),
+            ("replica dp 1 cp 0", ((6,),), ((10,),)),
+            ("replica dp 1 cp 1", ((7,),), ((11,),)),
+        ]
+        with pytest.raises(ConfigError, match="boundary 0->1 joins data-parallel sizes 1 and 2; use equal sizes"):
+            pipeline_boundaries(PipelineLayout((StageGrid(1), StageGrid(1, dp=2))), is_ring=False)
 
     @pytest.mark.parametrize(
         ("upstream", "downstream", "expected"),

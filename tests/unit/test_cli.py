@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options import RULES
+from vtp_plugin.schedule import draw_svg, plan_u_shape, simulate, u_costs
 
+U = ("--schedule", "u", "--num-stages", "3", "--num-microbatches", "8")
 SCRIPT = """\
 import sys
 import beside
@@ -80,6 +83,13 @@ def test_plan_shows_layout_and_crossings(tmp_path: Path) -> None:
     )
 
 
+def test_plan_joins_the_replicas_where_context_parallelism_differs(tmp_path: Path) -> None:
+    output = output_of("plan", "--vtp-size-list", "2,1", "--vtp-cp-list", "1,2", cwd=tmp_path)
+    assert "world size 4" in output
+    assert "boundary 0->1, forward, replica dp 0, all cp ranks: sliced (context-parallel sizes differ)" in output
+    assert output.count(" -> ") == 4
+
+
 def test_plan_takes_the_leaders_between_sites(tmp_path: Path) -> None:
     output = output_of("plan", "--vtp-size-list", "1,2,2", "--vtp-sites", "edge,cloud,cloud", cwd=tmp_path)
     assert output.splitlines()[-6:] == [
@@ -101,6 +111,51 @@ def test_draw_writes_the_picture_that_the_flags_ask_for(tmp_path: Path) -> None:
     )
 
 
+def test_simulate_shows_the_chosen_u_and_why(tmp_path: Path) -> None:
+    *rows, summary, reason, head, edge, first, last = output_of(
+        "simulate", *U, "--latency", "1", "--limit", "6", cwd=tmp_path
+    ).splitlines()
+    assert len(rows) == 3 and rows[0].startswith("stage 0 |0") and rows[1].startswith("stage 1 |....1F0")
+    # The last cloud stage works 8 * 6 without a pause; 1 + 1 + 2 pass before, 4 + 1 + 2 after.
+    assert summary == "step 59, bubble 18.6 %"
+    costs = u_costs(3, latency=1.0)
+    plan = plan_u_shape(3, 8, costs, limits=(6, 6, 6))
+    assert reason == plan.reason and head == "stage  in flight  peak activations of its chunks"
+    kept = simulate(plan.schedule, costs).activations
+    assert [line.split() for line in (edge, first, last)] == [
+        ["0", str(plan.in_flight[0]), f"{kept[0]},", str(kept[3])],
+        ["1", str(plan.in_flight[1]), str(kept[1])],
+        ["2", str(plan.in_flight[2]), str(kept[2])],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        # The last stage works 4 * 3, 1 + 0.5 before and 0.5 + 2 after, and waits 1 for its third microbatch.
+        (("1f1b", "--num-stages", "2", "--latency", "0.5"), "17"),
+        # The last stage works 4 * 9, 1 before and 2 after.
+        (("1f1b", "--num-stages", "2", "--cloud", "3"), "39"),
+        # The last stage works 4 * 2 * 3, 1 before and 2 after.
+        (("interleaved", "--num-stages", "2"), "27"),
+    ],
+)
+def test_simulate_takes_times_in_units_of_the_edge(tmp_path: Path, flags: tuple[str, ...], step: str) -> None:
+    output = output_of("simulate", "--num-microbatches", "4", "--schedule", *flags, cwd=tmp_path)
+    assert f"step {step}, " in output and "U-shaped" not in output
+
+
+def test_simulate_writes_a_picture_or_a_trace(tmp_path: Path) -> None:
+    assert output_of("simulate", *U, "--output", "step.svg", cwd=tmp_path) == "wrote step.svg\n"
+    timeline = simulate(plan_u_shape(3, 8, u_costs(3)).schedule, u_costs(3))
+    title = "u-shape, 3 stages, 8 microbatches, latency 0"
+    assert (tmp_path / "step.svg").read_text() == draw_svg(timeline, title=title)
+    assert output_of("simulate", *U, "--output", "step.json", cwd=tmp_path) == "wrote step.json\n"
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    # Four chunks, forward and backward.
+    assert len([event for event in events if event["ph"] == "X"]) == 8 * 4 * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -112,8 +167,21 @@ def test_draw_writes_the_picture_that_the_flags_ask_for(tmp_path: Path) -> None:
         (("plan", "--vtp-size-list", "1,2", "--vtp-transport", "tcp"), "transport 'tcp' is unknown"),
         (("plan", "--vtp-size-list", "1,2", "--vtp-sites", "edge"), "'edge' names 1 sites, the size list has 2 stages"),
         (("plan", "--vtp-size-list", "1,2", "--vtp-sites", "edge,"), "'edge,' has an empty name"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-cp-list", "1"), "vtp_cp_list 1 has 1 entries, the size list has 2"),
+        (
+            ("plan", "--vtp-size-list", "1,2", "--vtp-cp-list", "1,2", "--vtp-transport", "rank0"),
+            "boundary 0->1 joins context-parallel sizes 1 and 2, which only slices can cross",
+        ),
         (("draw", "--vtp-size-list", "1,-2", "--output", "x.svg"), "'-2', which is not a positive whole number"),
         (("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
+        (("simulate", *U, "--schedule", "2f2b"), "--schedule '2f2b' is unknown; use one of 1f1b, interleaved, u"),
+        (("simulate", *U, "--schedule", "1f1b", "--limit", "2"), "--limit 2: the order of 1f1b is fixed"),
+        (("simulate", *U, "--limit", "0"), "in-flight limits (0, 0, 0): no microbatch could ever start"),
+        (("simulate", *U, "--num-stages", "1"), "a U-shaped pipeline of 1 stage"),
+        (("simulate", *U, "--num-stages", "-1"), "a U-shaped pipeline of -1 stage"),
+        (("simulate", *U, "--latency", "-1"), "latency (-1.0, 0.0, -1.0): every entry must be finite and not negative"),
+        (("simulate", *U, "--output", "x.png"), "--output x.png: the name must end in .svg (picture) or .json (trace)"),
+        (("simulate", *U, "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
         (("doctor", "--device", "tpu"), "device 'tpu' is unknown; use one of auto, cuda, npu, cpu"),
         (("run", "absent.py", "--help"), "script absent.py does not exist; give the path of the training script"),
         (("run", "."), "script . does not exist"),

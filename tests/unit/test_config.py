@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.config import VtpConfig, merge, parse_size_list
+from vtp_plugin.config import VtpConfig, choose_cp_sizes, merge, parse_cp_list, parse_size_list
 from vtp_plugin.errors import ConfigError
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
@@ -92,3 +94,27 @@ def test_the_contradiction_names_both_values() -> None:
 def test_merged_flags_are_checked_too() -> None:
     with pytest.raises(ConfigError, match="unknown; use one of"):
         merge(VtpConfig(), {"device": "tpu"})
+
+
+def test_cp_list() -> None:
+    assert parse_cp_list("1,2") == parse_cp_list([1, 2]) == (1, 2)
+    assert VtpConfig(size_list=(1, 4), cp_list=(2, 1)).cp_list == (2, 1)
+    assert choose_cp_sizes((1, 2), 1, num_stages=2) == choose_cp_sizes((1, 2), 2, num_stages=2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parse_cp_list("1,0"), "vtp_cp_list '1,0' has the entry '0', .* one context-parallel size per"),
+        (lambda: parse_cp_list([]), "vtp_cp_list is empty"),
+        (lambda: VtpConfig(size_list=(1, 4), cp_list=(1,)), "vtp_cp_list 1 has 1 entries, the size list has 2 stages"),
+        (lambda: VtpConfig(size_list="auto", cp_list=(1, 2)), "write vtp_size_list out instead of 'auto'"),
+        (
+            lambda: choose_cp_sizes((1, 2), 4, num_stages=2),
+            "--context-parallel-size 4 contradicts --vtp-cp-list 1,2; .* the largest size of the list, 2",
+        ),
+    ],
+)
+def test_bad_cp_list(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -228,6 +228,16 @@ def test_words_say_how_a_boundary_is_crossed(
     assert [text.text for text in elements(root, "text", "middle")] == labels
 
 
+def test_a_context_parallel_size_per_stage() -> None:
+    layout = PipelineLayout.from_sizes((2, 1, 1), world_size=5, cp=(1, 2, 1))
+    svg = draw_pipeline(layout)
+    root = ET.fromstring(svg)
+    assert sorted(boxes(root)) == list(range(5))
+    assert len(list(elements(root, "rect", "frame"))) == 4, "stage 1 alone has a second row"
+    assert "--vtp-size-list 2,1,1 --vtp-cp-list 1,2,1" in svg and "stage 1 - tp 1, cp 2" in svg
+    assert svg.count('class="transfer"') == 6, "two ranks to two, then two to one"
+
+
 def test_legend_names_what_is_drawn() -> None:
     rules = TransportRules(sites=("edge", "cloud", "cloud"))
     texts = {text.text for text in ET.fromstring(draw_pipeline(layout_of((1, 2, 3)), rules=rules)).iter(SVG + "text")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -207,15 +208,22 @@ def test_sizes_of_a_layout() -> None:
     assert layout == PipelineLayout(tuple(StageGrid(tp, dp=2) for tp in (4, 1, 6)))
 
 
-def test_dp_per_stage_has_groups_inside_stages_only() -> None:
-    layout = PipelineLayout((StageGrid(1), StageGrid(2, dp=2)))
+def test_stages_of_different_cp_and_dp_sizes() -> None:
+    layout = PipelineLayout((StageGrid(1), StageGrid(2, dp=2), StageGrid(1, cp=2)))
     assert layout.stage_ranks(1) == (1, 2, 3, 4)
     assert layout.coord(4) == Coord(1, 1, 0, 1)
-    assert LayoutRankGenerator(layout).get_ranks("dp") == [[0], [1, 3], [2, 4]]
-    with pytest.raises(ConfigError, match="dp 1,2"):
-        layout.lane(0)
-    with pytest.raises(ConfigError, match="equal cp and dp"):
-        LayoutRankGenerator(layout).get_ranks("tp-pp")
+    assert layout.replicas == ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert layout.lane(0) == (0, 1, 5)
+    assert layout.lane(1, dp_rank=1, cp_rank=1) == (0, 4, 6)
+    assert (layout.lane_of(0), layout.lane_of(4), layout.lane_of(6)) == ((0, 1, 5), (0, 4, 5), (0, 1, 6))
+    assert layout.model_ranks(1, 1) == (0, 3, 4, 6)
+    generator = LayoutRankGenerator(layout)
+    assert generator.get_ranks("dp") == [[0], [1, 3], [2, 4], [5], [6]]
+    assert generator.get_ranks("cp") == [[0], [1], [2], [3], [4], [5, 6]]
+    assert generator.get_ranks("tp-pp") == [list(range(7))]
+    assert generator.get_ranks("pp")[:3] == [[0, 1, 5], [0, 2, 5], [0, 1, 6]]
+    with pytest.raises(ConfigError, match="along cp-pp need equal cp and dp"):
+        generator.get_ranks("cp-pp")
     with pytest.raises(ConfigError, match="rank order tp-cp-pp-dp needs equal"):
         PipelineLayout(layout.stages, RankOrder.REPLICA_MAJOR)
 
@@ -230,11 +238,14 @@ def test_dp_per_stage_has_groups_inside_stages_only() -> None:
         ([1, -2], 4, 1, "got -2"),
         ([1, True], 4, 1, "got True"),
         ([1, "2"], 4, 1, "got '2'"),
-        ([1, 1], 4, 0, "context-parallel size"),
+        ([1, 1], 4, 0, "context-parallel size of stage 0"),
+        ([1, 1], 4, [1, 0], "context-parallel size of stage 1 must be a positive integer, got 0"),
+        ([1, 1], 4, [1, 2, 1], "3 context-parallel sizes 1,2,1 meet 2 stages of tp sizes 1,1: give one size per stage"),
+        ([2, 1], 5, [1, 2], r"sum\(tp \* cp\) = 2 \* 1 \+ 1 \* 2 = 4 ranks per replica.*start 4 or 8 processes"),
         ([1, 1], 0, 1, "world size"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: list[int], world_size: int, cp: int, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes: list[int], world_size: int, cp: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp)
     assert "\n" not in str(caught.value)

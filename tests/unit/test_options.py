@@ -280,11 +280,20 @@ def test_sizes_that_every_stage_can_cut(tp_sizes: tuple[int, ...], sizes: dict[s
 
 
 def test_sequence_is_cut_by_context_parallelism_too() -> None:
-    context = OptionContext(tp_sizes=(2, 2), cp=2)
+    context = OptionContext(tp_sizes=(2, 2), cp_sizes=(2, 2))
     (first, second) = check_sizes(model(sequence_parallel=True, seq_length=50), context)
     assert "stage 0" in first and "stage 1" in second
-    assert first.endswith("which must divide it together with context-parallel size 2; use 48 or 52")
+    assert first.endswith("tensor-parallel size 2 and context-parallel size 2, so 4 must divide it; use 48 or 52")
     assert check_sizes(model(sequence_parallel=True, seq_length=52), context) == ()
+
+
+def test_sequence_is_checked_against_every_stages_context_parallelism() -> None:
+    context = OptionContext(tp_sizes=(2, 1, 1), cp_sizes=(1, 2, 3))
+    assert check_sizes(model(seq_length=52), context) == (
+        "--seq-length 52; stage 2 has context-parallel size 3, so 6 must divide it; use 48 or 60",
+    )
+    assert check_sizes(model(seq_length=60), context) == ()
+    assert not OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).is_uniform
 
 
 tp_lists = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)

@@ -66,7 +66,7 @@ class _Picture:
 
     Attributes:
         layout: who is where.
-        replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each.
+        replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each; a stage without one has no frame there.
         crossings: boundaries of these replicas.
         frame_lefts: left edge of the frames, by stage.
         bracket_widths: room for a finish at the left of a frame's boxes, by stage.
@@ -124,10 +124,11 @@ class _Picture:
 def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: TransportRules | None = None) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
-    Replicas are stacked; of more than four only the first is drawn, with their number.
+    Replicas are stacked; of more than four only those of the first dp rank are drawn, with the number of all, or the
+    first one where replicas do not mix.
 
     Args:
-        layout: Who is where; its stages have the same cp and dp sizes.
+        layout: Who is where.
         is_ring: Virtual stages let the last stage send to the first.
         rules: How boundaries are crossed; default is the automatic choice inside one site.
 
@@ -137,15 +138,19 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: Trans
         `member`. The same arguments always give the same text.
 
     Raises:
-        ConfigError: The stages have different cp or dp sizes.
+        ConfigError: The stages have different dp sizes, or the rules do not fit a boundary.
 
     >>> svg = draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=3))
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
     (2, 1)
     """
     picture = _arrange(layout, is_ring=is_ring, rules=rules)
+    what = "tensor-parallel size"
     title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
-    subtitle = _counts(layout) + ("" if layout.is_uniform else "; every stage has its own tensor-parallel size")
+    if len(set(layout.cp_sizes)) > 1:
+        what = "parallel sizes"
+        title += f" --vtp-cp-list {','.join(str(size) for size in layout.cp_sizes)}"
+    subtitle = _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
     body = [_text(_MARGIN, _MARGIN + 8, title, "title"), _text(_MARGIN, _MARGIN + 27, subtitle)]
     body += [*_headers(picture), *_rows(picture)]
     # Arrows are painted last, over the frames.
@@ -171,11 +176,13 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: Trans
 
 
 def _arrange(layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None) -> _Picture:
-    replicas = layout.replicas if len(layout.replicas) <= _MAX_REPLICAS_DRAWN else layout.replicas[:1]
+    replicas = layout.replicas
+    if len(replicas) > _MAX_REPLICAS_DRAWN:
+        replicas = replicas[:1] if layout.has_replicas else replicas[: max(layout.cp_sizes)]
     crossings = tuple(
         _Crossing(boundary=boundary, plan=boundary.crossing(Direction.FORWARD).probe)
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
-        if (boundary.dp_rank, boundary.cp_rank) in replicas
+        if (boundary.dp_rank, boundary.cp_rank or 0) in replicas
     )
     receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_finish}
     brackets = tuple(_BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
@@ -203,7 +210,8 @@ def _headers(picture: _Picture) -> Iterable[str]:
     """Write the title of every stage above its column."""
     for stage, grid in enumerate(picture.layout.stages):
         middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
-        yield _text(middle, _MARGIN + _HEADER_HEIGHT - 12, f"stage {stage} - tp {grid.tp}", "stage")
+        size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
+        yield _text(middle, _MARGIN + _HEADER_HEIGHT - 12, f"stage {stage} - {size}", "stage")
 
 
 def _rows(picture: _Picture) -> Iterable[str]:
@@ -214,6 +222,8 @@ def _rows(picture: _Picture) -> Iterable[str]:
         if picture.has_row_labels:
             yield _text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
         for stage, grid in enumerate(layout.stages):
+            if dp_rank >= grid.dp or cp_rank >= grid.cp:
+                continue
             yield (
                 f'<rect class="frame" x="{picture.frame_lefts[stage]}" y="{top}" width="{picture.frame_width(stage)}" '
                 f'height="{picture.frame_height(grid.tp)}" rx="10"/>'
@@ -223,10 +233,10 @@ def _rows(picture: _Picture) -> Iterable[str]:
 
 
 def _row_label(picture: _Picture, dp_rank: int, cp_rank: int) -> str:
-    grid = picture.layout.stages[0]
-    label = f"replica dp {dp_rank}" + (f", cp {cp_rank}" if grid.cp > 1 else "")
+    num_dp, num_cp = picture.layout.stages[0].dp, max(picture.layout.cp_sizes)
+    label = f"replica dp {dp_rank}" + (f", cp {cp_rank}" if num_cp > 1 else "")
     hidden = len(picture.layout.replicas) - len(picture.replicas)
-    sizes = f"x dp {grid.dp}" + (f" x cp {grid.cp}" if grid.cp > 1 else "")
+    sizes = f"x dp {num_dp}" + (f" x cp {num_cp}" if num_cp > 1 else "")
     return f"{label}, and {hidden} more like it ({sizes})" if hidden else label
 
 

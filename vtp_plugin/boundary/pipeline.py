@@ -1,8 +1,13 @@
-"""The boundaries of a pipeline: one per pair of neighbouring stages and replica, in one order for all ranks."""
+"""The boundaries of a pipeline: one per pair of neighbouring stages and replica, in one order for all ranks.
+
+Where two stages have different context-parallel sizes, their replicas hold the sequence in different pieces; one
+boundary then joins all context-parallel ranks of a data-parallel replica.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -145,13 +150,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineBoundary:
-    """Two neighbouring stages of one replica, and how tensors cross between them.
+    """Two neighbouring stages of one replica, or of several that mix, and how tensors cross between them.
 
     Attributes:
         upstream: Stage whose output crosses.
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
         dp_rank: Data-parallel rank of the replica.
-        cp_rank: Context-parallel rank of the replica.
+        cp_rank: Context-parallel rank of the replica; None where the stages' sizes differ and it joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
@@ -160,7 +165,7 @@ class PipelineBoundary:
     upstream: int
     downstream: int
     dp_rank: int
-    cp_rank: int
+    cp_rank: int | None
     src: Side
     dst: Side
     strategy: str
@@ -169,6 +174,11 @@ class PipelineBoundary:
         """Give one direction; gradients take the way of :func:`~vtp_plugin.boundary.plan.reversed_plan`."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
         return Crossing(name=self.name(direction), src=ends[0], dst=ends[1], strategy=self.strategy)
+
+    @property
+    def replica_name(self) -> str:
+        """Name the replica for people: `replica dp 0 cp 1`, or `replica dp 0, all cp ranks`."""
+        return f"replica dp {self.dp_rank}" + (", all cp ranks" if self.cp_rank is None else f" cp {self.cp_rank}")
 
     def name(self, direction: Direction) -> str:
         """Name boundary and direction as error messages do: `boundary 0->1, forward`."""
@@ -192,6 +202,9 @@ class TransportRules:
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
         """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
 
+        Raises:
+            ConfigError: The context-parallel sizes differ, and the leaders were asked to carry it alone.
+
         >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
         >>> TransportRules(sites=("edge", "cloud", "cloud")).choose(layout, 0, 1)
         ('rank0', 'crosses from site edge to site cloud')
@@ -199,11 +212,19 @@ class TransportRules:
         ('sliced', 'both stages have one size: rank to rank')
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
+        crosses_sites = bool(self.sites) and self.sites[upstream] != self.sites[downstream]
+        if src.cp != dst.cp and (self.transport == "rank0" or (self.transport == "auto" and crosses_sites)):
+            obstacle = "--vtp-transport rank0 was given" if self.transport == "rank0" else "it crosses sites"
+            raise ConfigError(
+                f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
+                f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
+                "ranks of the other, or equal sizes"
+            )
         if self.transport != "auto":
             return self.transport, "asked for"
         if src.cp != dst.cp:
             return "sliced", "context-parallel sizes differ"
-        if self.sites and self.sites[upstream] != self.sites[downstream]:
+        if crosses_sites:
             return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
         if src.tp == dst.tp:
             return "sliced", "both stages have one size: rank to rank"
@@ -225,6 +246,12 @@ def pipeline_boundaries(
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
     >>> [(b.upstream, b.downstream, b.src.ranks, b.dst.ranks) for b in pipeline_boundaries(layout, is_ring=True)]
     [(0, 1, (0,), (1, 2)), (1, 0, (1, 2), (0,))]
+    >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
+    >>> [(b.cp_rank, b.src.ranks_by_cp, b.dst.ranks_by_cp) for b in pipeline_boundaries(layout, is_ring=False)]
+    [(None, ((0,),), ((1,), (2,)))]
+
+    Raises:
+        ConfigError: Data-parallel sizes differ, or the rules do not fit a boundary.
     """
     rules = rules or TransportRules()
     num_stages = layout.num_stages
@@ -233,16 +260,33 @@ def pipeline_boundaries(
     for upstream in range(num_boundaries):
         downstream = (upstream + 1) % num_stages
         strategy, _ = rules.choose(layout, upstream, downstream)
-        for dp_rank, cp_rank in layout.replicas:
+        for dp_rank, cp_rank in _joined_replicas(layout, upstream, downstream):
             boundaries.append(
                 PipelineBoundary(
                     upstream=upstream,
                     downstream=downstream,
                     dp_rank=dp_rank,
                     cp_rank=cp_rank,
-                    src=Side(ranks_by_cp=(layout.tp_ranks(upstream, dp_rank, cp_rank),)),
-                    dst=Side(ranks_by_cp=(layout.tp_ranks(downstream, dp_rank, cp_rank),)),
+                    src=_side(layout, upstream, dp_rank, cp_rank),
+                    dst=_side(layout, downstream, dp_rank, cp_rank),
                     strategy=strategy,
                 )
             )
     return tuple(boundaries)
+
+
+def _joined_replicas(layout: PipelineLayout, upstream: int, downstream: int) -> Iterator[tuple[int, int | None]]:
+    """List dp and cp rank of the boundaries between two stages; the cp rank is None where all of them are joined."""
+    src, dst = layout.stages[upstream], layout.stages[downstream]
+    if src.dp != dst.dp:
+        raise ConfigError(
+            f"boundary {upstream}->{downstream} joins data-parallel sizes {src.dp} and {dst.dp}; use equal sizes"
+        )
+    for dp_rank in range(src.dp):
+        yield from ((dp_rank, cp_rank) for cp_rank in (range(src.cp) if src.cp == dst.cp else (None,)))
+
+
+def _side(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int | None) -> Side:
+    """Give the ranks of a stage in a replica, or in all that share a dp rank."""
+    cp_ranks = range(layout.stages[stage].cp) if cp_rank is None else (cp_rank,)
+    return Side(ranks_by_cp=tuple(layout.tp_ranks(stage, dp_rank, c) for c in cp_ranks))

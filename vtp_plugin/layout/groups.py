@@ -2,8 +2,8 @@
 
 Creating a process group is collective over the world, so every rank must create the same groups in the same order: the
 order is a part of the plan. :class:`LayoutRankGenerator` answers the questions that Megatron's
-``initialize_model_parallel`` puts to its own rank generator, for stages of different tp sizes; with a uniform layout
-its answers are Megatron's.
+``initialize_model_parallel`` puts to its own rank generator, for stages of different sizes; with a uniform layout its
+answers are Megatron's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupSpec:
 
 
 class LayoutRankGenerator:
-    """Rank lists along any axes of a pipeline with stages of their own tp size.
+    """Rank lists along any axes of a pipeline with stages of their own sizes.
 
     It has the interface of Megatron's ``RankGenerator``: a token such as "tp" or "tp-dp-cp" names the axes along which
     the ranks of a group differ; there is one group for every place along the other axes. Groups are ordered by that
@@ -43,8 +43,9 @@ class LayoutRankGenerator:
     cp = 1 and its own tp and dp.
 
     Tokens without "pp" give every stage's own groups, which partition the world. A token with "pp" and "tp" unites the
-    stages' ranks. A token with "pp" and without "tp" would find no partner for the higher tp ranks of a wide stage in a
-    narrow one: a rank of stage ``i`` therefore stands for all ``t`` that are its tp rank modulo ``tp_i``. For "pp"
+    stages' ranks of a replica; where cp or dp sizes differ a rank is in several replicas, and there is one such group:
+    the world. A token with "pp" and without "tp" would find no partner for the higher ranks of a large stage in a small
+    one: a rank of stage ``i`` therefore stands for all places that are its own modulo the sizes of its stage. For "pp"
     these are the lanes of the layout; the first list that contains a rank is its own lane.
 
     >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
@@ -97,16 +98,13 @@ class LayoutRankGenerator:
 
         Raises:
             ValueError: an axis is unknown.
-            ConfigError: the token has "pp" and the stages have different cp or dp sizes.
+            ConfigError: the token has "pp" and "cp" or "dp" but not "tp", and the stages have different cp or dp sizes.
         """
         masked = token.split("-")
         if unknown := set(masked) - set(self._axes):
             raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {self._axes}")
         if "pp" in masked and not self._layout.has_replicas:
-            raise ConfigError(
-                f"groups along {token} need equal cp and dp sizes on all stages, got {self._layout.stages}: "
-                "use equal sizes"
-            )
+            return self._groups_over_replicas(masked)
         # The last axis is the most significant one, for the order of the groups as for the numbering of the ranks.
         unmasked = [axis for axis in reversed(self._axes) if axis not in masked]
         fan_out = "pp" in masked and "tp" not in masked
@@ -128,6 +126,19 @@ class LayoutRankGenerator:
                 f"gtp_remat size {gtp_remat_size} does not work with a size per stage: leave the GTP options out"
             )
         return self.get_ranks("gtp_remat")
+
+    def _groups_over_replicas(self, masked: list[str]) -> list[list[int]]:
+        """Return the groups through stages of different cp or dp sizes, also for the experts: the world, or lanes."""
+        layout = self._layout
+        if "tp" in masked:
+            return [list(range(layout.world_size))]
+        if {"cp", "dp"} & set(masked):
+            raise ConfigError(
+                f"groups along {'-'.join(masked)} need equal cp and dp sizes on all stages, got {layout.stages}: "
+                "use equal sizes"
+            )
+        lanes = [layout.lane(t, *replica) for replica in layout.replicas for t in range(layout.num_lanes)]
+        return [list(lane) for lane in lanes]
 
     def _stand_ins(self, place: _Place) -> list[_Place]:
         """Return the place once for every tp rank of the widest stage that it stands for, its own first."""
@@ -236,7 +247,7 @@ def model_parallel_groups(
         gloo: whether to list the gloo doubles too (``create_gloo_process_groups``).
 
     Raises:
-        ConfigError: see :class:`LayoutRankGenerator`, or the stages have different cp or dp sizes.
+        ConfigError: see :class:`LayoutRankGenerator`.
 
     >>> groups = model_parallel_groups(PipelineLayout.from_sizes([1, 2], world_size=3))
     >>> [group.ranks for group in groups if group.name == "PIPELINE_MODEL_PARALLEL_GROUP"]

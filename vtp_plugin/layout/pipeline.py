@@ -1,11 +1,13 @@
-"""Which global rank has which place in a pipeline whose stages have their own tensor-parallel size.
+"""Which global rank has which place in a pipeline whose stages have their own parallel sizes.
 
 A :class:`PipelineLayout` is a list of stages, each a small grid ``tp x cp x dp``, and a rank order. It answers "who is
 where" by arithmetic (a binary search over the stages, never a scan over the ranks), so it is as cheap for ten thousand
 ranks as for three. It creates no process groups and knows nothing of torch or Megatron.
 
 Words used here: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader*
-of a stage in a replica is its tp rank 0; *lane* ``t`` of a replica holds rank ``t mod tp_i`` of every stage ``i``.
+of a stage in a replica is its tp rank 0; *lane* ``t`` of a replica holds one rank of every stage. Where sizes differ, a
+rank of a smaller stage stands for every place of the largest one that equals its own modulo its stage's sizes: stage
+``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in lane ``t`` of replica ``(dp_rank, cp_rank)``.
 """
 
 from __future__ import annotations
@@ -75,8 +77,7 @@ class PipelineLayout:
     """Stages of a pipeline and the global ranks that form them.
 
     The layout covers exactly the ranks ``0 .. world_size - 1``. Stages may have different tp sizes. In stage-major
-    order they may also have different cp and dp sizes; then there are no replicas through all stages, and the methods
-    that need them (:attr:`replicas`, :meth:`lane`, :meth:`lane_of`, :meth:`model_ranks`) raise.
+    order they may also have different cp and dp sizes; a rank of the smaller stage is then in several replicas.
 
     Attributes:
         stages: grid of every stage, first stage first.
@@ -113,35 +114,43 @@ class PipelineLayout:
         tp_sizes: Sequence[int],
         *,
         world_size: int,
-        cp: int = 1,
+        cp: int | Sequence[int] = 1,
         order: RankOrder = RankOrder.STAGE_MAJOR,
     ) -> PipelineLayout:
-        """Lay out stages of the given tp sizes, with one cp and one dp size for all, over a world.
+        """Lay out stages of the given tp and cp sizes, with one dp size for all, over a world.
 
         Args:
             tp_sizes: tensor-parallel size of every stage, first stage first.
-            world_size: number of ranks; the data-parallel size is ``world_size / (sum(tp_sizes) * cp)``.
-            cp: context-parallel size of every stage.
+            world_size: number of ranks; the data-parallel size is ``world_size`` over the sum of ``tp * cp``.
+            cp: context-parallel size, one for all stages or one for each.
             order: numbering of the ranks.
 
         Raises:
-            ConfigError: an entry, ``cp`` or ``world_size`` is not a positive integer, or the sizes do not divide the
-                world.
+            ConfigError: an entry or ``world_size`` is not a positive integer, the lists differ in length, the sizes do
+                not divide the world, or a replica-major order meets different cp sizes.
 
         >>> PipelineLayout.from_sizes([1, 4, 4], world_size=18).stages[1]
         StageGrid(tp=4, cp=1, dp=2)
+        >>> PipelineLayout.from_sizes([2, 1], world_size=8, cp=[1, 2]).stages
+        (StageGrid(tp=2, cp=1, dp=2), StageGrid(tp=1, cp=2, dp=2))
         """
         if not tp_sizes:
             raise ConfigError("the list of tp sizes is empty: give one size per pipeline stage, e.g. 1,2")
         for index, size in enumerate(tp_sizes):
             _check_positive(f"the tp size of stage {index}", size)
-        _check_positive("the context-parallel size", cp)
+        cp_sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,) * len(tp_sizes)
+        if len(cp_sizes) != len(tp_sizes):
+            raise ConfigError(
+                f"{len(cp_sizes)} context-parallel sizes {','.join(map(str, cp_sizes))} meet {len(tp_sizes)} stages of "
+                f"tp sizes {','.join(map(str, tp_sizes))}: give one size per stage"
+            )
+        for index, size in enumerate(cp_sizes):
+            _check_positive(f"the context-parallel size of stage {index}", size)
         _check_positive("the world size", world_size)
-        replica_size = sum(tp_sizes) * cp
-        if world_size % replica_size:
-            raise ConfigError(_does_not_divide(tp_sizes, cp=cp, world_size=world_size))
-        dp = world_size // replica_size
-        return cls(tuple(StageGrid(tp, cp, dp) for tp in tp_sizes), order)
+        dp, left = divmod(world_size, sum(tp * cp for tp, cp in zip(tp_sizes, cp_sizes, strict=True)))
+        if left:
+            raise ConfigError(_does_not_divide(tp_sizes, cp_sizes, world_size))
+        return cls(tuple(StageGrid(tp, cp, dp) for tp, cp in zip(tp_sizes, cp_sizes, strict=True)), order)
 
     @property
     def world_size(self) -> int:
@@ -159,13 +168,18 @@ class PipelineLayout:
         return tuple(stage.tp for stage in self.stages)
 
     @property
+    def cp_sizes(self) -> tuple[int, ...]:
+        """Context-parallel size of every stage."""
+        return tuple(stage.cp for stage in self.stages)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all stages have the same tp, cp and dp sizes, as stock Megatron requires."""
         return len(set(self.stages)) == 1
 
     @property
     def has_replicas(self) -> bool:
-        """Whether all stages have the same cp and dp sizes, so that replicas and lanes exist."""
+        """Whether all stages have the same cp and dp sizes, so that every rank is in one replica only."""
         return len({(stage.cp, stage.dp) for stage in self.stages}) == 1
 
     @property
@@ -175,14 +189,9 @@ class PipelineLayout:
 
     @property
     def replicas(self) -> tuple[tuple[int, int], ...]:
-        """All ``(dp_rank, cp_rank)``, cp_rank changing fastest.
-
-        Raises:
-            ConfigError: the stages have different cp or dp sizes.
-        """
-        self._require_replicas()
-        first = self.stages[0]
-        return tuple((dp_rank, cp_rank) for dp_rank in range(first.dp) for cp_rank in range(first.cp))
+        """All ``(dp_rank, cp_rank)`` of the largest stage, cp_rank changing fastest."""
+        num_dp, num_cp = max(stage.dp for stage in self.stages), max(self.cp_sizes)
+        return tuple((dp_rank, cp_rank) for dp_rank in range(num_dp) for cp_rank in range(num_cp))
 
     @property
     def writer_rank(self) -> int:
@@ -260,29 +269,30 @@ class PipelineLayout:
 
         The ranks ascend, so a process group made of them (torch sorts its ranks) keeps the stage as its group rank.
 
-        Raises:
-            ConfigError: the stages have different cp or dp sizes.
+        >>> PipelineLayout.from_sizes([1, 1], world_size=3, cp=[1, 2]).lane(0, cp_rank=1)
+        (0, 2)
         """
-        self._require_replicas()
         assert 0 <= t < self.num_lanes, (t, self.num_lanes)
-        return tuple(self.rank_of(stage, t % grid.tp, cp_rank, dp_rank) for stage, grid in enumerate(self.stages))
+        return tuple(
+            self.rank_of(stage, t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
+            for stage, grid in enumerate(self.stages)
+        )
 
     def lane_of(self, rank: int) -> tuple[int, ...]:
         """Return a rank's own lane, the one of its own tp rank and replica; ``lane[stage_of(rank)] == rank``.
 
-        A rank of a narrow stage is also in other lanes (``t + tp_i``, ...); its own one is the first of them.
+        A rank of a small stage is also in other lanes (``t + tp_i``, ...); its own one is the first of them.
         """
         place = self.coord(rank)
         return self.lane(place.tp_rank, place.dp_rank, place.cp_rank)
 
     def model_ranks(self, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
-        """Return the ranks that together hold the model once: all tp ranks of all stages of a replica, ascending.
-
-        Raises:
-            ConfigError: the stages have different cp or dp sizes.
-        """
-        self._require_replicas()
-        return tuple(rank for stage in range(self.num_stages) for rank in self.tp_ranks(stage, dp_rank, cp_rank))
+        """Return the ranks that together hold the model once: all tp ranks of all stages of a replica, ascending."""
+        return tuple(
+            rank
+            for stage, grid in enumerate(self.stages)
+            for rank in self.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
+        )
 
     def describe(self) -> str:
         """Return a table for people: one line per stage, then one line about the world.
@@ -328,15 +338,8 @@ class PipelineLayout:
             return self._starts[-1] + self.stages[-1].tp * self.stages[-1].cp
         return self.stages[stage].tp * self.stages[stage].cp
 
-    def _require_replicas(self) -> None:
-        if not self.has_replicas:
-            raise ConfigError(
-                f"lanes and replicas need equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
-                "use equal sizes, or only what concerns one stage"
-            )
-
     def _cp_dp_text(self) -> str:
-        cp = ",".join(str(stage.cp) for stage in self.stages)
+        cp = ",".join(str(size) for size in self.cp_sizes)
         dp = ",".join(str(stage.dp) for stage in self.stages)
         return f"cp {cp} and dp {dp}"
 
@@ -368,13 +371,17 @@ def _check_positive(what: str, value: object) -> None:
         raise ConfigError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
 
 
-def _does_not_divide(tp_sizes: Sequence[int], *, cp: int, world_size: int) -> str:
+def _does_not_divide(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) -> str:
     """Text of the error for a world that the sizes do not divide, with the nearest worlds that fit."""
-    total = sum(tp_sizes)
-    below = world_size // (total * cp) * total * cp
-    worlds = f"{below} or {below + total * cp}" if below else f"{total * cp}"
+    size = sum(tp * cp for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
+    if len(set(cp_sizes)) == 1:
+        shown, sums = str(cp_sizes[0]), f"sum(tp) * cp = {sum(tp_sizes)} * {cp_sizes[0]}"
+    else:
+        products = " + ".join(f"{tp} * {cp}" for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
+        shown, sums = ",".join(map(str, cp_sizes)), f"sum(tp * cp) = {products}"
+    below = world_size // size * size
+    worlds = f"{below} or {below + size}" if below else f"{size}"
     return (
-        f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {cp} take sum(tp) * cp = {total} * {cp} = "
-        f"{total * cp} ranks per replica, which does not divide the world size {world_size}: start {worlds} "
-        "processes, or change the sizes"
+        f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {shown} take {sums} = {size} ranks per "
+        f"replica, which does not divide the world size {world_size}: start {worlds} processes, or change the sizes"
     )

@@ -24,7 +24,7 @@ class OptionContext:
 
     Attributes:
         tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
-        cp: Context-parallel size of every stage.
+        cp_sizes: Context-parallel size of every stage; empty stands for 1 on all.
         dp: Data-parallel size of every stage.
         num_virtual: Chunks per stage, 1 without interleaving.
         forced: The plugin's groups and communicator are used even for a uniform list.
@@ -32,7 +32,7 @@ class OptionContext:
     """
 
     tp_sizes: tuple[int, ...]
-    cp: int = 1
+    cp_sizes: tuple[int, ...] = ()
     dp: int = 1
     num_virtual: int = 1
     forced: bool = False
@@ -45,17 +45,25 @@ class OptionContext:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages have the same size."""
-        return len(set(self.tp_sizes)) == 1
+        """Whether all stages have the same sizes."""
+        return len(set(self.tp_sizes)) == 1 and not self.has_unequal_cp
+
+    @property
+    def has_unequal_cp(self) -> bool:
+        """Whether the stages have different context-parallel sizes."""
+        return len(set(self.cp_sizes)) > 1
 
     @property
     def size_list(self) -> str:
-        """The list as the user writes it.
+        """The list, or both lists, as the user writes them.
 
         >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
         '--vtp-size-list 1,4,4'
+        >>> OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).size_list
+        '--vtp-size-list 1,1 --vtp-cp-list 1,2'
         """
-        return "--vtp-size-list " + ",".join(str(size) for size in self.tp_sizes)
+        text = "--vtp-size-list " + ",".join(str(size) for size in self.tp_sizes)
+        return text + (" --vtp-cp-list " + ",".join(str(size) for size in self.cp_sizes) if self.has_unequal_cp else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

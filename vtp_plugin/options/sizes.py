@@ -1,4 +1,4 @@
-"""Sizes of the model that every stage cuts by its own tensor-parallel size.
+"""Sizes of the model that every stage cuts by its own parallel sizes.
 
 Megatron checks them too, but each rank against its own stage only: some ranks would fail and the others would wait.
 """
@@ -14,12 +14,13 @@ type _Fits = Callable[[int, int], bool]
 
 
 def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
-    """Check that every stage can cut the model by its tensor-parallel size.
+    """Check that every stage can cut the model by its parallel sizes.
 
     Checked are the attention heads, the query groups (a stage's size may be a multiple or a divisor of them), the
-    feed-forward sizes, the sequence length under sequence parallelism, and a padded vocabulary that the user fixes
-    (only against the first and the last stage, which hold the embedding and the output layer). A swiglu layer is cut
-    per gate, so the plain feed-forward size counts. Sizes that are not given are derived as Megatron derives them.
+    feed-forward sizes, the sequence length under sequence and context parallelism, and a padded vocabulary that the
+    user fixes (only against the first and the last stage, which hold the embedding and the output layer). A swiglu
+    layer is cut per gate, so the plain feed-forward size counts. Sizes that are not given are derived as Megatron
+    derives them.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
@@ -97,22 +98,23 @@ def _feed_forward_size(args: object) -> tuple[int, str]:
 
 
 def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
-    if not getattr(args, "sequence_parallel", False):
-        return
+    is_sharded = bool(getattr(args, "sequence_parallel", False))
+    cp_sizes = context.cp_sizes or (1,) * context.num_stages
+    # Context parallelism cuts a sequence into two chunks for every rank, sequence parallelism all that a rank has.
+    chunks = [2 * cp if cp > 1 else 1 for cp in cp_sizes]
+    slices = [cp * tp if is_sharded else 1 for cp, tp in zip(cp_sizes, context.tp_sizes, strict=True)]
+    steps = [math.lcm(*pair) for pair in zip(chunks, slices, strict=True)]
     flag = "--seq-length" if _number(args, "seq_length") else "--encoder-seq-length"
     length = _number(args, "seq_length") or _number(args, "encoder_seq_length")
-    cp = context.cp
-    per_rank = "it" if cp == 1 else f"it together with context-parallel size {cp}"
-    # Context parallelism cuts a sequence into two pieces for every rank.
-    step = math.lcm(cp * math.lcm(*context.tp_sizes), 2 * cp if cp > 1 else 1)
-    yield from _check(
-        f"{flag} {length} with --sequence-parallel",
-        length,
-        _stages(context),
-        fits=lambda value, size: value % (cp * size) == 0,
-        rule=f"which must divide {per_rank}",
-        nearest=_nearest_multiples(length, step),
-    )
+    choices = " or ".join(str(choice) for choice in _nearest_multiples(length, math.lcm(*steps)))
+    for stage, (tp, cp, step) in enumerate(zip(context.tp_sizes, cp_sizes, steps, strict=True)):
+        if not length % step:
+            continue
+        name = f"{flag} {length}" + (" with --sequence-parallel" if is_sharded else "")
+        sizes = [f"tensor-parallel size {tp}"] if is_sharded else []
+        sizes += [f"context-parallel size {cp}"] if cp > 1 else []
+        rule = "which must divide it" if cp == 1 else f"so {step} must divide it"
+        yield f"{name}; stage {stage} has {' and '.join(sizes)}, {rule}; use {choices}"
 
 
 def _check_vocabulary(args: object, context: OptionContext) -> Iterator[str]:

@@ -79,7 +79,7 @@ _TENSOR_AND_SEQUENCE = (
         "--sequence-parallel",
     ),
     *supported(
-        "with one context-parallel size on all stages every context-parallel rank has boundaries of its own",
+        "stages have one size, or each its own by --vtp-cp-list, and boundaries join the ranks that share a sequence",
         _CONTEXT,
         case("--context-parallel-size", above(1)),
     ),

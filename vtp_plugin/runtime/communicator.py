@@ -41,6 +41,21 @@ class ExchangeOptions:
     width: int | None
     is_batched: bool
 
+    def statement(self, tp_size: int) -> dict[str, object]:
+        """Say what all ranks must have alike.
+
+        Args:
+            tp_size: of the own stage. A stage of one tensor-parallel rank has no say about sequence parallelism.
+        """
+        sharding = {} if tp_size == 1 else {"sequence_parallel": self.is_sharded}
+        return {
+            "pipeline_dtype": str(self.dtype),
+            "hidden_size": self.width,
+            "variable_seq_lengths": self.has_variable_shapes,
+            "batch_p2p_comm": self.is_batched,
+            **sharding,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:

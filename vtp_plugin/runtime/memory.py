@@ -28,7 +28,7 @@ class HostMemory:
         free = [storage for storage in self._storages if _is_free(storage)]
         for storage in free:
             if storage.nbytes() == num_bytes:
-                return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+                return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
         # Free memory of other sizes goes back: with varying lengths it would pile up.
         self._storages = [storage for storage in self._storages if not _is_free(storage)]
         del free

@@ -174,6 +174,11 @@ class Monitor:
         self._run_bounded(lambda: self._post(text), 1.0)
 
     @property
+    def is_failing(self) -> bool:
+        """Whether this rank has posted a failure of its own."""
+        return self._failing_s is not None
+
+    @property
     def failure(self) -> str | None:
         """What a rank posted before this one failed, once known."""
         return self._failure

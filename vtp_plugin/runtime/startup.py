@@ -132,13 +132,23 @@ class Agreement:
     The same name may be used again later on the same store: rounds are counted.
     """
 
-    def __init__(self, store: dist.Store, name: str, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_partial: bool = False,
+    ) -> None:
         """Bind the check to a store; nothing is sent yet."""
         self._store = dist.PrefixStore(f"agree/{name}", store)
         self._name = name
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._is_partial = is_partial
 
     def settle(self, statement: Mapping[str, object], error: BaseException | None = None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement.
@@ -206,7 +216,7 @@ class Agreement:
                 f"{_WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; it did not "
                 "start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
             ), num_present
-        return first_difference(statements), num_present
+        return first_difference(statements, is_partial=self._is_partial), num_present
 
     def _read_verdict(self, posts: dist.Store, begin_s: float) -> str:
         try:
@@ -229,12 +239,13 @@ def agree(
     rank: int,
     world_size: int,
     timeout_s: float,
+    is_partial: bool = False,
 ) -> None:
     """Run ``prepare`` on every rank and go on only if it succeeded everywhere with equal results.
 
     ``SystemExit`` counts as a failure too: Megatron leaves some checks that way.
     """
-    agreement = Agreement(store, name, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    agreement = Agreement(store, name, rank=rank, world_size=world_size, timeout_s=timeout_s, is_partial=is_partial)
     try:
         statement = prepare()
     except (Exception, SystemExit) as error:
@@ -243,20 +254,28 @@ def agree(
     agreement.settle(statement)
 
 
-def first_difference(statements: Mapping[int, Mapping[str, object]]) -> str:
-    """Name the first value in which a rank differs from rank 0; empty when all are equal.
+def first_difference(statements: Mapping[int, Mapping[str, object]], *, is_partial: bool = False) -> str:
+    """Name the first value in which a rank differs from one before it; empty when all are equal.
+
+    Args:
+        statements: by rank, ascending.
+        is_partial: a rank need not state every value that another one states.
 
     >>> first_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 2]}})
     ''
     >>> first_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 3]}})[:55]
     'ranks disagree: sizes is [1, 2] on rank 0 and [1, 3] on'
+    >>> first_difference({0: {}, 1: {"sliced": True}, 2: {"sliced": False}}, is_partial=True)[:58]
+    'ranks disagree: sliced is True on rank 1 and False on rank'
     """
-    reference = statements[0]
+    first_to_say: dict[str, int] = {} if is_partial else dict.fromkeys((k for s in statements.values() for k in s), 0)
     for rank, statement in statements.items():
-        for key in [*reference, *(k for k in statement if k not in reference)]:
-            if reference.get(key) != statement.get(key):
+        for key in statement if is_partial else first_to_say:
+            other = first_to_say.setdefault(key, rank)
+            theirs, own = statements[other].get(key), statement.get(key)
+            if theirs != own:
                 return (
-                    f"ranks disagree: {key} is {reference.get(key)} on rank 0 and {statement.get(key)} on rank {rank}; "
+                    f"ranks disagree: {key} is {theirs} on rank {other} and {own} on rank {rank}; "
                     "start every rank with the same command line and the same versions"
                 )
     return ""

@@ -17,44 +17,47 @@ class TiedWeight:
     """One rank's side of the word embedding that the first and the last stage share.
 
     Only ranks of these two stages have it. Every slice crosses straight to the rank whose slice overlaps it, with no
-    gather on either side, so neither end ever holds more than its own slice ``[V / tp, H]``.
+    gather on either side, so neither end ever holds more than its own slice ``[V / tp, H]``. Where the stages have
+    different numbers of replicas, a replica of the smaller one sends to several of the other and hears from one.
 
     Attributes:
         is_first: the rank is in the first stage, whose weight is the original.
-        to_last: channel first -> last.
-        to_first: channel last -> first.
+        outgoing: channels to the replicas of the other end that take this one's values.
+        incoming: channel from one replica of the other end.
     """
 
     is_first: bool
-    to_last: Channel
-    to_first: Channel
+    outgoing: tuple[Channel, ...]
+    incoming: Channel
 
     def copy_from_first(self, weight: torch.Tensor) -> None:
         """Give the last stage the first stage's values, in place; called once by all ranks of both stages."""
-        channel = self.to_last
-        plan = _plan(channel, weight)
         if self.is_first:
-            channel.post_send(weight, plan, weight.dtype).wait()
+            sends = [channel.post_send(weight, _plan(channel, weight), weight.dtype) for channel in self.outgoing]
+            for send in sends:
+                send.wait()
         else:
-            received, work = channel.post_recv(plan, weight.dtype, requires_grad=False)
+            received, work = self.incoming.post_recv(_plan(self.incoming, weight), weight.dtype, requires_grad=False)
             work.wait()
             weight.copy_(received)
 
     def sum_gradients(self, gradient: torch.Tensor) -> None:
         """Add the other end's gradient, in place; called once a step by all ranks of both stages.
 
-        Both ends add the same two numbers, so they stay equal to the last bit.
+        The replicas of an end hold the same gradient. Both ends add the same two numbers, so they stay equal to the
+        last bit.
         """
-        own, other = (self.to_last, self.to_first) if self.is_first else (self.to_first, self.to_last)
-        # In the order of the channels, as everywhere: the last stage receives first.
-        if self.is_first:
-            send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
-        received, receive = other.post_recv(_plan(other, gradient), gradient.dtype, requires_grad=False)
-        if not self.is_first:
-            send = own.post_send(gradient, _plan(own, gradient), gradient.dtype)
+        # In the order of the run's channels, as in every exchange: a device may carry out one operation after another.
+        earlier = [channel for channel in self.outgoing if channel.order < self.incoming.order]
+        later = [channel for channel in self.outgoing if channel.order > self.incoming.order]
+        sends = [channel.post_send(gradient, _plan(channel, gradient), gradient.dtype) for channel in earlier]
+        plan = _plan(self.incoming, gradient)
+        received, receive = self.incoming.post_recv(plan, gradient.dtype, requires_grad=False)
+        sends += [channel.post_send(gradient, _plan(channel, gradient), gradient.dtype) for channel in later]
         receive.wait()
-        # The send reads the gradient's own memory.
-        send.wait()
+        # The sends read the gradient's own memory.
+        for send in sends:
+            send.wait()
         gradient.add_(received)
 
 
@@ -63,20 +66,26 @@ def _plan(channel: Channel, part: torch.Tensor) -> BoundaryPlan:
     return channel.plan(channel.whole_shape(part.shape, is_sharded=True), src_sharded=True, dst_sharded=True)
 
 
-def tied_weight_crossings(layout: PipelineLayout) -> tuple[tuple[Crossing, Crossing], ...]:
-    """Plan the channels between the first and the last stage, one pair per replica, in one order for all ranks.
+def tied_weight_crossings(layout: PipelineLayout) -> tuple[Crossing, ...]:
+    """Plan the channels between the first and the last stage, in one order for all ranks.
 
-    Returns:
-        Pairs (first -> last, last -> first).
+    Every replica of either end hears from one of the other: from that of its own number, modulo how many there are.
+
+    >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
+    >>> [(crossing.src.ranks, crossing.dst.ranks) for crossing in tied_weight_crossings(layout)]
+    [((0,), (1,)), ((1,), (0,)), ((0,), (2,))]
     """
-    pairs = []
+    first, last = 0, layout.num_stages - 1
+    crossings = []
     for dp_rank, cp_rank in layout.replicas:
-        first = Side(ranks_by_cp=(layout.tp_ranks(0, dp_rank, cp_rank),))
-        last = Side(ranks_by_cp=(layout.tp_ranks(layout.num_stages - 1, dp_rank, cp_rank),))
-        pairs.append(
-            (
-                Crossing(name="tied embedding, first->last", src=first, dst=last, strategy="sliced", unit="step"),
-                Crossing(name="tied embedding, last->first", src=last, dst=first, strategy="sliced", unit="step"),
-            )
-        )
-    return tuple(pairs)
+        for src, dst, way in ((first, last, "first->last"), (last, first, "last->first")):
+            if dp_rank < layout.stages[dst].dp and cp_rank < layout.stages[dst].cp:
+                ends = [Side(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
+                name = f"tied embedding, {way}, replica dp {dp_rank} cp {cp_rank}"
+                crossings.append(Crossing(name=name, src=ends[0], dst=ends[1], strategy="sliced", unit="step"))
+    return tuple(crossings)
+
+
+def _tp_ranks(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int) -> tuple[int, ...]:
+    grid = layout.stages[stage]
+    return layout.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)

@@ -1,4 +1,4 @@
-"""H6: end of the backward pass: token count over the stages, gradient of the tied embedding."""
+"""H6: end of the backward pass: token count over the stages, scale of the gradients, gradient of the tied embedding."""
 
 from __future__ import annotations
 
@@ -45,43 +45,69 @@ def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., 
     ) -> None:
         if session.communicator is not None:
             session.communicator.finish_step()
-        if session.layout is None or session.layout.is_uniform:
+        if session.has_stock_ends:
             original(model, num_tokens, pg_collection, force_all_reduce)
             return
-        if num_tokens is not None:
-            _broadcast_num_tokens(session, num_tokens)
+        assert session.layout is not None
         groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
+        alone = parallel_state.get_gtp_weight_remat_group()
+        if not session.layout.has_replicas:
+            # Every stage would sum the count over its own number of ranks: only the one with the loss may.
+            if num_tokens is not None:
+                dist.all_reduce(num_tokens, group=groups.dp_cp)
+            groups.dp_cp = groups.dp_cp_gtp_remat = alone
+        if num_tokens is not None:
+            # It is 0 outside the stage that computes the loss.
+            dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
         # The count is known everywhere by now: a group of one makes Megatron's own broadcast a no-op.
-        groups.pp = parallel_state.get_gtp_weight_remat_group()
+        groups.pp = alone
         groups.embd = groups.pos_embd = None
         original(model, num_tokens, groups, force_all_reduce)
+        if num_tokens is None:
+            _scale_as_loss_stage(session, model)
         _sum_tied_gradients(session, model)
 
     return finalize_model_grads
 
 
-def _broadcast_num_tokens(session: Session, num_tokens: torch.Tensor) -> None:
-    """Bring the token count from the stage that computes the loss to all ranks of the replica."""
+def _scale_as_loss_stage(session: Session, model: list[torch.nn.Module]) -> None:
+    """Divide the sum of the gradients by the number of ranks that share the loss, as its stage has done.
+
+    Megatron has divided it by the number of those that share the own stage's weights.
+    """
     layout, own = session.layout, session.own
     assert layout is not None
-    source = layout.leader(layout.num_stages - 1, own.dp_rank, own.cp_rank)
-    dist.broadcast(num_tokens, src=source, group=parallel_state.get_model_parallel_group())
+    here, loss = layout.stages[own.stage], layout.stages[session.loss_stage]
+    ratio = here.cp * here.dp / (loss.cp * loss.dp)
+    if ratio != 1.0:
+        for chunk in model:
+            chunk.scale_gradients(ratio)  # pyright: ignore[reportCallIssue]
 
 
 def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
     """Add up the two ends' gradients of a shared word embedding, if the model has one."""
     tied = session.tied_weight
-    if tied is None:
-        return
-    chunk: Any = model[0] if tied.is_first else model[-1]
+    if tied is not None:
+        gradient = _tied_gradient(model[0] if tied.is_first else model[-1])
+        if gradient is not None:
+            tied.sum_gradients(gradient)
+    elif session.config.layerwise_disaggregated and session.own.stage == 0:
+        ends = _tied_gradient(model[0]), _tied_gradient(model[-1])
+        if ends[0] is not None and ends[1] is not None:
+            ends[0].add_(ends[1])
+            ends[1].copy_(ends[0])
+
+
+def _tied_gradient(chunk: Any) -> torch.Tensor | None:
+    """Return the gradient of a chunk's end of the shared word embedding, valid as a whole; None if it is not shared."""
     module = chunk
     while hasattr(module, "module"):
         module = module.module
     if not getattr(module, "share_embeddings_and_output_weights", False):
-        return
+        return None
     weight = module.shared_embedding_or_output_weight()
     _complete_gradient(chunk, weight)
-    tied.sum_gradients(weight.main_grad)
+    return weight.main_grad
 
 
 def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:

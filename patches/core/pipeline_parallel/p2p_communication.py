@@ -35,6 +35,28 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
+def exchange_options(session: Session, config: Any) -> ExchangeOptions:
+    """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
+
+    Raises:
+        ConfigError: it was made for another stage, asks for a ring exchange, or differs from another rank's.
+    """
+    return session.agree_on_exchange(lambda: _read_options(session, config))
+
+
+def _read_options(session: Session, config: Any) -> ExchangeOptions:
+    session.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
+    if config.use_ring_exchange_p2p:
+        raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+    return ExchangeOptions(
+        dtype=config.pipeline_dtype,
+        is_sharded=config.sequence_parallel,
+        has_variable_shapes=config.variable_seq_lengths or config.mtp_standalone,
+        width=config.hidden_size,
+        is_batched=config.batch_p2p_comm,
+    )
+
+
 def communicator_class(session: Session, original: type) -> type:
     """Make the subclass that carries pipeline traffic over the session's channels."""
 
@@ -46,17 +68,8 @@ def communicator_class(session: Session, original: type) -> type:
             self._vtp = session.communicator
             if self._vtp is None:
                 return
-            session.check_model_config(config.tensor_model_parallel_size)
-            if config.use_ring_exchange_p2p:
-                raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+            self._vtp_options = exchange_options(session, config)
             self._vtp.start_step()
-            self._vtp_options = ExchangeOptions(
-                dtype=config.pipeline_dtype,
-                is_sharded=config.sequence_parallel,
-                has_variable_shapes=config.variable_seq_lengths or config.mtp_standalone,
-                width=config.hidden_size,
-                is_batched=config.batch_p2p_comm,
-            )
 
         def _communicate(
             self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,10 @@ def _setup(session: Session, original: Callable[[Any], None]) -> Callable[[Any],
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:
         if session.layout is not None:
-            session.check_model_config(self.config.tensor_model_parallel_size)
+            session.check_model_config(self.config.tensor_model_parallel_size, self.config.context_parallel_size)
         original(self)
+        if session.config.layerwise_disaggregated and self.share_embeddings_and_output_weights:
+            _tie_chunks(session, self)
         tied = session.tied_weight
         if tied is None or not self.share_embeddings_and_output_weights:
             return
@@ -46,3 +49,14 @@ def _setup(session: Session, original: Callable[[Any], None]) -> Callable[[Any],
                 tied.copy_from_first(weight.data)
 
     return setup_embeddings_and_output_layer
+
+
+def _tie_chunks(session: Session, chunk: Any) -> None:
+    """Give the edge's last chunk the word embedding of its first one, which is built before it."""
+    if chunk.pre_process:
+        session.embedding = weakref.ref(chunk.shared_embedding_or_output_weight())
+    elif chunk.post_process:
+        embedding = session.embedding() if session.embedding is not None else None
+        assert embedding is not None, "the edge's first chunk must be built before its last one"
+        weight = chunk.shared_embedding_or_output_weight()
+        weight.data = embedding.data.clone()

@@ -1,0 +1,203 @@
+"""H10: planned schedules: the plugin's executor in the place of Megatron's forward-backward functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.grad_sync import GradSync
+from vtp_plugin.schedule import Action, Schedule
+from vtp_plugin.session import Session
+
+# What Megatron's schedules do besides computing and exchanging, and the executor does not: a run would be wrong.
+_REFUSED = (
+    "num_microbatches_with_partial_activation_checkpoints",
+    "overlap_moe_expert_parallel_comm",
+    "moe_paged_stash",
+    "defer_embedding_wgrad_compute",
+    "fine_grained_activation_offloading",
+    "hybrid_context_parallel",
+)
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H10",
+            target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            build=functools.partial(_choose, session),
+            why="training and evaluation both ask here for the function that runs a step; Megatron's own have no "
+            "U-shape, and their 1F1B posts a receive only when it waits for it",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron's schedules take an order of actions",
+            aliases=(
+                "megatron.core.pipeline_parallel:get_forward_backward_func",
+                "megatron.training.training:get_forward_backward_func",
+            ),
+        ),
+    )
+
+
+def _choose(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_forward_backward_func(
+        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> Callable[..., list[Any]]:
+        stock = original(pp_size, vp_size, schedule_pg_collection)
+        is_own = (
+            pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
+        )
+        is_planned = session.pipeline is not None
+        return functools.partial(forward_backward, session) if is_own and is_planned else stock
+
+    return get_forward_backward_func
+
+
+@dataclass(kw_only=True)
+class _Compute:
+    """Megatron's own step functions, for the executor."""
+
+    config: Any
+    chunks: list[Any]
+    iterators: list[Any]
+    schedule: Schedule
+    sync: GradSync
+    num_tokens: torch.Tensor
+    forward_options: dict[str, Any]
+    first_val_step: bool | None
+    reports: list[Any] = field(default_factory=list[Any])
+
+    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+        placement = self.schedule.placement
+        chunk = placement.chunk(action.vstage)
+        self.sync.before_forward(chunk)
+        forward_step: Callable[..., Any] = schedules.forward_step
+        output, num_tokens = forward_step(
+            data_iterator=self.iterators[chunk],
+            model=self.chunks[chunk],
+            input_tensor=activation,
+            forward_data_store=self.reports,
+            config=self.config,
+            is_first_microbatch=schedules.check_first_val_step(
+                self.first_val_step, self.schedule.forward_only, action.microbatch == 0
+            ),
+            current_microbatch=action.microbatch,
+            vp_stage=chunk if len(self.chunks) > 1 else None,
+            is_last_stage=action.vstage == placement.num_vstages - 1,
+            **self.forward_options,
+        )
+        self.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self,
+        action: Action,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor | None:
+        backward_step: Callable[..., Any] = schedules.backward_step
+        with self.sync.backward(self.schedule.placement.chunk(action.vstage), is_last=is_last):
+            return backward_step(activation, output, gradient, self.config)
+
+    def release(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+
+def forward_backward(
+    session: Session,
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one step as planned; contract of the functions that Megatron's ``get_forward_backward_func`` returns."""
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    _refuse(config, p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
+    groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
+    get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
+    (shape,) = get_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    pipeline = session.pipeline
+    assert pipeline is not None
+    schedule = pipeline.schedule(
+        num_microbatches, forward_only=forward_only, group_size=config.microbatch_group_size_per_vp_stage
+    )
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    compute = _Compute(
+        config=config,
+        chunks=chunks,
+        iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+        schedule=schedule,
+        sync=GradSync(config, chunks, forward_only=forward_only, is_first_stage=session.own.stage == 0),
+        num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+        forward_options={
+            "forward_step_func": forward_step_func,
+            "num_microbatches": num_microbatches,
+            "cp_group_size": groups.cp.size(),
+            "collect_non_loss_data": collect_non_loss_data,
+        },
+        first_val_step=first_val_step,
+    )
+    options = exchange_options(session, config)
+    with compute.sync.step():
+        pipeline.run(schedule, options, shape, compute)
+    if config.finalize_model_grads_func is not None and not forward_only:
+        config.finalize_model_grads_func(
+            chunks,
+            compute.num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return compute.reports
+
+
+def _refuse(config: Any, **arguments: Any) -> None:
+    """Refuse what would be left out without a word.
+
+    Raises:
+        ConfigError: the configuration, or an argument of the step, asks for something that the executor does not do.
+    """
+    asked = [name for name in _REFUSED if getattr(config, name, None)]
+    if getattr(config, "cuda_graph_impl", None) == "local":
+        asked.append("cuda_graph_impl=local")
+    asked += [name for name, value in arguments.items() if value is not None]
+    if asked:
+        raise ConfigError(
+            f"{asked[0]} is not supported by planned schedules; leave it out, or use --vtp-schedule stock where all "
+            "layers of a stage lie in a row"
+        )

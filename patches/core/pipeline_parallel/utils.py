@@ -1,0 +1,41 @@
+"""U1: where the model ends in a U-shaped pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="U1",
+            target="megatron.core.pipeline_parallel.utils:is_pp_last_stage",
+            build=functools.partial(_is_last, session),
+            why="all that depends on the end of the model asks here: who builds the head, who turns its output into "
+            "fp32, who averages and reports the loss",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron has a placement of chunks that ends on another stage than the last",
+            aliases=(
+                "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
+                "megatron.core.pipeline_parallel.p2p_communication:is_pp_last_stage",
+                "megatron.core.pipeline_parallel.schedules:is_pp_last_stage",
+                "megatron.training.training:is_pp_last_stage",
+                "megatron.training.models.gpt:is_pp_last_stage",
+            ),
+        ),
+    )
+
+
+def _is_last(session: Session, original: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
+    @functools.wraps(original)
+    def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
+        return dist.get_rank(pp_group) == session.loss_stage
+
+    return is_pp_last_stage

@@ -1,0 +1,38 @@
+"""U4: the cloud's second chunks, which are empty, are not kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="U4",
+            target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+            build=functools.partial(keep_full_chunks, session),
+            why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading "
+            "fails",
+            versions=">=0.19,<0.20",
+            remove_when="with U1",
+            aliases=("megatron.training.models.base:build_virtual_pipeline_stages",),
+            optional=True,
+        ),
+    )
+
+
+def keep_full_chunks(session: Session, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Wrap a function that returns the chunks of the own stage: the edge has two, every cloud stage one."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> list[Any]:
+        assert session.pipeline is not None
+        return original(*args, **kwargs)[: session.pipeline.num_chunks]
+
+    return build

@@ -1,0 +1,76 @@
+"""Job of test_model_group: reductions over the model-parallel group on this rank, with what they issue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import vtp_plugin
+from tests.pool import init_gloo
+from vtp_plugin.ordering.trace import Kind
+from vtp_plugin.platform import detect
+from vtp_plugin.runtime.recorder import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class Reduced:
+    """What one rank saw.
+
+    Attributes:
+        place: rank and size of the group.
+        total: of ``10 ** place``, equal on the replicas of a stage.
+        spoiled: largest value, where the last rank of the stage has a 1, for every stage.
+        agreed: smallest value, where the last rank of the stage has a 0, for every stage.
+        groups: ranks of the groups that the one reduction of ``total`` used, in order.
+    """
+
+    place: tuple[int, int]
+    total: int
+    spoiled: list[float]
+    agreed: list[float]
+    groups: list[tuple[int, ...]]
+    members: list[int]
+
+
+def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...]) -> Reduced:
+    """Make the groups and reduce."""
+    init_gloo(timeout_s=60.0)
+    vtp_plugin.apply(vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, device="cpu", timeout_s=60.0)
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(tp_sizes))
+        return _reduce(len(tp_sizes))
+    finally:
+        parallel_state.destroy_model_parallel()
+        vtp_plugin.revert()
+
+
+def _reduce(num_stages: int) -> Reduced:
+    group = parallel_state.get_model_parallel_group()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    whole_stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    is_last = dist.get_rank() == dist.get_process_group_ranks(whole_stage)[-1]
+    total = torch.tensor([10 ** group.rank()])
+    with Recorder(detect("cpu")) as recorder:
+        dist.all_reduce(total, group=group)
+    issued = [event for event in recorder.trace().events if event.kind is Kind.COLLECTIVE]
+    spoiled, agreed = [], []
+    for where in range(num_stages):
+        is_marked = is_last and stage == where
+        worst, best = torch.tensor([float(is_marked)]), torch.tensor([float(not is_marked)])
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(best, op=dist.ReduceOp.MIN, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        spoiled.append(worst.item())
+        agreed.append(best.item())
+    return Reduced(
+        place=(group.rank(), group.size()),
+        total=int(total.item()),
+        spoiled=spoiled,
+        agreed=agreed,
+        groups=[event.group.ranks for event in issued if event.group is not None],
+        members=dist.get_process_group_ranks(group),
+    )

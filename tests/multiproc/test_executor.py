@@ -1,0 +1,138 @@
+"""The plugin's executor computes what Megatron's schedules compute, and communicates as its plan promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.multiproc.cases import Case, Runs, assert_identical
+from tests.multiproc.test_ordering import Recordings
+from tests.multiproc.test_parity import check_parity, contextual, sharded
+from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, train
+from tests.pool import Pool
+from vtp_plugin.ordering import MODELS, Event, blocking_sends, check, exposed_receives
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def planned(*sizes: int, **fields: Any) -> Case:
+    return Case(sizes=sizes, schedule="planned", **fields)
+
+
+DISTRIBUTED: dict[str, Any] = {
+    "optimizer": "adam",
+    "distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "dp": 2,
+}
+PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
+CASES = [
+    planned(1, 2),
+    planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
+    planned(1, 2, **DISTRIBUTED),
+    planned(2, 1, vpp=2, num_microbatches=4, tied=True, **DISTRIBUTED),
+    replace(sharded(2, 3, vpp=2, num_microbatches=4), schedule="planned"),
+]
+FULL_CASES = [
+    planned(1, 1),
+    planned(1, 2, num_microbatches=1, deallocate=True),
+    planned(2, 1, vpp=2, num_microbatches=4, deallocate=True, recompute=True),
+    planned(2, 3, varying_lengths=True, transport="rank0"),
+    planned(1, 2, vpp=2, vpp_group_size=3, num_microbatches=5, batch_p2p=True),
+    planned(1, 2, vpp=3, num_microbatches=4, **PER_TOKEN),
+    planned(1, 2, 1, num_microbatches=2, dtype="bf16", optimizer="adam", transport="rank0"),
+    planned(1, 2, dp=2, overlap_grad_reduce=True, align_grad_reduce=False),
+    planned(2, 1, vpp=2, num_microbatches=4, **DISTRIBUTED, align_grad_reduce=False),
+    replace(sharded(1, 2, 1, 2, transport="rank0", varying_lengths=True), schedule="planned"),
+    replace(contextual(1, 2), schedule="planned"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_CASES)], ids=str
+)
+def test_parity(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
+
+
+STOCK = [
+    Case(sizes=(2, 1), num_microbatches=3),
+    Case(sizes=(1, 2), vpp=2, num_microbatches=4, dtype="fp16", optimizer="adam"),
+]
+
+
+@pytest.mark.parametrize("case", STOCK, ids=str)
+def test_equals_megatrons_schedule_to_the_last_bit(runs: Runs, case: Case) -> None:
+    case = replace(case, wants_weights=True)
+    assert_identical(runs.run(replace(case, schedule="planned")), runs.run(case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        planned(2, 1, num_microbatches=3, num_evaluations=2),
+        planned(1, 2, vpp=2, num_microbatches=4, num_evaluations=1, collects=True, **DISTRIBUTED),
+    ],
+    ids=str,
+)
+def test_evaluation_sees_the_losses_of_the_step_and_changes_nothing(runs: Runs, case: Case) -> None:
+    run, plain = runs.run(case), runs.run(replace(case, num_evaluations=0, collects=False))
+    assert run.losses == plain.losses
+    for trained, evaluations in zip(run.losses, run.evaluations, strict=True):
+        assert evaluations == [step for step in trained for _ in range(case.num_evaluations)]
+
+
+@pytest.fixture(scope="module")
+def recordings(pool: Pool) -> Recordings:
+    return Recordings(pool)
+
+
+RECORDED = [
+    planned(1, 2, num_steps=2, num_microbatches=4),
+    planned(1, 2, 1, num_steps=2, num_microbatches=6, vpp=2, transport="rank0"),
+    planned(2, 3, num_steps=2, num_microbatches=4, varying_lengths=True),
+    planned(2, 1, num_steps=2, num_microbatches=4, vpp=2, varying_lengths=True),
+    planned(1, 2, num_steps=2, num_microbatches=2, **DISTRIBUTED),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if i > 1 else []) for i, case in enumerate(RECORDED)], ids=str
+)
+def test_recorded_steps_pass_all_models(recordings: Recordings, case: Case) -> None:
+    assert check(recordings.of(case), MODELS) == ()
+
+
+def of_tensors(events: tuple[Event, ...]) -> list[Event]:
+    """Leave out the warm-up of the channels, one number each."""
+    return [event for event in events if event.num_bytes > 4]
+
+
+@pytest.mark.parametrize("transport", ["rank0", "sliced"])
+def test_receives_are_posted_before_compute_and_no_send_blocks(recordings: Recordings, transport: str) -> None:
+    """All through the step; Megatron's 1F1B waits for every receive as soon as it has posted it."""
+    case = planned(1, 2, num_steps=2, num_microbatches=4, transport=transport)
+    for rank, trace in enumerate(recordings.of(case)):
+        assert of_tensors(blocking_sends(trace)) == []
+        # The first activation of a step: there is no compute yet that could hide it.
+        num_exposed = {"rank0": (0, 1, 0), "sliced": (0, 1, 1)}[transport][rank] * case.num_steps
+        assert len(of_tensors(exposed_receives(trace))) == num_exposed
+    stock = recordings.of(replace(case, schedule="stock"))
+    assert all(len(of_tensors(exposed_receives(trace))) >= case.num_microbatches for trace in stock[:2])
+
+
+def test_training_script(script_pool: Pool) -> None:
+    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned"])
+    stock = train(script_pool, "1,2")
+    assert ": 1f1b, microbatches: 4, lookahead: 1" in runs[0].output
+    assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
+
+
+def test_planned_schedule_without_stages_is_refused(script_pool: Pool) -> None:
+    command = [*MODEL, "--global-batch-size", "8", "--train-iters", "1", "--vtp-schedule", "planned"]
+    (run,) = launch(script_pool, 1, {"arguments": [*command, "--vtp-device", "cpu"]})
+    assert run.exit_code not in (0, None)
+    assert "planned schedules need stages: give --vtp-size-list, such as 1,1" in run.output.rstrip().splitlines()[-1]

@@ -1,0 +1,89 @@
+"""When a step calls Megatron's hooks for gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vtp_plugin.runtime.grad_sync import GradSync
+
+# The order in which a stage with two chunks runs two microbatches: chunk, whether it is the chunk's last backward.
+BACKWARDS = [(1, False), (1, True), (0, False), (0, True)]
+
+
+class Run:
+    """Notes in which backward gradients may be summed, and which chunk's hook is called when."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.chunks = [torch.nn.Linear(1, 1) for _ in range(num_chunks)]
+        self.num_open = 0
+        self.events: list[str] = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.num_open += 1
+        yield
+        self.num_open -= 1
+
+    def hook(self, name: str, chunk: int) -> Any:
+        def call(parameters: Iterator[torch.nn.Parameter]) -> None:
+            assert [id(p) for p in parameters] == [id(p) for p in self.chunks[chunk].parameters()]
+            self.events.append(f"{name} {chunk}, {'silent' if self.num_open else 'open'}")
+
+        return call
+
+    def step(self, *, aligned: bool, is_first_stage: bool, forward_only: bool = False, as_list: bool = True) -> None:
+        num_chunks = len(self.chunks)
+        config = SimpleNamespace(
+            no_sync_func=[self.no_sync] * num_chunks if as_list else self.no_sync,
+            grad_sync_func=[self.hook("grad", i) for i in range(num_chunks)] if aligned else None,
+            param_sync_func=[self.hook("param", i) for i in range(num_chunks)],
+        )
+        sync = GradSync(config, self.chunks, forward_only=forward_only, is_first_stage=is_first_stage)
+        with sync.step():
+            for chunk in range(num_chunks):
+                sync.before_forward(chunk)
+            for chunk, is_last in BACKWARDS if not forward_only else ():
+                if chunk < num_chunks:
+                    with sync.backward(chunk, is_last=is_last):
+                        self.events.append(f"B{chunk}, {'silent' if self.num_open else 'open'}")
+        assert self.num_open == 0
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_last_backward_of_each_chunk_sums_inside(as_list: bool) -> None:
+    run = Run(2)
+    run.step(aligned=False, is_first_stage=False, as_list=as_list)
+    assert run.events[2:] == ["B1, silent", "B1, open", "B0, silent", "B0, open"]
+
+
+def test_aligned_sums_begin_behind_the_last_backward() -> None:
+    run = Run(2)
+    run.step(aligned=True, is_first_stage=False)
+    assert run.events[2:] == ["B1, silent", "B1, silent", "grad 1, open", "B0, silent", "B0, silent", "grad 0, open"]
+
+
+def test_first_chunk_of_the_first_stage_has_nothing_to_hide_its_sum_behind() -> None:
+    run = Run(2)
+    run.step(aligned=True, is_first_stage=True)
+    assert run.events[2:] == ["B1, silent", "B1, silent", "grad 1, open", "B0, silent", "B0, open"]
+
+
+def test_weights_are_gathered_one_chunk_ahead() -> None:
+    run = Run(3)
+    run.step(aligned=False, is_first_stage=True)
+    assert [event for event in run.events if event.startswith("param")] == [f"param {i}, silent" for i in range(3)]
+    single = Run(1)
+    single.step(aligned=False, is_first_stage=True)
+    assert single.events == ["B0, silent", "B0, open"]
+
+
+def test_evaluation_calls_no_hook() -> None:
+    run = Run(2)
+    run.step(aligned=True, is_first_stage=True, forward_only=True)
+    assert run.events == []

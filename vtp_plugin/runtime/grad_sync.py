@@ -1,0 +1,87 @@
+"""When the replicas' gradients are summed and their weights gathered: Megatron's hooks, called per model chunk.
+
+The hooks are the fields ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` of Megatron's configuration: each
+None, one function, or a list with one function for each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+Hook = Callable[..., Any]
+
+
+class GradSync:
+    """One step's calls of the hooks.
+
+    Gradients of a chunk are complete after its last backward. Without ``grad_sync_func`` Megatron's DDP sums them
+    bucket by bucket inside that backward, as soon as ``no_sync_func`` lets it. With it, the backward stays undisturbed
+    and the hook starts the sum right after it, except for the first chunk of the first stage: behind its last backward
+    there is nothing left to hide the sum.
+
+    A pass without backward calls no hook.
+
+    Args:
+        config: Megatron's configuration.
+        chunks: model chunks of the own stage.
+        forward_only: the pass has no backward.
+        is_first_stage: this is the first pipeline stage.
+    """
+
+    def __init__(
+        self, config: Any, chunks: Sequence[torch.nn.Module], *, forward_only: bool, is_first_stage: bool
+    ) -> None:
+        self._chunks = chunks
+        no_sync, grad_sync, param_sync = (
+            None if forward_only else hook
+            for hook in (config.no_sync_func, config.grad_sync_func, config.param_sync_func)
+        )
+        self._no_sync: Sequence[Hook] = [] if no_sync is None else [no_sync] if callable(no_sync) else no_sync
+        self._grad_sync = self._per_chunk(grad_sync)
+        # Megatron's plain pipeline, too, leaves a single chunk's weights to DDP's own hooks.
+        self._param_sync = self._per_chunk(param_sync) if len(chunks) > 1 else None
+        self._is_first_stage = is_first_stage
+        self._num_gathered = 0
+        self._open = ExitStack()
+
+    def _per_chunk(self, hook: Hook | Sequence[Hook] | None) -> Sequence[Hook] | None:
+        return [hook] * len(self._chunks) if callable(hook) else hook
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Sum nothing but what :meth:`backward` lets through."""
+        self._disable()
+        yield
+        self._open.close()
+
+    def before_forward(self, chunk: int) -> None:
+        """Start to gather the weights of this chunk and the next one, if that has not begun."""
+        if self._param_sync is not None:
+            wanted = min(chunk + 2, len(self._chunks))
+            for index in range(self._num_gathered, wanted):
+                self._param_sync[index](self._chunks[index].parameters())
+            self._num_gathered = max(self._num_gathered, wanted)
+
+    @contextmanager
+    def backward(self, chunk: int, *, is_last: bool) -> Iterator[None]:
+        """Surround a backward; the last one of a chunk lets its gradients be summed."""
+        if not is_last:
+            yield
+            return
+        is_inside = self._grad_sync is None or (self._is_first_stage and chunk == 0)
+        if is_inside:
+            self._open.close()
+        yield
+        self._open.close()
+        if self._grad_sync is not None and not is_inside:
+            self._grad_sync[chunk](self._chunks[chunk].parameters())
+        self._disable()
+
+    def _disable(self) -> None:
+        for hook in self._no_sync:
+            context: AbstractContextManager[Any] = hook()
+            self._open.enter_context(context)

@@ -1,0 +1,76 @@
+"""The model-parallel group of stages that have different numbers of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.process_groups import open_group
+
+
+class ModelGroup(dist.ProcessGroup):
+    """Reduces over the stages, each of which counts once, whatever its numbers of cp and dp ranks.
+
+    Stock Megatron has one model-parallel group per replica. Where a small stage has one replica for several of a large
+    one, its ranks would have to call such a reduction once for each; here all ranks of the world call it once. A sum
+    takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
+    equal on the replicas of a stage. Every other reduction takes all ranks.
+
+    It runs inside each stage, once across between their leaders, and back. All three steps are ordinary collectives of
+    ordinary groups, which all members of the group call in this order, so it cannot hang where those would not. It
+    answers ``rank`` and ``size`` like the group of one replica: Megatron names optimizer states by that rank.
+    """
+
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        rank: int,
+        *,
+        whole_stage_group: dist.ProcessGroup,
+        leaders_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Join the groups.
+
+        Args:
+            layout: who is where.
+            rank: the own one.
+            whole_stage_group: all ranks of the own stage.
+            leaders_group: the first rank of every stage; None on other ranks.
+        """
+        own = layout.coord(rank)
+        replica = layout.model_ranks(own.dp_rank, own.cp_rank)
+        super().__init__(replica.index(rank), len(replica))
+        self._counts = own.dp_rank == own.cp_rank == 0
+        self._leader = layout.leader(own.stage)
+        self._whole_stage_group = whole_stage_group
+        self._leaders_group = leaders_group
+        # What dist.get_process_group_ranks reads.
+        _world.pg_group_ranks[self] = {member: i for i, member in enumerate(range(layout.world_size))}
+
+    # torch declares all forms of this method; dist.all_reduce uses this one.
+    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensors: Sequence[torch.Tensor], opts: dist.AllreduceOptions
+    ) -> dist.Work | None:
+        """Reduce one tensor in place; ``dist.all_reduce`` calls this and waits for what it returns."""
+        (tensor,) = tensors
+        if opts.reduceOp == dist.ReduceOp.SUM and not self._counts:
+            tensor.zero_()
+        dist.all_reduce(tensor, opts.reduceOp, self._whole_stage_group)
+        if self._leaders_group is not None:
+            dist.all_reduce(tensor, opts.reduceOp, self._leaders_group)
+        return dist.broadcast(tensor, self._leader, self._whole_stage_group, async_op=True)
+
+
+def open_leaders_group(layout: PipelineLayout, platform: Platform, timeout_s: float) -> dist.ProcessGroup | None:
+    """Open the group of the first ranks of all stages; every rank of the world calls this.
+
+    Returns:
+        The group; None on ranks that are not members.
+    """
+    leaders = [layout.leader(stage) for stage in range(layout.num_stages)]
+    return open_group(leaders, platform=platform, timeout_s=timeout_s, description="leaders of the stages")
