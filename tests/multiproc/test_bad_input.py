@@ -83,10 +83,12 @@ def test_applying_again_with_the_same_arguments_changes_nothing(rank_server: Ser
 
 
 def test_a_config_of_another_stage_is_refused(rank_server: Server, tmp_path: Path) -> None:
-    """Found when the schedule starts, where all ranks compare what they will send."""
+    """Found when the model is built, on the ranks of stage 1 only; rank 0 is told."""
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
         start(whole, {1: ["--config-tensor-size=1"], 2: ["--config-tensor-size=1"]})
-        assert_refused(whole, r"tensor_model_parallel_size=1, but stage 1 has 2; build the config with")
+        # Rank 0 may find its connection closed before it is told why.
+        pattern = r"tensor_model_parallel_size=1, but stage 1 has 2; build the config with"
+        assert_refused(whole, pattern, may_trace=[0])
 
 
 def test_stages_that_would_send_another_type_are_refused(rank_server: Server, tmp_path: Path) -> None:

@@ -30,14 +30,15 @@ DISTRIBUTED: dict[str, Any] = {
 }
 PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
 CASES = [
-    planned(1, 2),
-    planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
-    planned(1, 2, **DISTRIBUTED),
-    planned(2, 1, vpp=2, num_microbatches=4, tied=True, **DISTRIBUTED),
-    replace(sharded(2, 3, vpp=2, num_microbatches=4), schedule="planned"),
+    planned(2, 1, vpp=2, varying_lengths=True, num_microbatches=4, **PER_TOKEN),
+    planned(1, 2, tied=True, **DISTRIBUTED),
+    replace(sharded(1, 2, 1), schedule="planned"),
 ]
 FULL_CASES = [
     planned(1, 1),
+    planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
+    planned(2, 1, vpp=2, num_microbatches=4, tied=True, **DISTRIBUTED),
+    replace(sharded(2, 3, vpp=2, num_microbatches=4), schedule="planned"),
     planned(1, 2, num_microbatches=1, deallocate=True),
     planned(2, 1, vpp=2, num_microbatches=4, deallocate=True, recompute=True),
     planned(2, 3, varying_lengths=True, transport="rank0"),
