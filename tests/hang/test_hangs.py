@@ -96,7 +96,8 @@ def test_a_rank_that_lives_but_never_sends(rank_server: Server, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("late", "agent_store"), [(2, False), (0, False), pytest.param(2, True, marks=pytest.mark.full)]
+    ("late", "agent_store"),
+    [pytest.param(2, False, marks=pytest.mark.full), (0, False), pytest.param(2, True, marks=pytest.mark.full)],
 )
 def test_a_rank_that_starts_too_late(rank_server: Server, tmp_path: Path, late: int, agent_store: bool) -> None:
     others = [rank for rank in range(WORLD) if rank != late]

@@ -151,9 +151,9 @@ TRANSPORT_CASES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
-    # Every second one by default: the machine that tests every change has two cores.
+    # Every third one by default: the machine that tests every change has two cores.
     [
-        pytest.param(case, id=str(case), marks=pytest.mark.full if i % 2 else [])
+        pytest.param(case, id=str(case), marks=pytest.mark.full if i % 3 else [])
         for i, case in enumerate(TRANSPORT_CASES)
     ],
 )
@@ -197,7 +197,7 @@ SHARDED_CASES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 5 else []) for i, case in enumerate(SHARDED_CASES)],
+    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 4 else []) for i, case in enumerate(SHARDED_CASES)],
 )
 def test_sequence_parallelism(runs: Runs, case: Case) -> None:
     """Replicated and sharded boundaries, with a stage of one rank between sharded ones, and the ring's wrap-around."""
