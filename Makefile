@@ -3,8 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
-# One thread per process: tests and demo start several processes on few cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --durations=15
+# One thread per process: tests and demo start several processes on few cores. Two workers: one runs the tests of many
+# processes, which leave the cores idle while they wait for each other, the other one all the rest.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses=2 --dist=loadgroup --durations=15
 
 .DEFAULT_GOAL := help
 .PHONY: help env check test test-full demo clean
