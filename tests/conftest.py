@@ -10,16 +10,17 @@ import pytest
 from tests.hang.ranks import Server
 from tests.pool import Pool
 
-_OF_PROCESSES = ("device", "hang", "multiproc")
+_OF_PROCESSES = ("hang", "multiproc")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of many processes in one worker of pytest-xdist: they share their processes, and the memory."""
+    """Keep each kind of process tests in one worker of pytest-xdist: they share their processes, and the memory."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in _OF_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        folder = item.path.relative_to(here).parts[0]
+        if folder in _OF_PROCESSES:
+            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 @pytest.fixture(scope="session")
