@@ -4,9 +4,10 @@
     python -m benchmarks.u_shape --output docs    also docs/u-shape.svg and docs/u-shape-timeline.svg
     python -m benchmarks.u_shape --quick          a small grid
 
-All figures are simulations (``vtp_plugin.schedule.simulate``): durations are exact, bandwidth has no limit, sending and
-receiving cost no compute and every message leaves as soon as it is there. Unit of time is t_f, the forward of one of
-the edge's two parts; a backward takes twice its forward. L is the one-way latency of every link from or to stage 0.
+Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations (``vtp_plugin.schedule.simulate``):
+durations are exact, bandwidth has no limit, sending and receiving cost no compute and every message leaves as soon as
+it is there. Unit of time is t_f, the forward of one of the edge's two parts; a backward takes twice its forward. L is
+the one-way latency of every link from or to stage 0.
 
 Compared are, with the same total work and the same 6 t_f of work for a microbatch on every one of the P stages:
 

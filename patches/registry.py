@@ -9,10 +9,14 @@ from vtp_plugin.session import Session
 
 
 def argument_records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
-    """Give the records that read the command line; they apply at once and change nothing by themselves."""
+    """Give the records that apply at once and change nothing by themselves.
+
+    They read the command line, or replace what scripts import by name before there is a command line.
+    """
+    from vtp_plugin.patches.core import utils
     from vtp_plugin.patches.training import arguments
 
-    return arguments.records(session, activate)
+    return (*arguments.records(session, activate), *utils.records(session))
 
 
 def platform_records(session: Session) -> tuple[PatchRecord, ...]:
@@ -61,12 +65,12 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
 def u_shape_records(session: Session) -> tuple[PatchRecord, ...]:
     """Give the records that a U-shaped pipeline needs besides."""
     from vtp_plugin.patches.core import parallel_state
-    from vtp_plugin.patches.core import utils as core_utils
+    from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
     from vtp_plugin.patches.core.pipeline_parallel import utils
     from vtp_plugin.patches.training import global_vars, training
     from vtp_plugin.patches.training.models import dist_utils
     from vtp_plugin.patches.training.utils import common_utils
 
-    records = (*utils.records(session), *parallel_state.u_records(session), *core_utils.records(session))
+    records = (*utils.records(session), *parallel_state.u_records(session), *datasets.records())
     modules = (dist_utils, training, common_utils, global_vars)
     return records + tuple(record for module in modules for record in module.records(session))

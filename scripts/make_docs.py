@@ -19,6 +19,12 @@ Options that meet the stages' sizes: supported, with the test that shows it, or 
 the way out. `python -m vtp_plugin doctor` prints the same table. Options that are not listed are not known to depend on
 the sizes.
 """
+SITES_INTRO = """\
+# Arguments that may differ
+
+At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
+the statement (`vtp_plugin/options/sites.py`), and so are the plugin's own `--vtp-audit` and `--vtp-site`.
+"""
 PATCHES_INTRO = """\
 # Patches
 
@@ -60,9 +66,33 @@ def render() -> dict[str, str]:
 
     return {
         "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
+        "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
         "pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
     }
+
+
+def _sites() -> str:
+    """Return the arguments that may differ, as flags, one section for each reason."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.training.arguments import add_megatron_arguments
+
+        from vtp_plugin.options import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
+
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    flags = {action.dest: f"`{action.option_strings[0]}`" for action in parser._actions if action.option_strings}
+    sections = {
+        "Between any two ranks": LOCAL_ARGUMENTS,
+        "Between the edge and the cloud of a U-shaped pipeline, as well": EDGE_ARGUMENTS,
+    }
+    return "".join(
+        f"\n## {title}\n\n"
+        + "".join(
+            f"* {what}: {', '.join(flags.get(name, f'`{name}`') for name in names)}\n" for what, names in group.items()
+        )
+        for title, group in sections.items()
+    )
 
 
 def _patches() -> str:
@@ -85,7 +115,7 @@ def _patches() -> str:
         everywhere = registry.platform_records(on_cuda)
         ids = {record.id for record in everywhere}
         sections = {
-            "Always: the command line": registry.argument_records(on_cpu, lambda: None),
+            "Always: the command line, and a name that scripts import": registry.argument_records(on_cpu, lambda: None),
             "With a list of sizes, or on the CPU platform": everywhere,
             "On the CPU platform": [record for record in registry.platform_records(on_cpu) if record.id not in ids],
             "With a list of sizes": registry.training_records(on_cpu),

@@ -20,21 +20,33 @@ def inputs_of(node: Node, num_vstages: int) -> list[Node]:
     return [("F", v, n)] + ([("B", v + 1, n)] if v + 1 < num_vstages else [])
 
 
+def who(placement: Placement, vstage: int, microbatch: int) -> tuple[int, int]:
+    """Return stage and replica that handle a microbatch on a virtual stage: replicas take turns."""
+    stage = placement.stages[vstage]
+    return stage, microbatch % placement.num_replicas[stage]
+
+
+def workers(placement: Placement) -> list[tuple[int, int]]:
+    """List stage and replica of every order of a schedule."""
+    return [(stage, replica) for stage, num in enumerate(placement.num_replicas) for replica in range(num)]
+
+
 def node_of(action: Action) -> Node:
     return action.op.value, action.vstage, action.microbatch
 
 
 def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, float]]:
-    """Time every compute by the longest path through the graph of needs and of each stage's order.
+    """Time every compute by the longest path through the graph of needs and of each worker's order.
 
     Links have latency only. Raises graphlib.CycleError on a deadlock, KeyError where a compute is missing.
     """
     stages, num_vstages = schedule.placement.stages, schedule.placement.num_vstages
     before: dict[Node, list[Node]] = {}
-    for order in schedule.orders:
+    for worker, order in zip(workers(schedule.placement), schedule.orders, strict=True):
         computes = [node_of(action) for action in order if action.op in (Op.F, Op.B)]
         for i, node in enumerate(computes):
             assert node not in before, f"{node} comes twice"
+            assert who(schedule.placement, *node[1:]) == worker, f"{node} stands on {worker}"
             before[node] = inputs_of(node, num_vstages) + computes[max(0, i - 1) : i]
     times: dict[Node, tuple[float, float]] = {}
     for node in TopologicalSorter(before).static_order():
@@ -68,20 +80,23 @@ def random_schedule(placement: Placement, num_microbatches: int, *, forward_only
     rng = random.Random(seed)
     kinds = "F" if forward_only else "FB"
     nodes = [(k, v, n) for k in kinds for v in range(placement.num_vstages) for n in range(num_microbatches)]
-    orders: list[list[Action]] = [[] for _ in range(placement.num_stages)]
+    orders: dict[tuple[int, int], list[Action]] = {worker: [] for worker in workers(placement)}
     done: set[Node] = set()
     while len(done) < len(nodes):
         ready = [x for x in nodes if x not in done and set(inputs_of(x, placement.num_vstages)) <= done]
         kind, v, n = node = rng.choice(ready)
         done.add(node)
-        orders[placement.stages[v]].append(Action(op=Op(kind), vstage=v, microbatch=n))
+        orders[who(placement, v, n)].append(Action(op=Op(kind), vstage=v, microbatch=n))
     return Schedule(
         name="random",
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=tuple(map(tuple, orders)),
+        orders=tuple(map(tuple, orders.values())),
         forward_only=forward_only,
     )
+
+
+Lane = tuple[tuple[int, int], tuple[int, int], str]  # worker that sends, worker that receives, "F" or "B"
 
 
 class Machine:
@@ -91,20 +106,20 @@ class Machine:
         self.schedule = schedule
         self.rng = random.Random(seed)
         self.lists = [deque(order) for order in schedule.orders]
-        self.sent: dict[tuple[int, int, str], list[Node]] = {}
-        self.posted: dict[tuple[int, int, str], int] = {}
-        self.tickets: dict[tuple[str, Action], tuple[tuple[int, int, str], int]] = {}
+        self.sent: dict[Lane, list[Node]] = {}
+        self.posted: dict[Lane, int] = {}
+        self.tickets: dict[tuple[str, Action], tuple[Lane, int]] = {}
         self.tensors: list[set[Node]] = [set() for _ in self.lists]
         self.num_open: list[dict[str, int]] = [{"RECV": 0, "SEND": 0} for _ in self.lists]
         self.most_open_at_compute = [0] * len(self.lists)
 
     def run(self) -> None:
-        """Run all lists to their end, one action of a random stage at a time."""
+        """Run all lists to their end, one action of a random worker at a time."""
         while any(self.lists):
             able = [s for s, rest in enumerate(self.lists) if rest and self.can(rest[0])]
             assert able, f"deadlock before {[str(rest[0]) for rest in self.lists if rest]}"
-            stage = self.rng.choice(able)
-            self.do(stage, self.lists[stage].popleft())
+            worker = self.rng.choice(able)
+            self.do(worker, self.lists[worker].popleft())
         assert not any(sum(counts.values()) for counts in self.num_open), "something was never waited for"
 
     def can(self, action: Action) -> bool:
@@ -116,36 +131,38 @@ class Machine:
     def plain(self, action: Action) -> Action:
         return Action(op=Op(action.op[-1]), vstage=action.vstage, microbatch=action.microbatch)
 
-    def do(self, stage: int, action: Action) -> None:
-        stages = self.schedule.placement.stages
+    def do(self, worker: int, action: Action) -> None:
+        placement = self.schedule.placement
         kind, v = action.op[-1], action.vstage
         step = 1 if kind == "F" else -1
+        place = who(placement, v, action.microbatch)
+        assert place == workers(placement)[worker], f"{action} runs elsewhere"
         if action.op in (Op.F, Op.B):
             node = node_of(action)
-            missing = set(inputs_of(node, len(stages))) - self.tensors[stage]
+            missing = set(inputs_of(node, placement.num_vstages)) - self.tensors[worker]
             assert not missing, f"{action} runs without {missing}"
-            self.tensors[stage].add(node)
-            self.most_open_at_compute[stage] = max(self.most_open_at_compute[stage], self.num_open[stage]["RECV"])
+            self.tensors[worker].add(node)
+            self.most_open_at_compute[worker] = max(self.most_open_at_compute[worker], self.num_open[worker]["RECV"])
         elif action.op.startswith("SEND"):
-            channel = (stages[v], stages[v + step], kind)
+            channel = (place, who(placement, v + step, action.microbatch), kind)
             self.tickets["SEND", self.plain(action)] = (channel, len(self.sent.setdefault(channel, [])))
             payload = (kind, v, action.microbatch)
-            assert payload in self.tensors[stage], f"{action} before its compute"
+            assert payload in self.tensors[worker], f"{action} before its compute"
             self.sent[channel].append(payload)
-            self.num_open[stage]["SEND"] += 1
+            self.num_open[worker]["SEND"] += 1
         elif action.op.startswith("RECV"):
-            channel = (stages[v - step], stages[v], kind)
+            channel = (who(placement, v - step, action.microbatch), place, kind)
             self.tickets["RECV", self.plain(action)] = (channel, self.posted.get(channel, 0))
             self.posted[channel] = self.posted.get(channel, 0) + 1
-            self.num_open[stage]["RECV"] += 1
+            self.num_open[worker]["RECV"] += 1
         else:
             way = action.op.removeprefix("WAIT_")[:4]
             channel, number = self.tickets.pop((way, self.plain(action)))
-            self.num_open[stage][way] -= 1
+            self.num_open[worker][way] -= 1
             if way == "RECV":
                 payload = self.sent[channel][number]
                 assert payload == (kind, v - step, action.microbatch), f"{action} got {payload}"
-                self.tensors[stage].add(payload)
+                self.tensors[worker].add(payload)
 
 
 def reference_edge(text: str, num_stages: int) -> list[str]:

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING
 
 from vtp_plugin.config import (
     DeviceName,
+    DpModeName,
     ScheduleName,
     TransportName,
     VtpConfig,
+    parse_cost_words,
     parse_cp_list,
+    parse_dp_list,
+    parse_in_flight,
     parse_sites,
     parse_size_list,
 )
-from vtp_plugin.errors import PatchError, VtpError
+from vtp_plugin.errors import ConfigError, PatchError, VtpError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,6 +49,8 @@ def apply(
     *,
     vtp_size_list: Sequence[int] | str | None = None,
     vtp_cp_list: Sequence[int] | str | None = None,
+    vtp_dp_list: Sequence[int] | str | None = None,
+    dp_mode: DpModeName = "multiplex",
     device: DeviceName = "auto",
     transport: TransportName = "auto",
     sites: str | Sequence[str] | None = None,
@@ -53,6 +59,9 @@ def apply(
     data_parallel_size: int | None = None,
     schedule: ScheduleName = "stock",
     layerwise_disaggregated: bool = False,
+    audit: str | None = None,
+    in_flight: int | str | Sequence[int] | None = None,
+    costs: str | Sequence[str] | None = None,
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
@@ -67,6 +76,9 @@ def apply(
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
+        vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the world's. Where sizes
+            differ, the schedule is planned.
+        dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
@@ -75,6 +87,9 @@ def apply(
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
         schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
         layerwise_disaggregated: stage 0 holds the first and the last layers; see there.
+        audit: file that records every message between stages; each rank puts its number into the name.
+        in_flight: most microbatches in flight then, on all stages or on each.
+        costs: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures it.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -88,6 +103,8 @@ def apply(
     request = VtpConfig(
         size_list=parse_size_list(vtp_size_list),
         cp_list=parse_cp_list(vtp_cp_list),
+        dp_list=parse_dp_list(vtp_dp_list),
+        dp_mode=dp_mode,
         device=device,
         transport=transport,
         sites=parse_sites(sites),
@@ -96,6 +113,9 @@ def apply(
         data_parallel_size=data_parallel_size,
         schedule=schedule,
         layerwise_disaggregated=layerwise_disaggregated,
+        audit=audit,
+        in_flight=parse_in_flight(in_flight),
+        costs=parse_cost_words(costs),
     )
     if _Holder.session is not None:
         if request == _Holder.request:
@@ -154,6 +174,21 @@ def status() -> tuple[PatchStatus, ...]:
     return () if session is None else tuple(entry for applied in session.applied for entry in applied.status())
 
 
+def open_session() -> Session:
+    """Return the session of a run whose channels are open.
+
+    Raises:
+        ConfigError: there is none, or Megatron's own communicator is in use.
+    """
+    session = _Holder.session
+    if session is None or session.communicator is None:
+        raise ConfigError(
+            "the plugin's channels are not open; call vtp_plugin.apply() with vtp_size_list, then "
+            "initialize_model_parallel() (a uniform list needs force=True)"
+        )
+    return session
+
+
 def is_vtp_enabled() -> bool:
     """Tell whether the plugin's groups and communicator are in use in this run."""
     return _Holder.session is not None and _Holder.session.is_active
@@ -172,7 +207,8 @@ def get_vtp_stage_ranks() -> list[list[int]] | None:
         return None
     layout, own = session.layout, session.own
     return [
-        list(layout.tp_ranks(i, own.dp_rank % grid.dp, own.cp_rank % grid.cp)) for i, grid in enumerate(layout.stages)
+        list(layout.tp_ranks(i, session.replicas.partner(own.stage, own.dp_rank, i), own.cp_rank % grid.cp))
+        for i, grid in enumerate(layout.stages)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import runpy
 import sys
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
-from vtp_plugin.config import VtpConfig, choose_cp_sizes, parse_cp_list, parse_sites, parse_size_list
+from vtp_plugin.config import VtpConfig, choose_cp_sizes, parse_cp_list, parse_dp_list, parse_sites, parse_size_list
 from vtp_plugin.errors import ConfigError, VtpError
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, help="number of ranks; default: one replica")
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--vtp-cp-list", help="context-parallel size of every stage, such as 1,2,2; default: all one")
+    parser.add_argument("--vtp-dp-list", help="data-parallel size of every stage, such as 1,2,2; default: all equal")
+    parser.add_argument("--vtp-dp-mode", default="multiplex", help="multiplex or split, with --vtp-dp-list")
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="replica-major rank order")
     parser.add_argument("--vtp-transport", default="auto", help="auto, rank0 or sliced")
     parser.add_argument("--vtp-sites", help="site of every stage, such as edge,cloud,cloud")
@@ -95,7 +98,11 @@ def _add_simulate_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--schedule", required=True, help="1f1b, interleaved (two chunks on each stage) or u")
     parser.add_argument("--num-stages", type=int, required=True)
-    parser.add_argument("--num-microbatches", type=int, required=True)
+    parser.add_argument(
+        "--num-microbatches", type=int, required=True, help="of a pipeline; with --vtp-dp-list all replicas' together"
+    )
+    parser.add_argument("--vtp-dp-list", help="data-parallel size of every stage, such as 1,2,2; default: all equal")
+    parser.add_argument("--vtp-dp-mode", default="multiplex", help="multiplex or split, with --vtp-dp-list")
     parser.add_argument(
         "--latency", type=float, default=0.0, help="one way, between stage 0 and other stages; default 0"
     )
@@ -121,22 +128,26 @@ def _run(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+    from vtp_plugin.layout.replicas import DpMode
 
     layout = _layout(options)
     rules = _rules(options, layout)
-    boundaries = pipeline_boundaries(layout, is_ring=options.ring, rules=rules)
+    boundaries = pipeline_boundaries(layout, is_ring=options.ring, rules=rules, dp_mode=DpMode(options.vtp_dp_mode))
     print(layout.describe())
     for boundary in boundaries:
         _, reason = rules.choose(layout, boundary.upstream, boundary.downstream)
-        print(f"{boundary.name(Direction.FORWARD)}, {boundary.replica_name}: {boundary.strategy} ({reason})")
+        name = boundary.name(Direction.FORWARD) + ("" if boundary.is_shared else f", {boundary.replica_name}")
+        print(f"{name}: {boundary.strategy} ({reason})")
         print("  " + boundary.crossing(Direction.FORWARD).probe.describe().replace("\n", "\n  "))
 
 
 def _draw(options: argparse.Namespace) -> None:
     from vtp_plugin.boundary.draw import draw_pipeline
+    from vtp_plugin.layout.replicas import DpMode
 
     layout = _layout(options)
-    _write(options.output, draw_pipeline(layout, is_ring=options.ring, rules=_rules(options, layout)))
+    mode = DpMode(options.vtp_dp_mode)
+    _write(options.output, draw_pipeline(layout, is_ring=options.ring, rules=_rules(options, layout), dp_mode=mode))
 
 
 def _write(path: Path, text: str) -> None:
@@ -153,12 +164,17 @@ def _layout(options: argparse.Namespace) -> PipelineLayout:
     sizes = parse_size_list(options.vtp_size_list)
     if not isinstance(sizes, tuple):
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
-    lists = VtpConfig(size_list=sizes, cp_list=parse_cp_list(options.vtp_cp_list))
+    lists = VtpConfig(
+        size_list=sizes,
+        cp_list=parse_cp_list(options.vtp_cp_list),
+        dp_list=parse_dp_list(options.vtp_dp_list),
+        dp_mode=options.vtp_dp_mode,
+    )
     cp = choose_cp_sizes(lists.cp_list, options.context_parallel_size, num_stages=len(sizes))
     order = RankOrder.REPLICA_MAJOR if options.use_tp_pp_dp_mapping else RankOrder.STAGE_MAJOR
-    one_replica = sum(tp * size for tp, size in zip(sizes, cp, strict=True))
-    world_size = one_replica if options.world_size is None else options.world_size
-    return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, order=order)
+    least = sum(map(math.prod, zip(sizes, cp, lists.dp_list or (1,) * len(sizes), strict=True)))
+    world_size = least if options.world_size is None else options.world_size
+    return PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp, dp=lists.dp_list, order=order)
 
 
 def _rules(options: argparse.Namespace, layout: PipelineLayout) -> TransportRules:
@@ -182,35 +198,73 @@ def _simulate(options: argparse.Namespace) -> None:
     elif kind == ".json":
         _write(options.output, chrome_trace(timeline))
     else:
-        print(draw_text(timeline), *reason, "stage  in flight  peak activations of its chunks", sep="\n")
-        for stage, in_flight in enumerate(timeline.in_flight):
-            activations = [str(timeline.activations[vstage]) for vstage in schedule.placement.vstages(stage)]
-            print(f"{stage:5}  {in_flight:9}  {', '.join(activations)}")
+        placement = schedule.placement
+        names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
+        width = max(map(len, ("stage", *names)))
+        print(draw_text(timeline), *reason, f"{'stage':>{width}}  in flight  peak activations of its chunks", sep="\n")
+        for worker, (name, in_flight) in enumerate(zip(names, timeline.in_flight, strict=True)):
+            vstages = placement.vstages(placement.place(worker)[0])
+            activations = [str(timeline.activations[vstage]) for vstage in vstages]
+            print(f"{name:>{width}}  {in_flight:9}  {', '.join(activations)}")
 
 
 def _schedule(options: argparse.Namespace) -> tuple[Schedule, Costs, list[str]]:
     """Return the schedule that the flags ask for, its costs, and why it was chosen if there was a choice."""
-    from vtp_plugin.schedule import interleaved_one_f_one_b, one_f_one_b, plan_u_shape, u_placement
+    from vtp_plugin.schedule import interleaved_one_f_one_b, one_f_one_b, plain_placement, plan_u_shape, u_placement
 
-    num_stages, num_microbatches = options.num_stages, options.num_microbatches
-    if options.schedule == "u":
-        # The edge has two chunks, a cloud stage one.
-        costs = _costs(options, u_placement(num_stages), equal_work=2.0)
-        limits = None if options.limit is None else (options.limit,) * num_stages
-        plan = plan_u_shape(num_stages, num_microbatches, costs, limits=limits)
-        return plan.schedule, costs, [plan.reason]
-    if options.schedule not in ("1f1b", "interleaved"):
+    num_stages = options.num_stages
+    if options.schedule not in ("u", "1f1b", "interleaved"):
         raise ConfigError(f"--schedule {options.schedule!r} is unknown; use one of 1f1b, interleaved, u")
-    if options.limit is not None:
+    if options.schedule != "u" and options.limit is not None:
         raise ConfigError(
             f"--limit {options.limit}: the order of {options.schedule} is fixed; "
             "leave the limit out, or use --schedule u, which chooses an order that keeps it"
         )
+    if options.schedule == "interleaved":
+        if options.vtp_dp_list is not None:
+            raise ConfigError(
+                "--vtp-dp-list with --schedule interleaved: stages of unequal data parallelism have one chunk"
+            )
+        schedule = interleaved_one_f_one_b(num_stages, 2, options.num_microbatches)
+        return schedule, _costs(options, schedule.placement, equal_work=1.0), []
+    place = u_placement if options.schedule == "u" else plain_placement
+    placement = place(num_stages, num_replicas=_replicas(options))
+    # The edge of the U has two chunks, a cloud stage one.
+    costs = _costs(options, placement, equal_work=2.0 if options.schedule == "u" else 1.0)
+    num_microbatches, placement, costs = _in_mode(options, placement, costs)
+    replicas = placement.num_replicas
     if options.schedule == "1f1b":
-        schedule = one_f_one_b(num_stages, num_microbatches)
-    else:
-        schedule = interleaved_one_f_one_b(num_stages, 2, num_microbatches)
-    return schedule, _costs(options, schedule.placement, equal_work=1.0), []
+        return one_f_one_b(num_stages, num_microbatches, num_replicas=replicas), costs, []
+    limits = None if options.limit is None else (options.limit,) * placement.num_workers
+    plan = plan_u_shape(num_stages, num_microbatches, costs, num_replicas=replicas, limits=limits)
+    return plan.schedule, costs, [plan.reason]
+
+
+def _replicas(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the replicas of every stage in one of the independent copies of the pipeline that a run consists of."""
+    sizes = VtpConfig(dp_list=parse_dp_list(options.vtp_dp_list), dp_mode=options.vtp_dp_mode).dp_list
+    if sizes is None:
+        return ()
+    if len(sizes) != options.num_stages:
+        raise ConfigError(
+            f"--vtp-dp-list {options.vtp_dp_list} has {len(sizes)} entries: {options.num_stages} stages need one each"
+        )
+    return tuple(size // math.gcd(*sizes) for size in sizes)
+
+
+def _in_mode(options: argparse.Namespace, placement: Placement, costs: Costs) -> tuple[int, Placement, Costs]:
+    """Return what the schedule sees in the chosen mode: microbatches, placement and costs."""
+    from vtp_plugin.schedule import split_costs
+
+    num_microbatches, parts = options.num_microbatches, math.lcm(*placement.num_replicas)
+    if options.vtp_dp_mode == "multiplex":
+        return num_microbatches, placement, costs
+    if num_microbatches % parts:
+        raise ConfigError(
+            f"--num-microbatches {num_microbatches} with --vtp-dp-mode split: {parts} at once run as one, "
+            f"and {num_microbatches} mod {parts} = {num_microbatches % parts} must be 0"
+        )
+    return num_microbatches // parts, replace(placement, num_replicas=()), split_costs(placement, costs)
 
 
 def _costs(options: argparse.Namespace, placement: Placement, *, equal_work: float) -> Costs:

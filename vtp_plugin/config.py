@@ -12,6 +12,7 @@ from vtp_plugin.errors import ConfigError
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 TransportName = Literal["auto", "rank0", "sliced"]
 ScheduleName = Literal["stock", "planned"]
+DpModeName = Literal["multiplex", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,10 @@ class VtpConfig:
         size_list: tensor-parallel size of every pipeline stage, in stage order; ``"auto"`` takes one stage per node of
             the launcher; ``None`` leaves Megatron alone.
         cp_list: context-parallel size of every stage, in stage order; ``None`` is Megatron's one size for all.
+        dp_list: data-parallel size of every stage, in stage order; ``None`` is one size for all, from the world's.
+        dp_mode: how stages of different data-parallel sizes work together. ``"multiplex"`` lets a narrow stage run its
+            microbatches in turn for each replica of a wide one, ``"split"`` lets it run larger ones, of which each
+            replica gets a part.
         device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
         transport: how activations cross a boundary. ``"rank0"`` goes through the leaders, ``"sliced"`` gives every link
             its share; ``"auto"`` takes rank0 between sites and where tensors are small, sliced elsewhere.
@@ -33,10 +38,17 @@ class VtpConfig:
             executor, which posts receives before the compute that precedes them and never waits in a send.
         layerwise_disaggregated: stage 0 holds the first and the last layers, with embedding, head and loss; the order
             is planned.
+        audit: file that records every message between stages; each rank puts its number into the name.
+        in_flight: most microbatches in flight in a U: on all stages, or on each; ``None`` is as many as keep the
+            busiest stage busy, and two.
+        costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
+            :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
     """
 
     size_list: tuple[int, ...] | Literal["auto"] | None = None
     cp_list: tuple[int, ...] | None = None
+    dp_list: tuple[int, ...] | None = None
+    dp_mode: DpModeName = "multiplex"
     device: DeviceName = "auto"
     transport: TransportName = "auto"
     sites: tuple[str, ...] | None = None
@@ -45,6 +57,9 @@ class VtpConfig:
     data_parallel_size: int | None = None
     schedule: ScheduleName = "stock"
     layerwise_disaggregated: bool = False
+    audit: str | None = None
+    in_flight: tuple[int, ...] | None = None
+    costs: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be checked alone.
@@ -65,27 +80,41 @@ class VtpConfig:
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
-        if self.cp_list is not None:
-            self._check_cp_list(self.cp_list)
+        if self.dp_mode not in get_args(DpModeName):
+            raise ConfigError(f"dp mode {self.dp_mode!r} is unknown; use one of {', '.join(get_args(DpModeName))}")
+        self._check_list("cp_list", self.cp_list, "context-parallel")
+        self._check_list("dp_list", self.dp_list, "data-parallel")
+        if self.dp_list is not None and self.data_parallel_size is not None:
+            raise ConfigError(
+                f"data-parallel size {self.data_parallel_size} and vtp_dp_list {','.join(map(str, self.dp_list))} say "
+                "the same thing twice; give one of them"
+            )
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise ConfigError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 
-    def _check_cp_list(self, cp_list: tuple[int, ...]) -> None:
-        shown = ",".join(str(size) for size in cp_list)
+    def _check_list(self, name: str, sizes: tuple[int, ...] | None, what: str) -> None:
+        if sizes is None:
+            return
+        shown = ",".join(str(size) for size in sizes)
         if self.size_list == "auto":
-            raise ConfigError(f"vtp_cp_list {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
-        if isinstance(self.size_list, tuple) and len(cp_list) != len(self.size_list):
+            raise ConfigError(f"vtp_{name} {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
+        if isinstance(self.size_list, tuple) and len(sizes) != len(self.size_list):
             raise ConfigError(
-                f"vtp_cp_list {shown} has {len(cp_list)} entries, the size list has {len(self.size_list)} stages; "
-                "give one context-parallel size per stage"
+                f"vtp_{name} {shown} has {len(sizes)} entries, the size list has {len(self.size_list)} stages; "
+                f"give one {what} size per stage"
             )
 
     @property
     def has_planned_schedule(self) -> bool:
         """Whether the plugin's executor runs the steps."""
-        return self.schedule == "planned" or self.layerwise_disaggregated
+        return self.schedule == "planned" or self.layerwise_disaggregated or self.has_unequal_dp
+
+    @property
+    def has_unequal_dp(self) -> bool:
+        """Whether stages have different numbers of replicas."""
+        return self.dp_list is not None and len(set(self.dp_list)) > 1
 
 
 def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Literal["auto"] | None:
@@ -105,8 +134,7 @@ def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Lite
         return None
     if value == "auto":
         return "auto"
-    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    return _sizes(entries, name="vtp_size_list", what="tensor-parallel", example="1,4,4")
+    return _sizes(_entries(value), name="vtp_size_list", what="tensor-parallel", example="1,4,4")
 
 
 def parse_cp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -118,10 +146,55 @@ def parse_cp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
     Raises:
         ConfigError: an entry is not a positive integer, or the list is empty.
     """
+    return (
+        None if value is None else _sizes(_entries(value), name="vtp_cp_list", what="context-parallel", example="1,2,2")
+    )
+
+
+def parse_dp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Read the data-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_dp_list([1, 2])
+    (1, 2)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return None if value is None else _sizes(_entries(value), name="vtp_dp_list", what="data-parallel", example="1,2,2")
+
+
+def parse_in_flight(value: str | int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Read the most microbatches in flight, of all stages or of each, from a flag's text, a number or a sequence.
+
+    >>> parse_in_flight("8"), parse_in_flight([8, 4, 4])
+    ((8,), (8, 4, 4))
+
+    Raises:
+        ConfigError: an entry is not a whole number.
+    """
     if value is None:
         return None
-    entries = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-    return _sizes(entries, name="vtp_cp_list", what="context-parallel", example="1,2,2")
+    entries = _entries((value,) if isinstance(value, int) else value)
+    try:
+        return tuple(int(str(entry)) for entry in entries)
+    except ValueError:
+        raise ConfigError(
+            f"vtp_in_flight {','.join(map(str, entries))!r} is not a list of whole numbers; write one for all stages, "
+            "or one for each, such as 8,4,4"
+        ) from None
+
+
+def parse_cost_words(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Split costs into words, from a text or a sequence of texts.
+
+    >>> parse_cost_words("forward_ms=40,80,40 latency_ms=20")
+    ('forward_ms=40,80,40', 'latency_ms=20')
+    """
+    return None if value is None else tuple((value if isinstance(value, str) else " ".join(value)).split())
+
+
+def _entries(value: str | Sequence[int]) -> list[object]:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
 
 
 def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as distribution_version
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,20 @@ from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_bou
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder
+from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, open_channels
+from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.planned import PlannedPipeline, Planning
 from vtp_plugin.runtime.startup import agree, gather_node_sizes, open_store
 from vtp_plugin.runtime.tied import TiedWeight, tied_weight_crossings
-from vtp_plugin.runtime.transport import HEADER_LENGTH
-from vtp_plugin.schedule import Channel as ChannelName
-from vtp_plugin.schedule import interleaved_placement, plain_placement, u_placement
+from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
+from vtp_plugin.schedule import plain_placement, u_placement
+from vtp_plugin.schedule.limits import check_in_flight
+from vtp_plugin.schedule.stated import parse_costs
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +55,9 @@ class Session:
         platform: where it runs; known once the device option is.
         layout: who is where; known once the list and the world size are.
         communicator: moves activations; None while Megatron's own is in use.
+        communicators: one for every replica of the pipeline that this rank works in; several only where a neighbour has
+            more replicas than the own stage.
+        pipeline_groups: own pipeline group in each of these replicas.
         pipeline: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
         embedding: word embedding of the model that was built last, on the edge of a U-shaped pipeline.
@@ -57,7 +65,9 @@ class Session:
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
         has_agreed_on_exchange: all ranks' model configurations were compared.
+        exchange_options: what they said here then; None before.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
+        audit: record of what crosses; None unless asked for, or before the channels are open.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -66,6 +76,8 @@ class Session:
         self.platform: Platform | None = None
         self.layout: PipelineLayout | None = None
         self.communicator: PipelineCommunicator | None = None
+        self.communicators: tuple[PipelineCommunicator, ...] = ()
+        self.pipeline_groups: tuple[dist.ProcessGroup, ...] = ()
         self.pipeline: PlannedPipeline | None = None
         self.tied_weight: TiedWeight | None = None
         self.monitor: Monitor | None = None
@@ -74,7 +86,9 @@ class Session:
         self.store: dist.Store | None = None
         self.is_activated = False
         self.has_agreed_on_exchange = False
+        self.exchange_options: ExchangeOptions | None = None
         self.tensor_bytes: int | None = None
+        self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
 
     @property
@@ -93,6 +107,12 @@ class Session:
         """Stage that computes the loss."""
         assert self.layout is not None
         return 0 if self.config.layerwise_disaggregated else self.layout.num_stages - 1
+
+    @property
+    def replicas(self) -> ReplicaMap:
+        """Which replicas of the stages work together."""
+        assert self.layout is not None
+        return ReplicaMap(dp_sizes=self.layout.dp_sizes, mode=DpMode(self.config.dp_mode))
 
     @property
     def writer_rank(self) -> int:
@@ -157,7 +177,9 @@ class Session:
         if order not in _ORDERS:
             raise ConfigError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
         cp_sizes = choose_cp_sizes(self.config.cp_list, cp, num_stages=len(sizes))
-        layout = PipelineLayout.from_sizes(sizes, world_size=world_size, cp=cp_sizes, order=_ORDERS[order])
+        layout = PipelineLayout.from_sizes(
+            sizes, world_size=world_size, cp=cp_sizes, dp=self.config.dp_list, order=_ORDERS[order]
+        )
         dp = layout.stages[0].dp
         if self.config.data_parallel_size not in (None, dp):
             raise ConfigError(
@@ -166,6 +188,8 @@ class Session:
                 "them"
             )
         self.layout = layout
+        self.replicas.check(self._boundaries)
+        self._planning(0)  # the size of an activation is not known yet
         for upstream, downstream in self._boundaries:
             self.transport_rules.choose(layout, upstream, downstream)
 
@@ -179,6 +203,8 @@ class Session:
             "world size": self.layout.world_size,
             "rank order": self.layout.order.value,
             "vtp_cp_list": ",".join(str(size) for size in self.layout.cp_sizes),
+            "vtp_dp_list": ",".join(str(size) for size in self.layout.dp_sizes),
+            "dp mode": self.config.dp_mode,
             "transport": self.config.transport,
             "sites": ",".join(self.config.sites or ()),
             "platform": self.platform.name,
@@ -186,15 +212,18 @@ class Session:
             "timeout_s": self.config.timeout_s,
             "schedule": self.config.schedule,
             "layerwise disaggregated": self.config.layerwise_disaggregated,
+            "vtp_in_flight": ",".join(map(str, self.config.in_flight or ())),
+            "vtp_costs": " ".join(self.config.costs or ()),
         }
 
     def request_statement(self) -> dict[str, object]:
         """Say what this rank was started with, before any layout is known."""
-        sizes, cp_sizes = self.config.size_list, self.config.cp_list
+        sizes, cp_sizes, dp_sizes = self.config.size_list, self.config.cp_list, self.config.dp_list
         return {
             "vtp_plugin version": vtp_plugin.__version__,
             "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
             "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
+            "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
             "timeout_s": self.config.timeout_s,
         }
 
@@ -254,7 +283,7 @@ class Session:
             # The last pass may have been an evaluation, whose sends nobody has waited for: what is still under way when
             # the process ends is lost.
             with contextlib.suppress(PeerError):
-                self.communicator.finish_step()
+                self.finish_step()
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
@@ -269,6 +298,15 @@ class Session:
         sizes = gather_node_sizes(self.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)
         self.config = dataclasses.replace(self.config, size_list=sizes)
 
+    def open_audit(self, rank: int) -> None:
+        """Begin the record of what crosses, if it is asked for; idempotent.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if self.config.audit is not None and self.audit is None:
+            self.audit = Audit(self.config.audit, rank)
+
     def open(self, *, stage_group: dist.ProcessGroup, num_chunks: int) -> None:
         """Open the channels of this rank. All ranks call this at the same point, after Megatron made its groups.
 
@@ -279,17 +317,23 @@ class Session:
         self.stage_group = stage_group
         assert self.layout is not None
         num_stages = self.layout.num_stages
-        is_u_shaped = self.config.layerwise_disaggregated
-        placement = u_placement(num_stages) if is_u_shaped else interleaved_placement(num_stages, num_chunks)
+        replicas = self.replicas
+        placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=self.config.layerwise_disaggregated)
         if not self.is_active:
             return
         assert self.platform is not None
         layout, own = self.layout, self.own
-        boundaries = pipeline_boundaries(layout, is_ring=placement.num_vstages > num_stages, rules=self.transport_rules)
+        boundaries = pipeline_boundaries(
+            layout,
+            is_ring=placement.num_vstages > num_stages,
+            rules=self.transport_rules,
+            dp_mode=replicas.mode,
+        )
         is_tied_local = self.has_stock_ends or self.config.layerwise_disaggregated or num_stages == 1
         tied = () if is_tied_local else tied_weight_crossings(layout)
         crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
         crossings += tied
+        self.open_audit(dist.get_rank())
         for crossing in crossings:
             require_valid(crossing.probe)
             require_valid(crossing.plan_header(HEADER_LENGTH))
@@ -299,26 +343,29 @@ class Session:
             platform=self.platform,
             monitor=self.monitor,
             timeout_s=self.config.timeout_s,
+            audit=self.audit,
         )
         rank = dist.get_rank()
-        before = next((b for b in boundaries if b.downstream == own.stage and rank in b.dst.ranks), None)
-        after = next((b for b in boundaries if b.upstream == own.stage and rank in b.src.ranks), None)
-        self.communicator = PipelineCommunicator(
-            forward_in=channels[before.name(Direction.FORWARD)] if before else None,
-            forward_out=channels[after.name(Direction.FORWARD)] if after else None,
-            backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
-            backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
+        mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
+        befores = [b for b in mine if b.downstream == own.stage] or [None]
+        afters = [b for b in mine if b.upstream == own.stage] or [None]
+        self.communicators = tuple(
+            PipelineCommunicator(
+                forward_in=channels[before.name(Direction.FORWARD)] if before else None,
+                forward_out=channels[after.name(Direction.FORWARD)] if after else None,
+                backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
+                backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
+            )
+            for before, after in (
+                (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
+            )
         )
+        self.communicator = self.communicators[0]
         if self.config.has_planned_schedule and num_stages > 1:
-            by_name = {
-                ChannelName(
-                    upstream=b.upstream, downstream=b.downstream, is_backward=direction is Direction.BACKWARD
-                ): channels[b.name(direction)]
-                for b in (before, after)
-                if b is not None
-                for direction in Direction
-            }
-            self.pipeline = PlannedPipeline(placement, own.stage, by_name, self._agree_on_step)
+            by_name = own_channels(placement, replicas, mine, channels)
+            worker = worker_of(placement, replicas, own.stage, own.dp_rank)
+            planning = self._planning(self.tensor_bytes)
+            self.pipeline = PlannedPipeline(placement, worker, by_name, self, self.platform, planning)
         if tied and own.stage in (0, layout.num_stages - 1):
             (incoming,) = (channels[crossing.name] for crossing in tied if rank in crossing.dst.ranks)
             self.tied_weight = TiedWeight(
@@ -327,19 +374,64 @@ class Session:
                 incoming=incoming,
             )
 
-    def _agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+        """Run a function on all ranks; go on only if it returns the same everywhere."""
         assert self.store is not None
         world_size = dist.get_world_size()
         self.agree(self.store, prepare, rank=dist.get_rank(), world_size=world_size, name="planning of a step")
 
+    def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
+        """Make one text of all ranks' reports, on rank 0, and return it on all."""
+        assert self.store is not None
+        return share_reports(
+            self.store,
+            own,
+            combine,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _planning(self, message_bytes: int | None) -> Planning:
+        """Read what the orders are to be planned for.
+
+        Args:
+            message_bytes: size of an activation, if it is known.
+
+        Raises:
+            ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
+        """
+        config = self.config
+        if config.in_flight is None and config.costs is None:
+            return Planning()
+        if not config.layerwise_disaggregated:
+            raise ConfigError(
+                "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
+                "leave them out, or add --layerwise-disaggregated-training"
+            )
+        assert self.layout is not None
+        num_stages = self.layout.num_stages
+        if config.in_flight is not None:
+            check_in_flight(config.in_flight, num_stages)
+        words = config.costs
+        costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
+        return Planning(costs=costs, in_flight=config.in_flight)
+
+    def finish_step(self) -> None:
+        """Wait for the sends that nobody waited for."""
+        for communicator in self.communicators:
+            communicator.finish_step()
+
     def close(self) -> None:
         """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
-        if self.communicator is not None:
-            self.communicator.finish_step()
-        self.communicator = None
+        self.finish_step()
+        self.communicator, self.communicators, self.pipeline_groups = None, (), ()
         self.pipeline = None
         self.tied_weight = None
         self.stage_group = None
+        if self.audit is not None:
+            self.audit.close()
+            self.audit = None
 
     def describe(self) -> str:
         """Show the layout and how every boundary is crossed, for the log of rank 0."""
@@ -347,6 +439,8 @@ class Session:
         lines = [self.layout.describe()]
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")
+        if not self.replicas.is_equal:
+            lines.append(f"data-parallel sizes differ: {self.config.dp_mode}, run by the planned schedule")
         for upstream, downstream in self._boundaries if self.is_active else ():
             strategy, reason = self.transport_rules.choose(self.layout, upstream, downstream)
             lines.append(f"boundary {upstream}->{downstream}: {strategy} ({reason})")
@@ -383,6 +477,7 @@ class Session:
             is_partial=True,
         )
         self.has_agreed_on_exchange = True
+        self.exchange_options = found[0]
         return found[0]
 
     def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:

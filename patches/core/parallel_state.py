@@ -90,7 +90,7 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
             with _planned_ranks(session, options):
                 original(*bound.args, **bound.kwargs)
             _choose_own_lane(session)
-            if not layout.has_replicas:
+            if not layout.has_replicas or len(set(session.config.sites or ())) > 1:
                 _unite_replicas(session)
         else:
             original(*bound.args, **bound.kwargs)
@@ -120,15 +120,21 @@ def _set_counts(session: Session, options: dict[str, Any]) -> None:
 
 
 def _unite_replicas(session: Session) -> None:
-    """Let what is summed over the model-parallel group take one replica of every stage."""
+    """Let what is summed over the model take one replica of every stage, or with the distributed optimizer each share.
+
+    Between sites also where Megatron's own groups are right: there the messages of one sum would cross many times.
+    """
     layout, platform = session.layout, session.platform
     assert layout is not None and platform is not None
-    parallel_state._MODEL_PARALLEL_GROUP = ModelGroup(
+    make_group = functools.partial(
+        ModelGroup,
         layout,
         dist.get_rank(),
         whole_stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         leaders_group=open_leaders_group(layout, platform, session.config.timeout_s),
     )
+    parallel_state._MODEL_PARALLEL_GROUP = make_group()
+    parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = make_group(has_shares=True)
 
 
 def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
@@ -180,6 +186,11 @@ def _choose_own_lane(session: Session) -> None:
     """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups."""
     layout = session.layout
     assert layout is not None
+    lanes = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    by_ranks = {tuple(ranks): group for group, ranks in zip(*lanes, strict=True)} if isinstance(lanes[0], list) else {}
+    own = layout.coord(dist.get_rank())
+    served = (layout.lane(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0)
+    session.pipeline_groups = tuple(by_ranks[lane] for lane in served if lane in by_ranks) or (lanes[0],)
     if isinstance(parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, list):
         # A rank of a narrow stage is in several lanes; its own comes first.
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]

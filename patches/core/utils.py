@@ -11,13 +11,14 @@ from vtp_plugin.session import Session
 
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
+    """Give the record of this module; it changes nothing where there is no U-shaped pipeline."""
     return (
         PatchRecord(
             id="U3",
             target="megatron.core.utils:get_batch_on_this_tp_rank",
-            build=_share,
-            why="it gives a first stage no labels and no loss mask, whatever chunk asks",
+            build=functools.partial(_share, session),
+            why="it gives a first stage no labels and no loss mask, whatever chunk asks; scripts import its name, so "
+            "it is replaced before they do, and does as before where there is no U",
             versions=">=0.19,<0.20",
             remove_when="it asks for the chunk",
             aliases=("megatron.training.training:get_batch_on_this_tp_rank",),
@@ -25,10 +26,11 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _share(original: Callable[..., Any]) -> Callable[..., Any]:
+def _share(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("is_pipeline_first_stage") and kwargs.get("is_pipeline_last_stage"):
+        is_edge = kwargs.get("is_pipeline_first_stage") and kwargs.get("is_pipeline_last_stage")
+        if session.config.layerwise_disaggregated and is_edge:
             # A pipeline of one stage gets all.
             kwargs["pipeline_model_parallel_size"] = 1
         return original(*args, **kwargs)

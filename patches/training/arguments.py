@@ -7,16 +7,29 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.config import merge, parse_cp_list, parse_sites, parse_size_list
+from vtp_plugin.config import (
+    merge,
+    parse_cost_words,
+    parse_cp_list,
+    parse_dp_list,
+    parse_in_flight,
+    parse_sites,
+    parse_size_list,
+)
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
-from vtp_plugin.options import OptionContext, check_options, check_sizes
+from vtp_plugin.options import (
+    OptionContext,
+    check_batches,
+    check_options,
+    check_sizes,
+    describe_batches,
+    own_batches,
+    shared_arguments,
+)
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.startup import open_store
 from vtp_plugin.session import Session
-
-# Arguments that legitimately differ between ranks or sites: places in a file system, logging, and the rank itself.
-_LOCAL_WORDS = ("path", "dir", "load", "save", "file", "log", "tensorboard", "wandb", "cache", "rank", "prefix", "vtp")
 
 # The schedule has an order of its own, and what tells packed samples apart does not cross to the cloud.
 _NOT_U_SHAPED = (
@@ -28,7 +41,9 @@ _NOT_U_SHAPED = (
     "account_for_loss_in_pipeline_split",
     "mtp_num_layers",
     "reset_attention_mask",
+    "dataloader_inter_document_masking",
     "sft",
+    "full_validation",
 )
 
 
@@ -75,6 +90,17 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         metavar="1,2,2",
         help="context-parallel size of every pipeline stage; default: --context-parallel-size for all",
     )
+    group.add_argument(
+        "--vtp-dp-list",
+        metavar="1,2,2",
+        help="data-parallel size of every pipeline stage; default: one size for all, from the number of ranks",
+    )
+    group.add_argument(
+        "--vtp-dp-mode",
+        help="how stages of different data-parallel sizes work together: multiplex (default) lets a narrow stage run "
+        "its microbatches in turn for each replica of a wide one; split lets it run larger ones (--micro-batch-size is "
+        "that of the widest stage), of which each replica gets a part",
+    )
     group.add_argument("--vtp-device", help="auto, cuda, npu or cpu; auto asks in this order: npu, cuda, cpu")
     group.add_argument(
         "--vtp-transport",
@@ -83,6 +109,11 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     )
     group.add_argument(
         "--vtp-sites", metavar="edge,cloud,cloud", help="site of every pipeline stage; default: all in one"
+    )
+    group.add_argument(
+        "--vtp-site",
+        metavar="edge",
+        help="site of this machine, one of --vtp-sites: ranks that find themselves on another site's stage end the run",
     )
     group.add_argument(
         "--vtp-timeout-s", type=float, help="a rank that does not answer for so long ends the run; default 600"
@@ -97,6 +128,12 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "the compute that precedes it, and sends that nothing waits for",
     )
     group.add_argument(
+        "--vtp-audit",
+        metavar="FILE",
+        help="write down every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before "
+        "its suffix; sites may differ",
+    )
+    group.add_argument(
         "--layerwise-disaggregated-training",
         action="store_true",
         default=None,
@@ -107,6 +144,20 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--num-layer-list",
         metavar="1,3,3,1",
         help="layers of the edge's first part, of every cloud stage, and of the edge's last part",
+    )
+    group.add_argument(
+        "--vtp-in-flight",
+        metavar="8,4,4",
+        help="most microbatches in flight on each stage then, or one number for all: so many activations of each of "
+        "its chunks a stage may keep; default: as many as keep the busiest stage busy, and two",
+    )
+    group.add_argument(
+        "--vtp-costs",
+        nargs="+",
+        metavar="forward_ms=40,80,40",
+        help="what the order is planned for then: forward_ms= and backward_ms= by part of the model (default twice the "
+        "forward), latency_ms= and mbit= by way between two parts (one number: the ways from and to the edge), "
+        "message_kib=; default: the first steps measure them and print this flag",
     )
     return parser
 
@@ -134,18 +185,25 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
         def prepare() -> dict[str, object]:
             _read_flags(session, args)
+            if args.num_layer_list is not None and not session.config.layerwise_disaggregated:
+                raise ConfigError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
             platform = session.choose_platform()
             if platform.name == "cpu":
                 args.distributed_backend = platform.backend
             if session.config.size_list is None:
+                for flag, sizes in (
+                    ("--vtp-cp-list", session.config.cp_list),
+                    ("--vtp-dp-list", session.config.dp_list),
+                ):
+                    if sizes:
+                        ones = ",".join("1" for _ in sizes)
+                        shown = ",".join(map(str, sizes))
+                        raise ConfigError(f"{flag} {shown} needs stages: give --vtp-size-list, such as {ones}")
                 if session.config.has_planned_schedule:
                     raise ConfigError("planned schedules need stages: give --vtp-size-list, such as 1,1")
-                if cp_list := session.config.cp_list:
-                    ones = ",".join("1" for _ in cp_list)
-                    shown = ",".join(str(size) for size in cp_list)
-                    raise ConfigError(f"--vtp-cp-list {shown} needs stages: give --vtp-size-list, such as {ones}")
                 activate()
-                return {**_shared_arguments(args), "validated": _call(original, args, defaults, args.world_size)}
+                shared = shared_arguments(vars(args), has_edge=False)
+                return {**shared, "validated": _call(original, args, defaults, args.world_size)}
             session.resolve_auto(args.context_parallel_size)
             session.plan(
                 world_size=args.world_size,
@@ -154,11 +212,12 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
                 cp=args.context_parallel_size,
                 order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             )
+            _check_site(session, args)
+            session.open_audit(args.rank)
             if session.config.layerwise_disaggregated:
                 _set_u_shape(session, args)
-            elif args.num_layer_list is not None:
-                raise ConfigError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
-            statement = {**session.statement(), **_shared_arguments(args)}
+            shared = shared_arguments(vars(args), has_edge=session.config.layerwise_disaggregated)
+            statement = {**session.statement(), **shared}
             _set_own_sizes(session, args)
             activate()
             layout = session.layout
@@ -172,8 +231,16 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
             session.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
+        if session.is_active:
+            from vtp_plugin.patches.training.checkpointing import require_common_folder
+
+            require_common_folder(session, args)
         if args.rank == 0 and session.layout is not None:
             print(session.describe(), flush=True)
+            if not session.replicas.is_equal:
+                # Rank 0 is on the first stage.
+                size = args.micro_batch_size // session.replicas.micro_batch(0, 1)
+                print(describe_batches(args.global_batch_size, size, session.replicas), flush=True)
             print(_vocabulary_hint(session, args), flush=True)
         return args
 
@@ -197,6 +264,8 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
     flags = {
         "size_list": parse_size_list(args.vtp_size_list),
         "cp_list": parse_cp_list(args.vtp_cp_list),
+        "dp_list": parse_dp_list(args.vtp_dp_list),
+        "dp_mode": args.vtp_dp_mode,
         "device": args.vtp_device,
         "transport": args.vtp_transport,
         "sites": parse_sites(args.vtp_sites),
@@ -205,6 +274,9 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
         "data_parallel_size": args.vtp_data_parallel_size,
         "schedule": args.vtp_schedule,
         "layerwise_disaggregated": args.layerwise_disaggregated_training,
+        "audit": args.vtp_audit,
+        "in_flight": parse_in_flight(args.vtp_in_flight),
+        "costs": parse_cost_words(args.vtp_costs),
     }
     told = session.config
     session.config = merge(told, flags)
@@ -212,6 +284,29 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
         raise ConfigError(
             "apply() was told the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"
+        )
+
+
+def _check_site(session: Session, args: argparse.Namespace) -> None:
+    """Refuse ranks on a machine of another site than their stage's: the launcher has numbered the machines otherwise.
+
+    Raises:
+        ConfigError: the site is unknown, or it is not the own stage's.
+    """
+    if args.vtp_site is None:
+        return
+    assert session.layout is not None
+    sites = session.config.sites or ()
+    if args.vtp_site not in sites:
+        raise ConfigError(
+            f"--vtp-site {args.vtp_site} is none of --vtp-sites {','.join(sites) or '(not given)'}; name the site of "
+            "every stage there, and this machine's here"
+        )
+    stage = session.layout.stage_of(args.rank)
+    if sites[stage] != args.vtp_site:
+        raise ConfigError(
+            f"stage {stage} belongs to site {sites[stage]}, but its rank {args.rank} runs on a machine of site "
+            f"{args.vtp_site}; number the machines in the order of the stages, with a static rendezvous (--node-rank)"
         )
 
 
@@ -238,11 +333,31 @@ def _set_u_shape(session: Session, args: argparse.Namespace) -> None:
     if text is not None:
         option = "--pipeline-model-parallel-layout"
         parts = PipelineParallelLayerLayout.parse_str_to_list(text)
+        if LayerType.embedding not in parts[0] or LayerType.loss not in parts[-1]:
+            raise ConfigError(
+                f"{option} {text!r}: the edge is stage 0 and holds the embedding and the loss; write E at the start of "
+                "the first part and L at the end of the last one"
+            )
         layers = tuple(part.count(LayerType.decoder) for part in parts)
     else:
         layers = parse_layer_list(args.num_layer_list)
     check_layers(layers, num_stages=session.layout.num_stages, num_layers=args.num_layers, option=option)
     args.pipeline_model_parallel_layout = layout_of(layers)
+
+
+def _refuse_interleaving(session: Session, args: argparse.Namespace) -> None:
+    """Refuse several chunks on stages of different data-parallel sizes.
+
+    Raises:
+        ConfigError: an option asks for them.
+    """
+    shown = ",".join(map(str, session.replicas.dp_sizes))
+    for name in ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not work with --vtp-dp-list {shown}: no interleaved order "
+                "is known for different data-parallel sizes; leave it out or use equal sizes"
+            )
 
 
 def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
@@ -256,11 +371,14 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     context = OptionContext(
         tp_sizes=layout.tp_sizes,
         cp_sizes=layout.cp_sizes,
-        dp=layout.stages[0].dp,
+        dp_sizes=layout.dp_sizes,
         num_virtual=args.num_virtual_stages_per_pipeline_rank or 1,
         forced=session.config.force or session.config.has_planned_schedule,
         device=platform.name,
     )
+    if not session.replicas.is_equal:
+        _refuse_interleaving(session, args)
+        check_batches(args, session.replicas)
     problems = (*check_options(args, context), *check_sizes(args, context))
     if problems:
         raise ConfigError(" | ".join(problems))
@@ -270,19 +388,14 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
         session.tensor_bytes = rows * args.micro_batch_size * args.hidden_size * itemsize_bytes
     args.vtp_size_list = list(layout.tp_sizes)
     args.vtp_cp_list = list(layout.cp_sizes)
-    own = layout.stages[layout.stage_of(args.rank)]
+    args.vtp_dp_list = list(layout.dp_sizes)
+    stage = layout.stage_of(args.rank)
+    own = layout.stages[stage]
+    if not session.replicas.is_equal:
+        vars(args).update(own_batches(args, session.replicas, stage))
     args.tensor_model_parallel_size = own.tp
     args.context_parallel_size = own.cp
     args.pipeline_model_parallel_size = layout.num_stages
-
-
-def _shared_arguments(args: argparse.Namespace) -> dict[str, object]:
-    """Give the arguments that every rank must have been started with, under their flags' names."""
-    return {
-        "--" + name.replace("_", "-"): value if isinstance(value, int | float | str | None) else str(value)
-        for name, value in sorted(vars(args).items())
-        if not any(word in name for word in _LOCAL_WORDS)
-    }
 
 
 def _vocabulary_hint(session: Session, args: argparse.Namespace) -> str:

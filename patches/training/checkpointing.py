@@ -1,9 +1,11 @@
-"""H9: whether a checkpoint has this run's layout, and whether it can be loaded, is one answer for all ranks."""
+"""H9: one answer for all ranks: whether a checkpoint has this run's layout, can be loaded, and where it is saved."""
 
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ _OTHER_LAYOUT = -1
 _PER_STAGE = (
     "tensor_model_parallel_size",
     "context_parallel_size",
+    "data_parallel_size",
+    "micro_batch_size",
+    "eval_micro_batch_size",
     "expert_tensor_parallel_size",
     "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards",
@@ -50,7 +55,74 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             remove_when="with H9",
             optional=True,
         ),
+        PatchRecord(
+            id="H9c",
+            target="megatron.training.checkpointing:save_checkpoint",
+            build=_save,
+            why="in the old format every rank writes a file of its own, so sites may have folders of their own, but "
+            "only rank 0 notes the iteration: the others would not find their files when the run is resumed",
+            versions=">=0.19,<0.20",
+            remove_when="every folder gets the note",
+            aliases=("megatron.training.training:save_checkpoint",),
+            optional=True,
+        ),
     )
+
+
+def require_common_folder(session: Session, args: Any) -> None:
+    """Refuse at start-up a folder for checkpoints that the ranks do not share, unless each writes for itself.
+
+    Raises:
+        ConfigError: a rank does not find in its folder what rank 0 has put into its own.
+    """
+    if session.store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
+        return
+    folder, store = Path(args.save), session.store
+
+    def put() -> dict[str, object]:
+        if args.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f".vtp-{uuid.uuid4().hex}"
+            (folder / name).touch()
+            store.set("file in --save", name)
+        return {}
+
+    def look() -> dict[str, object]:
+        if not (folder / store.get("file in --save").decode()).exists():
+            raise ConfigError(
+                f"--save {args.save} is not the folder of rank 0 (other machine or path), and --ckpt-format "
+                f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share, or "
+                "--ckpt-format torch, which lets every site keep its own part"
+            )
+        return {}
+
+    agree = functools.partial(session.agree, store, rank=args.rank, world_size=args.world_size, name="check of --save")
+    agree(prepare=put)
+    try:
+        agree(prepare=look)
+    finally:
+        if args.rank == 0:
+            (folder / store.get("file in --save").decode()).unlink(missing_ok=True)
+
+
+def _save(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+    from megatron.training.global_vars import get_args
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> None:
+        original(iteration, *args, **kwargs)
+        arguments = get_args()
+        if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
+            return
+        tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
+        # Rank 0 has written its own before all ranks met at the end of the original.
+        if not tracker.exists() or tracker.read_text().strip() != text:
+            partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
+            partial.write_text(text)
+            partial.replace(tracker)
+
+    return save_checkpoint
 
 
 def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -77,6 +149,8 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
         if stored is not None and session.layout is not None:
             is_same = stored_sizes(stored) == session.layout.tp_sizes
             stored.tensor_model_parallel_size = args.tensor_model_parallel_size if is_same else _OTHER_LAYOUT
+            has_same_dp = stored_dp_sizes(stored) == session.layout.dp_sizes
+            stored.data_parallel_size = args.data_parallel_size if has_same_dp else _OTHER_LAYOUT
         return result
 
     return _load_base_checkpoint
@@ -168,6 +242,14 @@ def stored_sizes(stored: Any) -> tuple[int, ...]:
         return tuple(sizes)
     tp = getattr(stored, "tensor_model_parallel_size", 1)
     return (tp,) * getattr(stored, "pipeline_model_parallel_size", 1)
+
+
+def stored_dp_sizes(stored: Any) -> tuple[int, ...]:
+    """Give the data-parallel sizes of the stages of the run that wrote a checkpoint, with or without the plugin."""
+    sizes = getattr(stored, "vtp_dp_list", None)
+    if sizes is not None:
+        return tuple(sizes)
+    return (getattr(stored, "data_parallel_size", 0),) * getattr(stored, "pipeline_model_parallel_size", 1)
 
 
 def _preprocess(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:

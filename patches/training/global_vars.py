@@ -1,18 +1,25 @@
-"""U7: TensorBoard, W&B and One Logger on the rank that reports."""
+"""U7 and U8: in a U-shaped pipeline the edge reports, and it alone has a tokenizer."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 from collections.abc import Callable
+from typing import Any, NoReturn
 
+from megatron.training import global_vars
+
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
+
+_VOCABULARY = "vocabulary of the edge"
 
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
-    return tuple(
+    writers = tuple(
         PatchRecord(
             id=f"U7{suffix}",
             target=f"megatron.training.global_vars:{name}",
@@ -24,6 +31,17 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         )
         for suffix, name in (("", "_set_tensorboard_writer"), ("b", "_set_wandb_writer"), ("c", "_set_one_logger"))
     )
+    tokenizer = PatchRecord(
+        id="U8",
+        target="megatron.training.global_vars:_build_tokenizer",
+        build=functools.partial(_on_edge, session),
+        why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs the two sizes of the "
+        "vocabulary only",
+        versions=">=0.19,<0.20",
+        remove_when="Megatron builds it where data is read",
+        optional=True,
+    )
+    return (*writers, tokenizer)
 
 
 def _on_writer(
@@ -40,3 +58,49 @@ def _on_writer(
             args.world_size = world_size
 
     return set_writer
+
+
+class NoTokenizer:
+    """Stands where Megatron keeps the tokenizer, on the ranks of the cloud."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to be used.
+
+        Raises:
+            ConfigError: always; for Python's own look-ups ``AttributeError``.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"the script asks a cloud stage for the tokenizer's {name!r}, but only the edge has a tokenizer; ask where "
+            "data is read, or take args.vocab_size and args.padded_vocab_size"
+        )
+
+
+def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) -> Callable[[argparse.Namespace], Any]:
+    @functools.wraps(original)
+    def _build_tokenizer(args: argparse.Namespace) -> Any:
+        layout, store = session.layout, session.store
+        assert layout is not None and store is not None
+        is_edge = layout.stage_of(args.rank) == 0
+        built: list[Any] = []
+
+        def prepare() -> dict[str, object]:
+            if not is_edge:
+                return {}
+            built.append(original(args))
+            sizes = json.dumps([args.vocab_size, args.padded_vocab_size])
+            if args.rank == 0:
+                store.set(_VOCABULARY, sizes)
+            return {_VOCABULARY: sizes}
+
+        session.agree(
+            store, prepare, rank=args.rank, world_size=args.world_size, name="the edge's tokenizer", is_partial=True
+        )
+        if is_edge:
+            return built[0]
+        args.vocab_size, args.padded_vocab_size = json.loads(store.get(_VOCABULARY))
+        global_vars._GLOBAL_TOKENIZER = NoTokenizer()
+        return global_vars._GLOBAL_TOKENIZER
+
+    return _build_tokenizer

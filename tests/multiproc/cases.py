@@ -28,6 +28,9 @@ class Case:
     Attributes:
         sizes: tensor-parallel size of every stage.
         dp: replicas of the pipeline.
+        dp_list: data-parallel size of every stage; empty means ``dp`` on all.
+        dp_mode: how stages of different ones work together.
+        micro_batch: samples of a microbatch on the stage with most replicas.
         vpp: model chunks per stage; 2 and more use the interleaved schedule.
         vpp_group_size: microbatches that a chunk takes in a row; Megatron's default is the number of stages.
         layers_per_chunk: transformer layers of every chunk.
@@ -35,13 +38,15 @@ class Case:
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
             "reverted" trains with the plugin, takes it back and then trains as stock.
         schedule: "planned" runs the plugin's executor.
-        num_microbatches: per replica and step.
+        sites: site of every stage; empty means one.
+        num_microbatches: per step and replica of the stage with the loss.
         rampup: every step has one more than the one before.
         optimizer: Megatron's distributed optimizer takes "adam" only.
         has_bias: of linear layers. The key bias has no true gradient, so rounding decides whether it counts as zero.
         dtype: of weights and activations; gradients are always summed in fp32.
         bucket_size: parameters per gradient bucket.
         varying_lengths: every microbatch has another sequence length.
+        partial_batches: every third microbatch has one sample fewer; needs varying shapes.
         seq: longest sequence; sequence parallelism needs a multiple of every size.
         length_step: difference of the lengths.
         sequence_parallel: on every stage of more than one tensor-parallel rank.
@@ -54,6 +59,10 @@ class Case:
         align_grad_reduce: Megatron's option: sums of gradients begin where the schedule says, not in the backward.
         loss_scale: constant one; fp16 without it scales dynamically.
         inf_at: (stage, tp_rank, step): one element of a gradient of this rank becomes an inf there.
+        inf_cp_rank: only in this context-parallel replica, before its gradients are summed with the others'; None is in
+            all of them, after that.
+        inf_dp_rank: only in this data-parallel replica, after its gradients were summed with the others'; None is in
+            all of them.
         save, load: directories of distributed checkpoints of the start weights.
         wants_weights: return the weights after the last step.
         wants_tied: return both ends of the tied embedding at the start and after every step.
@@ -61,6 +70,9 @@ class Case:
 
     sizes: tuple[int, ...]
     dp: int = 1
+    dp_list: tuple[int, ...] = ()
+    dp_mode: Literal["multiplex", "split"] = "multiplex"
+    micro_batch: int = MICRO_BATCH
     vpp: int = 1
     vpp_group_size: int | None = None
     layers_per_chunk: int = 1
@@ -68,6 +80,7 @@ class Case:
     plugin: Plugin = "on"
     schedule: Literal["stock", "planned"] = "stock"
     transport: str = "auto"
+    sites: tuple[str, ...] = ()
     order: str = "tp-cp-ep-dp-pp"
     tied: bool = False
     optimizer: Literal["sgd", "adam"] = "sgd"
@@ -82,6 +95,7 @@ class Case:
     batch_p2p: bool = False
     overlap_p2p: bool = False
     varying_lengths: bool = False
+    partial_batches: bool = False
     seq: int = SEQ
     length_step: int = 2
     sequence_parallel: bool = False
@@ -101,6 +115,8 @@ class Case:
     align_grad_reduce: bool = True
     loss_scale: float | None = None
     inf_at: tuple[int, int, int] | None = None
+    inf_cp_rank: int | None = None
+    inf_dp_rank: int | None = None
     save: str | None = None
     load: str | None = None
     wants_weights: bool = False
@@ -108,7 +124,11 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        return self.dp * sum(tp * cp for tp, cp in zip(self.sizes, self.cp_sizes, strict=True))
+        return sum(tp * cp * dp for tp, cp, dp in zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))
+
+    @property
+    def dp_sizes(self) -> tuple[int, ...]:
+        return self.dp_list or (self.dp,) * len(self.sizes)
 
     @property
     def cp_sizes(self) -> tuple[int, ...]:
@@ -116,7 +136,7 @@ class Case:
 
     @property
     def is_uniform(self) -> bool:
-        return len(set(zip(self.sizes, self.cp_sizes, strict=True))) == 1
+        return len(set(zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))) == 1
 
     @property
     def num_layers(self) -> int:
@@ -124,6 +144,21 @@ class Case:
 
     def num_microbatches_of(self, step: int) -> int:
         return self.num_microbatches + step * self.rampup
+
+    def micro_batch_at(self, stage: int) -> int:
+        dp_sizes = self.dp_sizes
+        return self.micro_batch * (max(dp_sizes) // dp_sizes[stage] if self.dp_mode == "split" else 1)
+
+    def batch_of(self, step: int) -> int:
+        """Samples of a step."""
+        stage = self.loss_stage
+        return self.num_microbatches_of(step) * self.dp_sizes[stage] * self.micro_batch_at(stage)
+
+    def num_microbatches_at(self, stage: int, step: int) -> int:
+        """Microbatches that a rank of a stage runs."""
+        number, rest = divmod(self.batch_of(step), self.dp_sizes[stage] * self.micro_batch_at(stage))
+        assert not rest, f"{self} has no whole number of microbatches on stage {stage}"
+        return number
 
     @property
     def num_virtual(self) -> int:
@@ -153,10 +188,15 @@ def oracle_of(case: Case) -> Case:
     return replace(
         case,
         sizes=(1,) * len(case.sizes),
+        dp=case.dp_sizes[case.loss_stage],
+        dp_list=(),
+        dp_mode="multiplex",
+        micro_batch=case.micro_batch_at(case.loss_stage),
         # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
         plugin="forced" if case.varying_lengths and case.vpp > 1 else "on",
         schedule="stock",
         transport="auto",
+        sites=(),
         order="tp-cp-ep-dp-pp",
         distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
         overlap_grad_reduce=False,
@@ -173,6 +213,8 @@ def oracle_of(case: Case) -> Case:
         align_grad_reduce=True,
         bucket_size=Case(sizes=(1,)).bucket_size,
         inf_at=None if case.inf_at is None else (case.inf_at[0], 0, case.inf_at[2]),
+        inf_cp_rank=None,
+        inf_dp_rank=None,
         wants_weights=True,
         wants_tied=False,
         save=None,
@@ -237,7 +279,7 @@ class Run:
 def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
     """Put the ranks of a run together and check that those agree that must."""
     losses, evaluations = [], []
-    for dp_rank in range(case.dp):
+    for dp_rank in range(case.dp_sizes[case.loss_stage]):
         ends = [r for r in ranks if r.stage == case.loss_stage and r.dp_rank == dp_rank]
         assert len(ends) == case.sizes[case.loss_stage] * case.cp_sizes[case.loss_stage]
         assert all(r.losses == ends[0].losses for r in ends), "the ranks that compute the loss disagree about it"
@@ -260,8 +302,8 @@ def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
 
 def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
-    for stage, (size, cp) in enumerate(zip(case.sizes, case.cp_sizes, strict=True)):
-        for dp_rank in range(case.dp):
+    for stage, (size, cp, dp) in enumerate(zip(case.sizes, case.cp_sizes, case.dp_sizes, strict=True)):
+        for dp_rank in range(dp):
             here = [r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
             copies = [[r for r in here if r.tp_rank == tp_rank] for tp_rank in range(size)]
             assert [len(ranks) for ranks in copies] == [cp] * size

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.multiproc.cases import Runs
+from tests.multiproc.cases import Case, Runs
+from tests.multiproc.u_shape_cases import Saved, sequential
 from tests.pool import Pool
 
 
@@ -12,3 +15,18 @@ from tests.pool import Pool
 def runs(pool: Pool) -> Runs:
     """Training runs on the pool; uniform runs are kept for all tests of the session."""
     return Runs(pool)
+
+
+@pytest.fixture(scope="session")
+def saved(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Start weights that the sequential model drew and saved, once for each kind of model."""
+    paths: dict[tuple[object, ...], str] = {}
+
+    def save(case: Case) -> str:
+        key = case.num_layers, case.tied, case.has_bias, case.seq
+        if key not in paths:
+            paths[key] = str(tmp_path_factory.mktemp("start"))
+            runs.run(replace(sequential(case), save=paths[key], load=None, num_steps=0))
+        return paths[key]
+
+    return save

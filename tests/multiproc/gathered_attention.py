@@ -1,4 +1,7 @@
-"""A core attention to test context parallelism on a CPU: Megatron's local one refuses it, the others need a GPU."""
+"""A core attention for what Megatron's local one refuses and the others need a GPU for.
+
+That is context parallelism and packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import nn
 
@@ -20,14 +24,32 @@ class GatheredAttention(nn.Module):
         super().__init__()
         self._scale = config.kv_channels**-0.5
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_options: Any) -> Any:
-        """Attend; ``[S / cp, B, heads, channels]`` in, ``[S / cp, B, heads * channels]`` out."""
-        group = parallel_state.get_context_parallel_group()
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_options: Any,
+    ) -> Any:
+        """Attend; ``[S / cp, B, heads, channels]`` in, ``[S / cp, B, heads * channels]`` out.
+
+        Packed samples have no ``B``, and no row attends to another sample.
+        """
+        if packed_seq_params is not None:
+            samples = samples_of(packed_seq_params.cu_seqlens_q)
+            hidden = (samples[:, None] != samples[None, :]) | torch.ones(len(samples), len(samples)).triu(1).bool()
+            return self._mix(query[:, None], key[:, None], value[:, None], hidden)
+        group: Any = parallel_state.get_context_parallel_group()
         key, value = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
         positions = [chunk_positions(len(key), rank, group.size()) for rank in range(group.size())]
         own, every = positions[group.rank()], torch.cat(positions)
+        return self._mix(query, key, value, every[None, :] > own[:, None])
+
+    def _mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("sbnh,tbnh->bnst", query, key) * self._scale
-        scores = scores.masked_fill(every[None, :] > own[:, None], float("-inf"))
+        scores = scores.masked_fill(hidden, float("-inf"))
         mixed = torch.einsum("bnst,tbnh->sbnh", scores.softmax(dim=-1), value)
         return mixed.flatten(start_dim=2)
 
@@ -42,3 +64,12 @@ def chunk_positions(length: int, cp_rank: int, cp: int) -> torch.Tensor:
         return torch.arange(length)
     chunks = torch.arange(length).chunk(2 * cp)
     return torch.cat([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])
+
+
+def samples_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Give the sample of every row from the cumulative lengths.
+
+    >>> samples_of(torch.tensor([0, 2, 5])).tolist()
+    [0, 0, 1, 1, 1]
+    """
+    return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())

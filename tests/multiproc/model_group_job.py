@@ -24,21 +24,23 @@ class Reduced:
         total: of ``10 ** place``, equal on the replicas of a stage.
         spoiled: largest value, where the last rank of the stage has a 1, for every stage.
         agreed: smallest value, where the last rank of the stage has a 0, for every stage.
-        groups: ranks of the groups that the one reduction of ``total`` used, in order.
+        shares: number of shares that the group of the distributed optimizer summed, one of each rank.
+        groups: ranks of the groups that each of the two sums used, in order.
     """
 
     place: tuple[int, int]
     total: int
+    shares: int
     spoiled: list[float]
     agreed: list[float]
     groups: list[tuple[int, ...]]
     members: list[int]
 
 
-def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...]) -> Reduced:
+def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...], dp_sizes: tuple[int, ...]) -> Reduced:
     """Make the groups and reduce."""
     init_gloo(timeout_s=60.0)
-    vtp_plugin.apply(vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, device="cpu", timeout_s=60.0)
+    vtp_plugin.apply(vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, vtp_dp_list=dp_sizes, device="cpu", timeout_s=60.0)
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(tp_sizes))
         return _reduce(len(tp_sizes))
@@ -55,7 +57,11 @@ def _reduce(num_stages: int) -> Reduced:
     total = torch.tensor([10 ** group.rank()])
     with Recorder(detect("cpu")) as recorder:
         dist.all_reduce(total, group=group)
-    issued = [event for event in recorder.trace().events if event.kind is Kind.COLLECTIVE]
+    groups = _groups_of(recorder)
+    shares = torch.tensor([1])
+    with Recorder(detect("cpu")) as recorder:
+        dist.all_reduce(shares, group=parallel_state.get_intra_distributed_optimizer_instance_group())
+    assert _groups_of(recorder) == groups
     spoiled, agreed = [], []
     for where in range(num_stages):
         is_marked = is_last and stage == where
@@ -69,8 +75,15 @@ def _reduce(num_stages: int) -> Reduced:
     return Reduced(
         place=(group.rank(), group.size()),
         total=int(total.item()),
+        shares=int(shares.item()),
         spoiled=spoiled,
         agreed=agreed,
-        groups=[event.group.ranks for event in issued if event.group is not None],
+        groups=groups,
         members=dist.get_process_group_ranks(group),
     )
+
+
+def _groups_of(recorder: Recorder) -> list[tuple[int, ...]]:
+    """Give the ranks of every collective's group, in the order of issue."""
+    issued = [event for event in recorder.trace().events if event.kind is Kind.COLLECTIVE]
+    return [event.group.ranks for event in issued if event.group is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,11 @@ from tests.multiproc.training_cases import (
     arguments,
     assert_refused,
     assert_same_training,
+    grad_norms,
     launch,
+    losses,
     num_ranks,
+    succeeded,
     train,
 )
 from tests.pool import Pool
@@ -40,23 +44,47 @@ def sequential(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.parametrize(
     ("sizes", "layers"),
-    [("1,2", "1,1,2"), pytest.param("1,2,2", "1,1,1,1", marks=pytest.mark.full)],
+    [
+        ("1,2", "1,1,2"),
+        pytest.param("1,2,2", "1,1,1,1", marks=pytest.mark.full),
+        pytest.param("2,1,3", "1,1,1,1", marks=pytest.mark.full),
+    ],
 )
 def test_continues_a_sequential_run_and_then_itself(
     pool: Pool, sequential: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, layers: str
 ) -> None:
     folder, reference = sequential
-    saving = ["--save", str(tmp_path), "--save-interval", "1"]
-    runs = train(pool, sizes, [*EVALUATION, *U_SHAPE, layers, "--load", str(folder), *saving])
+    saving = ["--save", str(tmp_path), "--save-interval", "1", "--tensorboard-dir", str(tmp_path / "tensorboard")]
+    command = [*EVALUATION, *U_SHAPE, layers, "--load", str(folder), *saving]
+    runs = train(pool, sizes, command, hooks=["note_progress"])
     assert [run.steps[0].loss is not None for run in runs] == [rank == 0 for rank in range(len(runs))]
     assert_same_training(runs, reference, first=2)
     assert runs[0].evaluations == pytest.approx(reference[0].evaluations[2:], rel=1e-5)
     assert "lm loss" in runs[0].output
     assert not any("lm loss" in run.output for run in runs[1:])
+    # Steps, samples, learning rate and what there is to do are the same everywhere; the edge alone writes the log.
+    # Of the validation set, 16 samples before the checkpoint, 16 after it, and 8 at the end, as of the test set.
+    assert runs[0].facts["progress"] == (32, 48, 60, True, True, True)
+    for run in runs[1:]:
+        assert run.facts["progress"] == runs[0].facts["progress"]
+        assert run.facts["learning_rates"] == runs[0].facts["learning_rates"]
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"lm loss" in events.read_bytes() and b"lm loss validation" in events.read_bytes()
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     again = train(pool, sizes, [*EVALUATION, *U_SHAPE, layers, "--load", str(tmp_path)])
     assert_same_training(again, reference, first=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", ["1,1,1,1", "1,2,1,2"])
+def test_four_stages(pool: Pool, tmp_path: Path, sizes: str) -> None:
+    """Five layers on an edge and three cloud stages."""
+    five = ["--num-layers", "5"]
+    reference = train(pool, "1", [*five, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    runs = train(pool, sizes, [*five, *U_SHAPE, "1,1,1,1,1", "--load", str(tmp_path)])
+    assert_same_training(runs, reference, first=2)
 
 
 def test_layout_of_megatron_means_the_same(pool: Pool, sequential: tuple[Path, list[ScriptRun]]) -> None:
@@ -66,15 +94,98 @@ def test_layout_of_megatron_means_the_same(pool: Pool, sequential: tuple[Path, l
     assert_same_training(runs, reference, first=2)
 
 
+def test_sites_keep_their_parts_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """Each site has a folder of its own and resumes from it, though only rank 0 writes Megatron's note about it."""
+    folders = {rank: str(tmp_path / ("edge" if rank == 0 else "cloud")) for rank in range(3)}
+    command = arguments("1,2", extra=[*U_SHAPE, "1,1,2", "--ckpt-format", "torch"])
+    saving = {rank: ["--save", folder] for rank, folder in folders.items()}
+    kwargs = {"arguments": [*command, "--save-interval", "2"], "by_rank": saving}
+    whole = succeeded(launch(pool, 3, kwargs))
+    for folder in set(folders.values()):
+        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == "4"
+        tracker.write_text("2")
+    loading = {rank: ["--load", folder] for rank, folder in folders.items()}
+    runs = succeeded(launch(pool, 3, {"arguments": command, "by_rank": loading}))
+    assert losses(runs) == losses(whole)[2:]
+    assert grad_norms(runs) == grad_norms(whole)[2:]
+
+
+def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwargs: Any) -> None:
+    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra), "timeout_s": 60.0, **kwargs})
+    assert_refused(runs, *words)
+    assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["1,1,1,1"], ["--num-layer-list", "4 parts", "3"]),
-        (["1,1,1"], ["3 layers", "--num-layers is 4"]),
-        (["1,2,x"], ["1,2,x"]),
-        (["1,1,2", "--num-virtual-stages-per-pipeline-rank", "2"], ["--num-virtual-stages-per-pipeline-rank"]),
+        pytest.param(["1,1,1,1"], ["--num-layer-list", "4 parts", "3"], id="length"),
+        pytest.param(["1,1,1"], ["3 layers", "--num-layers is 4"], id="sum", marks=pytest.mark.full),
+        pytest.param(["1,2,x"], ["1,2,x"], id="no-number", marks=pytest.mark.full),
+        pytest.param(["1,0,3"], ["1,0,3", "at least 1"], id="stage-without-layers", marks=pytest.mark.full),
+        pytest.param(
+            ["1,1,2", "--num-virtual-stages-per-pipeline-rank", "2"],
+            ["--num-virtual-stages-per-pipeline-rank does not work"],
+            id="interleaved",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(["1,1,2", "--reset-attention-mask"], ["--reset-attention-mask does not work"], id="packed"),
+        pytest.param(["1,1,2", "--sft"], ["--sft does not work"], id="fine-tuning", marks=pytest.mark.full),
+        pytest.param(
+            ["1,1,2", "--full-validation"], ["--full-validation does not"], id="validation", marks=pytest.mark.full
+        ),
+        pytest.param(
+            ["1,1,2", "--pipeline-model-parallel-layout", "Et|t|ttL"],
+            ["give one of them"],
+            id="two-layouts",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["1,1,2", "--vtp-sites", "edge,cloud", "--vtp-site", "moon"],
+            ["--vtp-site moon is none of --vtp-sites edge,cloud"],
+            id="unknown-site",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_refused(pool: Pool, extra: list[str], words: list[str]) -> None:
-    command = arguments("1,2", extra=[*U_SHAPE, *extra])
-    assert_refused(launch(pool, num_ranks("1,2"), {"arguments": command}), *words)
+    _refuse(pool, [*U_SHAPE, *extra], *words)
+
+
+def test_layers_without_the_switch_are_refused(pool: Pool) -> None:
+    _refuse(pool, ["--num-layer-list", "1,1,2"], "--num-layer-list is for --layerwise-disaggregated-training")
+
+
+@pytest.mark.full
+def test_edge_without_a_cloud_is_refused(pool: Pool) -> None:
+    _refuse(pool, [*U_SHAPE, "2,2"], "needs an edge and a cloud", sizes="2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("t|Et|ttL", ["the edge is stage 0", "write E at the start of the first part"]),
+        pytest.param("Et|ttL|t", ["L at the end of the last one"], marks=pytest.mark.full),
+        pytest.param("Et|t|t|tL", ["4 parts"], marks=pytest.mark.full),
+    ],
+)
+def test_layout_without_an_edge_is_refused(pool: Pool, layout: str, words: list[str]) -> None:
+    _refuse(pool, ["--layerwise-disaggregated-training", "--pipeline-model-parallel-layout", layout], *words)
+
+
+def test_cloud_that_got_rank_0_is_refused(pool: Pool) -> None:
+    """A launcher that orders the machines by name may put the cloud first."""
+    sites = {0: ["--vtp-site", "cloud"], 1: ["--vtp-site", "cloud"], 2: ["--vtp-site", "edge"]}
+    words = ["rank 0: stage 0 belongs to site edge, but its rank 0 runs on a machine of site cloud", "--node-rank"]
+    _refuse(pool, [*U_SHAPE, "1,1,2", "--vtp-sites", "edge,cloud"], *words, by_rank=sites)
+
+
+def test_tokenizer_that_fails_on_the_edge_ends_all_ranks(pool: Pool) -> None:
+    _refuse(pool, [*U_SHAPE, "1,1,2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "not-here"], "rank 0: ")
+
+
+def test_folders_that_are_not_shared_are_refused_where_one_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
+    saving = {rank: ["--save", str(tmp_path / ("edge" if rank == 0 else "cloud"))] for rank in range(3)}
+    words = [f"--save {tmp_path / 'cloud'} is not the folder of rank 0", "--ckpt-format torch"]
+    _refuse(pool, [*U_SHAPE, "1,1,2", "--save-interval", "2"], *words, by_rank=saving)

@@ -55,8 +55,11 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
     vtp_plugin.apply(
         vtp_size_list=list(case.sizes),
         vtp_cp_list=case.cp_list or None,
+        vtp_dp_list=case.dp_list or None,
+        dp_mode=case.dp_mode,
         device="cpu",
         transport=case.transport,  # pyright: ignore[reportArgumentType]
+        sites=case.sites or None,
         timeout_s=60.0,
         force=force,
         schedule=case.schedule,
@@ -102,8 +105,12 @@ def model_parallel(case: Case) -> Iterator[None]:
 class Trainer:
     """Model, optimizer and data of this rank."""
 
+    micro_batch_size = MICRO_BATCH
+
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.micro_batch_size *= case.micro_batch_at(self.stage) // MICRO_BATCH
         self.config = _config(case)
         chunks = _chunks(case, self.config)
         if case.load:
@@ -184,8 +191,8 @@ class Trainer:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._pass(step, forward_only=False)
-        self._plant_inf(step)
+        with self._planted_inf(step):
+            losses = self._pass(step, forward_only=False)
         return losses, *self.optimizer.step()
 
     def evaluate(self, step: int) -> list[float]:
@@ -204,9 +211,9 @@ class Trainer:
             forward_step_func=self._forward_step,
             data_iterator=iterators if self.case.num_virtual > 1 else iterators[0],
             model=self.model if self.case.num_virtual > 1 else self.model[0],
-            num_microbatches=self.case.num_microbatches_of(step),
+            num_microbatches=self.case.num_microbatches_at(self.stage, step),
             seq_length=self.case.seq,
-            micro_batch_size=MICRO_BATCH,
+            micro_batch_size=self.micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=forward_only and self.case.collects,
         )
@@ -249,20 +256,31 @@ class Trainer:
 
         return output, loss_function
 
-    def _plant_inf(self, step: int) -> None:
-        """Spoil one element of one gradient of one rank, after the gradients of the replicas were summed."""
+    @contextmanager
+    def _planted_inf(self, step: int) -> Iterator[None]:
+        """Spoil one element of one gradient of one rank, after or before the replicas' gradients are summed."""
         case = self.case
-        if case.inf_at is None:
-            return
-        assert case.dp == 1, "the other replicas would not see it"
         here = (
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
             step,
         )
-        if here == case.inf_at:
-            cut = [p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False)]
-            cut[0].main_grad.view(-1)[0] = torch.inf
+        if here != case.inf_at:
+            yield
+            return
+        parameter = next(p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False))
+        spoil = torch.zeros_like(parameter)
+        spoil.view(-1)[0] = torch.inf
+        if case.inf_cp_rank is None:
+            yield
+            if case.inf_dp_rank in (None, parallel_state.get_data_parallel_rank()):
+                parameter.main_grad += spoil
+        elif parallel_state.get_context_parallel_rank() == case.inf_cp_rank:
+            hook = parameter.register_hook(lambda gradient: gradient + spoil)
+            yield
+            hook.remove()
+        else:
+            yield
 
     @contextmanager
     def _gathered_weights(self) -> Iterator[None]:
@@ -426,17 +444,26 @@ def _reads(chunk: Any) -> bool:
 
 
 def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    num_microbatches = case.num_microbatches_of(step)
-    for microbatch in range(num_microbatches):
-        index = (step * case.dp + dp_rank) * num_microbatches + microbatch
-        generator = torch.Generator().manual_seed(1000 + index)
-        length = case.seq - case.length_step * (index % 3) if case.varying_lengths else case.seq
-        text = torch.randint(0, VOCAB, (MICRO_BATCH, length + 1), generator=generator)
-        mask = torch.ones(MICRO_BATCH, length, dtype=torch.int64)
-        if case.masked:
-            mask = (torch.rand(mask.shape, generator=generator) < (index % 4 + 1) / 5).long()
-            mask[0, 0] = 1
-        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
+    """Yield the microbatches of a replica of this rank's stage, in the order of Megatron's sampler."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    dp, num_parts = case.dp_sizes[stage], case.micro_batch_at(stage) // MICRO_BATCH
+    for microbatch in range(case.num_microbatches_at(stage, step)):
+        first = step * case.batch_of(step) // MICRO_BATCH + (microbatch * dp + dp_rank) * num_parts
+        parts = [_samples(case, first + i) for i in range(num_parts)]
+        yield {key: torch.cat([part[key] for part in parts]) for key in KEYS}
+
+
+def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
+    """Give the samples of one microbatch of the smallest size, by its number in the whole run."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    length = case.seq - case.length_step * (index % 3) if case.varying_lengths else case.seq
+    num_samples = MICRO_BATCH - (case.partial_batches and index % 3 == 2)
+    text = torch.randint(0, VOCAB, (num_samples, length + 1), generator=generator)
+    mask = torch.ones(num_samples, length, dtype=torch.int64)
+    if case.masked:
+        mask = (torch.rand(mask.shape, generator=generator) < (index % 4 + 1) / 5).long()
+        mask[0, 0] = 1
+    return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
 
 
 def _weights(model: list[Any]) -> dict[str, Part]:

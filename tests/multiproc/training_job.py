@@ -30,10 +30,13 @@ import megatron.training.training as training
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets.utils import Split
 from megatron.core.models import backends
 from megatron.training import arguments as megatron_arguments
+from megatron.training import get_args
 
 import vtp_plugin
+from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.training_cases import EXAMPLE, ScriptRun, Step
 from tests.pool_worker import _die_with
@@ -76,6 +79,7 @@ def run_script(
     apply_kwargs: Mapping[str, Any] | None = None,
     script: str = EXAMPLE,
     hooks: Sequence[str] = (),
+    folders: Mapping[int, str] | None = None,
     timeout_s: float = 60.0,
 ) -> ScriptRun:
     """Run the script in a fork of this process and return what came of it.
@@ -89,6 +93,7 @@ def run_script(
         script: the script.
         hooks: names in this module's ``HOOKS``, called before the script starts with the dictionary of facts; what a
             hook returns is called when the script has ended well.
+        folders: working directories of single ranks.
         timeout_s: for the whole run.
     """
     arguments = [*arguments, *(by_rank or {}).get(int(os.environ["RANK"]), ())]
@@ -103,6 +108,7 @@ def run_script(
                 "apply": lambda: _run_with_apply(script, arguments, apply_kwargs or {}),
                 "stock": lambda: _run_stock(script, arguments),
             }[how]
+            os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
         # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.
@@ -244,6 +250,25 @@ def _mask_losses(facts: dict[str, Any]) -> None:
     gpt_dataset.GPTDataset.__getitem__ = masked
 
 
+def _note_samples(facts: dict[str, Any]) -> Callable[[], None]:
+    """Note which training samples this rank reads, and afterwards what it has counted."""
+    original = gpt_dataset.GPTDataset.__getitem__
+    facts["samples"] = []
+
+    def noted(self: Any, index: int | None) -> dict[str, torch.Tensor]:
+        if self.index_split is Split.train:
+            facts["samples"].append(index)
+        return original(self, index)
+
+    gpt_dataset.GPTDataset.__getitem__ = noted
+
+    def after() -> None:
+        args = get_args()
+        facts["consumed"] = args.consumed_train_samples, args.consumed_valid_samples
+
+    return after
+
+
 def _cut_sequences(facts: dict[str, Any]) -> None:
     """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
     backends.DotProductAttention = GatheredAttention
@@ -322,6 +347,32 @@ def _changed(before: Mapping[tuple[str, str], tuple[object, object]]) -> list[st
     return sorted(changed - _DYNAMO)
 
 
+def _note_progress(facts: dict[str, Any]) -> Callable[[], None]:
+    """After the run, note how far this rank thinks it has come, and the learning rate of its last step."""
+    original = training.train_step
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        optimizer = next(arg for arg in args if hasattr(arg, "param_groups"))
+        facts["learning_rates"] = sorted({group["lr"] for group in optimizer.param_groups})
+        return result
+
+    training.train_step = noting
+
+    def after() -> None:
+        arguments = training.get_args()
+        facts["progress"] = (
+            arguments.consumed_train_samples,
+            arguments.consumed_valid_samples,
+            arguments.padded_vocab_size,
+            bool(arguments.do_train),
+            bool(arguments.do_valid),
+            bool(arguments.do_test),
+        )
+
+    return after
+
+
 def _make_up_all_documents(facts: dict[str, Any]) -> None:
     """Have Megatron make up as much data as it does by itself."""
     gpt_dataset.MockGPTLowLevelDataset.size = 100000
@@ -329,9 +380,13 @@ def _make_up_all_documents(facts: dict[str, Any]) -> None:
 
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
+    "note_samples": _note_samples,
     "old_device": _be_an_old_device,
     "context_parallel": _cut_sequences,
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
+    "note_progress": _note_progress,
     "all_documents": _make_up_all_documents,
+    "watch_edge": leak_watch.watch_edge,
+    "plant_leaks": leak_watch.plant_leaks,
 }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state, utils
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
 from tests.multiproc.cases import Case
-from tests.multiproc.train_job import applied, model_parallel
+from tests.multiproc.train_job import Trainer, _bare, applied, model_parallel
 from tests.pool import init_gloo
+from vtp_plugin.errors import ConfigError
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -44,3 +48,74 @@ def batch_of_the_edge() -> dict[str, list[list[float]] | None]:
             is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
         )
         return {key: None if batch[key] is None else batch[key].tolist() for key in KEYS}
+
+
+class Observed(Trainer):
+    """Notes every forward: chunk, the microbatch that its layers were told, batches that were read before."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.forwards: list[tuple[int, int, int]] = []
+
+    def _forward_step(self, iterator: Any, chunk: Any) -> Any:
+        layers = _bare(chunk).decoder.layers
+        assert len({layer.current_microbatch for layer in layers}) == 1
+        self.forwards.append((self.model.index(chunk), layers[0].current_microbatch, self.num_read))
+        return super()._forward_step(iterator, chunk)
+
+
+def forwards(case: Case) -> list[tuple[int, int, int]]:
+    """Train one step; see :class:`Observed`."""
+    init_gloo()
+    with applied(case, force=False), model_parallel(case), closing(Observed(case)) as trainer:
+        trainer.step(0)
+        return trainer.forwards
+
+
+def start(case: Case) -> tuple[tuple[str, ...], list[tuple[str, tuple[int, ...]]]]:
+    """Give the names in torch.distributed that mean something else then, and all calls that make a group."""
+    init_gloo()
+    before = dict(vars(torch.distributed))
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def new_group(ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
+        calls.append((options.get("group_desc") or "", tuple(ranks or ())))
+        return before["new_group"](ranks, *args, **options)
+
+    with applied(case, force=False), pytest.MonkeyPatch.context() as patch:
+        changed = tuple(name for name, value in vars(torch.distributed).items() if before.get(name) is not value)
+        patch.setattr(torch.distributed, "new_group", new_group)
+        with model_parallel(case):
+            return changed, calls
+
+
+def norms(case: Case) -> list[list[float]]:
+    """Give the two-norm and the largest of all gradients of a step, of those of stage 0 and of those of the others."""
+    init_gloo()
+    with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
+        for chunk in trainer.model:
+            chunk.zero_grad_buffer()
+        trainer._pass(0, forward_only=False)
+        optimizer = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0]
+        optimizer.prepare_grads()
+        gradients, group = optimizer.get_grads_for_grad_norm(), optimizer.get_grad_stats_parallel_group()
+        is_edge = parallel_state.get_pipeline_model_parallel_rank() == 0
+        return [
+            [float(get_grad_norm_fp32(some, kind, group)) for kind in (2, torch.inf)]
+            for some in (gradients, gradients if is_edge else [], [] if is_edge else gradients)
+        ]
+
+
+def refused_steps(case: Case, options: dict[str, Any]) -> list[str]:
+    """Try a step with one option of the model's configuration at a time; give the refusals."""
+    init_gloo()
+    lines = []
+    with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
+        for name, value in options.items():
+            before = getattr(trainer.config, name)
+            setattr(trainer.config, name, value)
+            with pytest.raises(ConfigError) as refusal:
+                trainer._pass(0, forward_only=False)
+            setattr(trainer.config, name, before)
+            lines.append(str(refusal.value))
+    return lines

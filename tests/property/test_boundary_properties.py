@@ -417,7 +417,13 @@ def test_sliced_between_equal_sides_joins_rank_to_rank(data: st.DataObject) -> N
 def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
     assume(strategy != "rank0" or exchange.is_for_rank0)
     boundary = PipelineBoundary(
-        upstream=0, downstream=1, dp_rank=0, cp_rank=0, src=exchange.src, dst=exchange.dst, strategy=strategy
+        upstream=0,
+        downstream=1,
+        dp_ranks=((0,), (0,)),
+        cp_rank=0,
+        src=exchange.src,
+        dst=exchange.dst,
+        strategy=strategy,
     )
     back = boundary.crossing(Direction.BACKWARD).plan(
         exchange.shape, src_sharded=exchange.dst_sharded, dst_sharded=exchange.src_sharded

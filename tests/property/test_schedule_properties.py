@@ -11,11 +11,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests import schedule_oracle as oracle
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule import (
     Action,
     Costs,
     Op,
     Placement,
+    UPlan,
+    channels,
     check,
     choose_lookahead,
     interleaved_one_f_one_b,
@@ -39,7 +42,21 @@ quarters = st.integers(0, 24).map(lambda number: number / 4)
 def placements(draw: st.DrawFn) -> Placement:
     num_stages = draw(st.integers(1, 4))
     rest = draw(st.lists(st.integers(0, num_stages - 1), max_size=3))
-    return Placement(stages=tuple(draw(st.permutations([*range(num_stages), *rest]))))
+    stages = tuple(draw(st.permutations([*range(num_stages), *rest])))
+    return Placement(stages=stages, num_replicas=draw(replicas(num_stages)))
+
+
+@st.composite
+def replicas(draw: st.DrawFn, num_stages: int) -> tuple[int, ...]:
+    """Numbers of which any divides any larger one, so that every boundary is possible."""
+    numbers = st.sampled_from(draw(st.sampled_from([(1,), (1, 2), (1, 3), (1, 2, 4)])))
+    return tuple(draw(st.lists(numbers, min_size=num_stages, max_size=num_stages)))
+
+
+def microbatches(draw: st.DrawFn, num_replicas: tuple[int, ...], most: int) -> int:
+    """Draw a number that all replicas can share, `most` or little more."""
+    unit = max(num_replicas)
+    return unit * draw(st.integers(1, math.ceil(most / unit)))
 
 
 @st.composite
@@ -63,7 +80,10 @@ def test_any_order_that_respects_the_needs_can_be_lowered_and_run(data: st.DataO
     placement = data.draw(placements())
     forward_only = data.draw(st.booleans())
     schedule = oracle.random_schedule(
-        placement, data.draw(st.integers(1, 5)), forward_only=forward_only, seed=data.draw(st.integers(0, 10**6))
+        placement,
+        microbatches(data.draw, placement.num_replicas, 5),
+        forward_only=forward_only,
+        seed=data.draw(st.integers(0, 10**6)),
     )
     assert check(schedule) == ()
     lookahead = data.draw(st.integers(1, 6))
@@ -102,34 +122,132 @@ def test_messages_in_one_order_keep_the_bound_on_posted_receives(data: st.DataOb
     assert max(peak_posted(order)[0] for order in lowered.orders) <= lookahead
 
 
+@st.composite
+def replicas_in_a_row(draw: st.DrawFn) -> tuple[int, ...]:
+    return draw(replicas(draw(st.integers(1, 5))))
+
+
+@SETTINGS
+@given(replicas_in_a_row(), st.data())
+def test_one_f_one_b_with_replicas_never_deadlocks_and_keeps_its_limits(
+    num_replicas: tuple[int, ...], data: st.DataObject
+) -> None:
+    num_stages, num_microbatches = len(num_replicas), microbatches(data.draw, num_replicas, 24)
+    in_flight = None
+    if data.draw(st.booleans()):
+        in_flight = tuple(data.draw(st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages)))
+    try:
+        schedule = one_f_one_b(num_stages, num_microbatches, num_replicas=num_replicas, in_flight=in_flight)
+    except ConfigError as error:
+        assert in_flight is not None and "deadlock" in str(error)
+        event("refused")
+        return
+    by_stage = in_flight or [limit_of(num_replicas, stage) for stage in range(num_stages)]
+    workers = oracle.workers(schedule.placement)
+    limits = [min(by_stage[stage], num_microbatches // num_replicas[stage]) for stage, _ in workers]
+    assert check(schedule, limits=limits) == ()
+    assert oracle.peaks(schedule) == tuple(limits)
+    lookahead = data.draw(st.integers(1, 4))
+    lowered = lower(schedule, lookahead=lookahead)
+    assert check(lowered) == ()
+    machine = oracle.Machine(lowered, seed=data.draw(st.integers(0, 10**6)))
+    machine.run()
+    assert max(machine.most_open_at_compute) <= lookahead
+    costs = data.draw(costs_of(schedule.placement))
+    assert simulate(schedule, costs).makespan == oracle.makespan(schedule, costs)
+
+
+def limit_of(num_replicas: tuple[int, ...], stage: int) -> int:
+    """Own microbatch, and the share of what the stages behind may have in flight."""
+    if stage == len(num_replicas) - 1:
+        return 1
+    behind = num_replicas[stage + 1] * limit_of(num_replicas, stage + 1)
+    return 1 + math.ceil(behind / num_replicas[stage])
+
+
+@SETTINGS
+@given(st.data())
+def test_channels_are_the_pairs_that_exchange(data: st.DataObject) -> None:
+    placement = data.draw(placements())
+    crossing = {
+        (oracle.who(placement, v, h), oracle.who(placement, v + 1, h))
+        for v in range(placement.num_vstages - 1)
+        for h in range(4 * max(placement.num_replicas))
+        if placement.stages[v] != placement.stages[v + 1]
+    }
+    pairs = [(placement.place(a), placement.place(b)) for a, b in placement.worker_boundaries]
+    assert set(pairs) == crossing and len(pairs) == len(crossing)
+    assert len(set(channels(placement))) == len(channels(placement)) == 2 * len(pairs)
+    assert [placement.place(worker) for worker in range(placement.num_workers)] == oracle.workers(placement)
+    for worker, (stage, replica) in enumerate(oracle.workers(placement)):
+        assert placement.worker(stage, replica) == worker
+        handled = [h for h in range(24) if oracle.who(placement, placement.stages.index(stage), h) == (stage, replica)]
+        assert [*placement.microbatches(worker, 24)] == handled
+
+
+@SETTINGS
+@given(st.data())
+def test_a_compute_on_another_replica_is_found(data: st.DataObject) -> None:
+    placement = data.draw(placements().filter(lambda p: max(p.num_replicas) > 1))
+    num_microbatches = 2 * max(placement.num_replicas)
+    schedule = oracle.random_schedule(placement, num_microbatches, forward_only=False, seed=0)
+    stage = data.draw(st.sampled_from([s for s, num in enumerate(placement.num_replicas) if num > 1]))
+    orders = [list(order) for order in schedule.orders]
+    taken, given = (placement.worker(stage, replica) for replica in (1, 0))
+    action = orders[taken].pop(data.draw(st.integers(0, len(orders[taken]) - 1)))
+    orders[given].append(action)
+    problems = check(replace(schedule, orders=tuple(map(tuple, orders))))
+    assert f"stage {stage} replica 0: {action} does not belong there" in problems
+    assert f"stage {stage} replica 1: {action} comes 0 times instead of once" in problems
+
+
 @SETTINGS
 @given(st.data())
 def test_a_lost_or_doubled_action_is_found(data: st.DataObject) -> None:
     placement = data.draw(placements())
-    schedule = lower(oracle.random_schedule(placement, 2, forward_only=False, seed=data.draw(st.integers(0, 10**6))))
-    stage = data.draw(st.integers(0, placement.num_stages - 1))
-    order = schedule.orders[stage]
+    num_microbatches = 2 * max(placement.num_replicas)
+    seed = data.draw(st.integers(0, 10**6))
+    schedule = lower(oracle.random_schedule(placement, num_microbatches, forward_only=False, seed=seed))
+    worker = data.draw(st.integers(0, placement.num_workers - 1))
+    order = schedule.orders[worker]
     place = data.draw(st.integers(0, len(order) - 1))
     changed = order[:place] + data.draw(st.sampled_from([(), order[place : place + 1] * 2])) + order[place + 1 :]
-    orders = (*schedule.orders[:stage], changed, *schedule.orders[stage + 1 :])
-    problems = check(type(schedule)(name="", placement=placement, num_microbatches=2, orders=orders))
+    problems = check(replace(schedule, orders=(*schedule.orders[:worker], changed, *schedule.orders[worker + 1 :])))
     assert any(str(order[place]) in problem for problem in problems)
 
 
+UCase = tuple[Placement, int, Costs, tuple[int, ...]]
+
+
 @st.composite
-def u_cases(draw: st.DrawFn) -> tuple[int, int, Costs, tuple[int, ...]]:
+def u_cases(draw: st.DrawFn) -> UCase:
     num_stages = draw(st.integers(2, 5))
-    num_microbatches = draw(st.integers(1, 10))
-    limits = draw(st.lists(st.integers(1, 12), min_size=num_stages, max_size=num_stages))
-    return num_stages, num_microbatches, draw(costs_of(u_placement(num_stages))), tuple(limits)
+    placement = u_placement(num_stages, num_replicas=draw(replicas(num_stages)))
+    limits = draw(st.lists(st.integers(1, 12), min_size=placement.num_workers, max_size=placement.num_workers))
+    num_microbatches = microbatches(draw, placement.num_replicas, 10)
+    return placement, num_microbatches, draw(costs_of(placement)), tuple(limits)
+
+
+def plan_of(case: UCase, *, forward_only: bool = False) -> UPlan:
+    placement, num_microbatches, costs, limits = case
+    return plan_u_shape(
+        placement.num_stages,
+        num_microbatches,
+        costs,
+        num_replicas=placement.num_replicas,
+        limits=limits,
+        forward_only=forward_only,
+    )
 
 
 @SETTINGS
 @given(u_cases(), st.booleans())
-def test_u_shape_keeps_its_promises(case: tuple[int, int, Costs, tuple[int, ...]], forward_only: bool) -> None:
-    num_stages, num_microbatches, costs, limits = case
-    plan = plan_u_shape(num_stages, num_microbatches, costs, limits=limits, forward_only=forward_only)
+def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
+    placement, num_microbatches, costs, limits = case
+    num_stages = placement.num_stages
+    plan = plan_of(case, forward_only=forward_only)
     event(plan.candidate.split(",")[0])
+    event("replicas" if max(placement.num_replicas) > 1 else "no replicas")
     wanted = Counter(
         Action(op=op, vstage=vstage, microbatch=microbatch)
         for op in ((Op.F,) if forward_only else (Op.F, Op.B))
@@ -141,11 +259,10 @@ def test_u_shape_keeps_its_promises(case: tuple[int, int, Costs, tuple[int, ...]
     assert plan.makespan == oracle.makespan(plan.schedule, costs)
     assert plan.in_flight == oracle.peaks(plan.schedule)
     assert all(peak <= limit for peak, limit in zip(plan.in_flight, limits, strict=True))
-    chain = make_chain(u_placement(num_stages), costs, forward_only=forward_only)
+    chain = make_chain(placement, costs, forward_only=forward_only)
     assert plan.lower_bound == lower_bound(chain, num_microbatches, limits) <= plan.makespan
-    again = plan_u_shape(num_stages, num_microbatches, costs, limits=limits, forward_only=forward_only)
-    assert again == plan
-    if not forward_only:
+    assert plan_of(case, forward_only=forward_only) == plan
+    if not forward_only and max(placement.num_replicas) == 1:
         reference = reference_u_shape(num_stages, num_microbatches)
         fits = all(peak <= limit for peak, limit in zip(oracle.peaks(reference), limits, strict=True))
         assert (plan.reference_makespan is not None) == fits
@@ -155,20 +272,22 @@ def test_u_shape_keeps_its_promises(case: tuple[int, int, Costs, tuple[int, ...]
 
 @SETTINGS
 @given(u_cases(), st.data())
-def test_search_and_simulator_agree_on_bandwidth(
-    case: tuple[int, int, Costs, tuple[int, ...]], data: st.DataObject
-) -> None:
+def test_search_and_simulator_agree_on_bandwidth(case: UCase, data: st.DataObject) -> None:
     """Two implementations: the search's inner loop, and the walk through lowered lists."""
-    num_stages, num_microbatches, costs, limits = case
+    placement, num_microbatches, costs, limits = case
+    num_stages = placement.num_stages
     sizes = data.draw(st.lists(st.integers(0, 12), min_size=num_stages, max_size=num_stages))
     costs = replace(costs, message_bytes=tuple(sizes), bandwidth=(4.0,) * num_stages)
-    plan = plan_u_shape(num_stages, num_microbatches, costs, limits=limits)
+    plan = plan_of((placement, num_microbatches, costs, limits))
     timeline = simulate(plan.schedule, costs)
     assert plan.lower_bound <= plan.makespan == timeline.makespan
     assert plan.in_flight == timeline.in_flight
     for channel, total in timeline.bytes_by_channel:
         flights = [flight for flight in timeline.flights if flight.channel == channel]
-        assert total == num_microbatches * sizes[channel.upstream]
+        # A pair of workers carries every max-th microbatch; in the U, a link has the number of its upstream stage.
+        (upstream, _), (downstream, _) = (oracle.workers(placement)[w] for w in (channel.upstream, channel.downstream))
+        num_pairs = max(placement.num_replicas[upstream], placement.num_replicas[downstream])
+        assert total == num_microbatches // num_pairs * sizes[upstream]
         assert all(first.end <= second.end for first, second in itertools.pairwise(flights))
 
 
@@ -178,7 +297,10 @@ def test_lower_bound_is_below_every_order(data: st.DataObject) -> None:
     placement = data.draw(placements())
     costs, forward_only = data.draw(costs_of(placement)), data.draw(st.booleans())
     schedule = oracle.random_schedule(
-        placement, data.draw(st.integers(1, 5)), forward_only=forward_only, seed=data.draw(st.integers(0, 10**6))
+        placement,
+        microbatches(data.draw, placement.num_replicas, 5),
+        forward_only=forward_only,
+        seed=data.draw(st.integers(0, 10**6)),
     )
     chain = make_chain(placement, costs, forward_only=forward_only)
     bound = lower_bound(chain, schedule.num_microbatches, oracle.peaks(schedule))
@@ -187,9 +309,9 @@ def test_lower_bound_is_below_every_order(data: st.DataObject) -> None:
 
 @settings(SETTINGS, max_examples=15)
 @given(u_cases())
-def test_lookahead_costs_no_time(case: tuple[int, int, Costs, tuple[int, ...]]) -> None:
-    num_stages, num_microbatches, costs, limits = case
-    schedule = plan_u_shape(num_stages, num_microbatches, costs, limits=limits).schedule
+def test_lookahead_costs_no_time(case: UCase) -> None:
+    _, _, costs, _ = case
+    schedule = plan_of(case).schedule
     lookahead = choose_lookahead(schedule, costs)
     times = [simulate(lower(schedule, lookahead=n), costs, mode="rendezvous").makespan for n in (lookahead, 10**6)]
     assert times[0] == times[1] >= simulate(schedule, costs).makespan

@@ -45,6 +45,7 @@ from vtp_plugin.boundary.pipeline import (
 )
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
+from vtp_plugin.layout.replicas import DpMode
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))
@@ -574,7 +575,7 @@ class TestPipelineBoundaries:
     def test_both_directions_of_a_ring_with_replicas(self) -> None:
         layout = PipelineLayout.from_sizes((1, 2), world_size=6)
         boundaries = pipeline_boundaries(layout, is_ring=True)
-        assert [(b.upstream, b.downstream, b.dp_rank, b.src.ranks, b.dst.ranks) for b in boundaries] == [
+        assert [(b.upstream, b.downstream, b.dp_ranks[0][0], b.src.ranks, b.dst.ranks) for b in boundaries] == [
             (0, 1, 0, (0,), (2, 3)),
             (0, 1, 1, (1,), (4, 5)),
             (1, 0, 0, (2, 3), (0,)),
@@ -607,7 +608,7 @@ class TestPipelineBoundaries:
         boundary = PipelineBoundary(
             upstream=0,
             downstream=1,
-            dp_rank=0,
+            dp_ranks=((0,), (0,)),
             cp_rank=0,
             src=Side(ranks_by_cp=((0,),)),
             dst=Side(ranks_by_cp=((1, 2), (3, 4))),
@@ -651,8 +652,65 @@ class TestTransportRules:
             ("replica dp 1 cp 0", ((6,),), ((10,),)),
             ("replica dp 1 cp 1", ((7,),), ((11,),)),
         ]
-        with pytest.raises(ConfigError, match="boundary 0->1 joins data-parallel sizes 1 and 2; use equal sizes"):
-            pipeline_boundaries(PipelineLayout((StageGrid(1), StageGrid(1, dp=2))), is_ring=False)
+        with pytest.raises(ConfigError, match="0->1 joins data-parallel sizes 2 and 3, and 3 / 2 is not whole"):
+            pipeline_boundaries(PipelineLayout((StageGrid(1, dp=2), StageGrid(1, dp=3))), is_ring=False)
+
+    @pytest.mark.parametrize(
+        ("mode", "expected"),
+        [
+            (
+                DpMode.MULTIPLEX,
+                [
+                    ("boundary 0->1, replica dp 0 cp 0, forward", ((0,),), ((2, 3),)),
+                    ("boundary 0->1, replica dp 1 cp 0, forward", ((1,),), ((4, 5),)),
+                    ("boundary 0->1, replica dp 0->2 cp 0, forward", ((0,),), ((6, 7),)),
+                    ("boundary 0->1, replica dp 1->3 cp 0, forward", ((1,),), ((8, 9),)),
+                ],
+            ),
+            (
+                DpMode.SPLIT,
+                [
+                    ("boundary 0->1, forward", ((0,),), ((2, 3), (4, 5))),
+                    ("boundary 0->1, forward", ((1,),), ((6, 7), (8, 9))),
+                ],
+            ),
+        ],
+    )
+    def test_unequal_data_parallelism(
+        self, mode: DpMode, expected: list[tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
+    ) -> None:
+        layout = PipelineLayout((StageGrid(1, dp=2), StageGrid(2, dp=4), StageGrid(2, dp=4)))
+        boundaries = pipeline_boundaries(layout, is_ring=False, dp_mode=mode)
+        first = [b for b in boundaries if b.upstream == 0]
+        found = [(b.name(Direction.FORWARD), b.src.ranks_by_cp, b.dst.ranks_by_cp) for b in first]
+        assert found == expected
+        # Between equal stages nothing mixes in either mode.
+        assert [(b.src.ranks, b.dst.ranks) for b in boundaries if b.upstream == 1] == [
+            (ranks, tuple(rank + 8 for rank in ranks)) for ranks in ((2, 3), (4, 5), (6, 7), (8, 9))
+        ]
+
+    @pytest.mark.parametrize("strategy", ["rank0", "sliced"])
+    @pytest.mark.parametrize("is_sharded", [False, True])
+    def test_split_batch_goes_to_the_replicas_and_comes_back(self, strategy: str, is_sharded: bool) -> None:
+        layout = PipelineLayout((StageGrid(1), StageGrid(2, dp=2)))
+        rules = TransportRules(transport=strategy)
+        (boundary,) = pipeline_boundaries(layout, is_ring=False, rules=rules, dp_mode=DpMode.SPLIT)
+        forward = boundary.crossing(Direction.FORWARD).plan((4, 6, 3), dst_sharded=is_sharded)
+        rows = [((0, 2), (2, 4)), ((0, 4), (0, 4))][not is_sharded]
+        assert [forward.dst.boxes_of(rank) for rank in (1, 2, 3, 4)] == [
+            ((rows[tp_rank], batch, (0, 3)),) for batch in ((0, 3), (3, 6)) for tp_rank in (0, 1)
+        ]
+        back = boundary.crossing(Direction.BACKWARD).plan((4, 6, 3), src_sharded=is_sharded)
+        assert check(forward) == check(back) == ()
+        assert back == reversed_plan(forward)
+        links = {"rank0": [(0, 1), (0, 3)], "sliced": [(0, 1), (0, 2), (0, 3), (0, 4)]}[strategy]
+        assert [(t.src, t.dst) for t in forward.transfers] == links
+        assert sorted((t.dst, t.src) for t in back.transfers) == links
+        header = boundary.crossing(Direction.FORWARD).plan_header(4)
+        assert check(header) == ()
+        side = boundary.dst
+        assert side.local_shape((4, 6, 3), is_sharded=is_sharded) == (2 if is_sharded else 4, 3, 3)
+        assert side.whole_shape(side.local_shape((4, 6, 3), is_sharded=is_sharded), is_sharded=is_sharded) == (4, 6, 3)
 
     @pytest.mark.parametrize(
         ("upstream", "downstream", "expected"),

@@ -90,6 +90,18 @@ def test_plan_joins_the_replicas_where_context_parallelism_differs(tmp_path: Pat
     assert output.count(" -> ") == 4
 
 
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ("multiplex", "boundary 0->1, replica dp 0->1 cp 0, forward: sliced"),
+        ("split", "boundary 0->1, forward, replica dp 0->0+1 cp 0: sliced"),
+    ],
+)
+def test_plan_joins_stages_of_different_data_parallel_sizes(tmp_path: Path, mode: str, line: str) -> None:
+    output = output_of("plan", "--vtp-size-list", "1,2", "--vtp-dp-list", "1,2", "--vtp-dp-mode", mode, cwd=tmp_path)
+    assert line in output and "world size 5" in output
+
+
 def test_plan_takes_the_leaders_between_sites(tmp_path: Path) -> None:
     output = output_of("plan", "--vtp-size-list", "1,2,2", "--vtp-sites", "edge,cloud,cloud", cwd=tmp_path)
     assert output.splitlines()[-6:] == [
@@ -145,6 +157,22 @@ def test_simulate_takes_times_in_units_of_the_edge(tmp_path: Path, flags: tuple[
     assert f"step {step}, " in output and "U-shaped" not in output
 
 
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("multiplex", [["0", "3", "3"], ["1", "replica", "0", "1", "1"], ["1", "replica", "1", "1", "1"]]),
+        ("split", [["0", "2", "2"], ["1", "1", "1"]]),
+    ],
+)
+def test_simulate_knows_replicas(tmp_path: Path, mode: str, rows: list[list[str]]) -> None:
+    """Sizes 2 and 4: two copies, each with two replicas of stage 1 that run a microbatch in the time of stage 0."""
+    flags = ("--schedule", "1f1b", "--num-stages", "2", "--num-microbatches", "4", "--vtp-dp-list", "2,4")
+    lines = output_of("simulate", *flags, "--vtp-dp-mode", mode, cwd=tmp_path).splitlines()
+    # In both modes stage 0 works 4 * 3, and waits 1 for its first gradient.
+    assert lines[len(rows)] == "step 13, bubble 7.7 %"
+    assert [line.split() for line in lines[-len(rows) :]] == rows
+
+
 def test_simulate_writes_a_picture_or_a_trace(tmp_path: Path) -> None:
     assert output_of("simulate", *U, "--output", "step.svg", cwd=tmp_path) == "wrote step.svg\n"
     timeline = simulate(plan_u_shape(3, 8, u_costs(3)).schedule, u_costs(3))
@@ -180,6 +208,13 @@ def test_simulate_writes_a_picture_or_a_trace(tmp_path: Path) -> None:
         (("simulate", *U, "--num-stages", "1"), "a U-shaped pipeline of 1 stage"),
         (("simulate", *U, "--num-stages", "-1"), "a U-shaped pipeline of -1 stage"),
         (("simulate", *U, "--latency", "-1"), "latency (-1.0, 0.0, -1.0): every entry must be finite and not negative"),
+        (("simulate", *U, "--vtp-dp-list", "1,2"), "--vtp-dp-list 1,2 has 2 entries: 3 stages need one each"),
+        (("simulate", *U, "--vtp-dp-list", "1,3,3"), "8 microbatches for 3 replicas of stage 1: 8 mod 3 = 2 must be 0"),
+        (("simulate", *U, "--vtp-dp-list", "1,3,3", "--vtp-dp-mode", "split"), "3 at once run as one, and 8 mod 3 = 2"),
+        (
+            ("simulate", *U, "--schedule", "interleaved", "--vtp-dp-list", "1,2,2"),
+            "stages of unequal data parallelism have one chunk",
+        ),
         (("simulate", *U, "--output", "x.png"), "--output x.png: the name must end in .svg (picture) or .json (trace)"),
         (("simulate", *U, "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
         (("doctor", "--device", "tpu"), "device 'tpu' is unknown; use one of auto, cuda, npu, cpu"),

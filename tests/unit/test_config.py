@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.config import VtpConfig, choose_cp_sizes, merge, parse_cp_list, parse_size_list
+from vtp_plugin.config import VtpConfig, choose_cp_sizes, merge, parse_cp_list, parse_dp_list, parse_size_list
 from vtp_plugin.errors import ConfigError
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
@@ -116,5 +116,29 @@ def test_cp_list() -> None:
     ],
 )
 def test_bad_cp_list(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_dp_list() -> None:
+    assert parse_dp_list("1,2") == parse_dp_list([1, 2]) == (1, 2)
+    assert parse_dp_list(None) is None
+    config = VtpConfig(size_list=(1, 4), dp_list=(1, 2))
+    assert config.has_unequal_dp and config.has_planned_schedule
+    equal = VtpConfig(size_list=(1, 4), dp_list=(2, 2), dp_mode="split")
+    assert not equal.has_unequal_dp and not equal.has_planned_schedule
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parse_dp_list("1,x"), "vtp_dp_list '1,x' has the entry 'x', .* one data-parallel size per"),
+        (lambda: VtpConfig(size_list=(1, 4), dp_list=(1,)), "vtp_dp_list 1 has 1 entries, .* one data-parallel size"),
+        (lambda: VtpConfig(size_list="auto", dp_list=(1, 2)), "vtp_dp_list 1,2 needs a list of stages"),
+        (lambda: VtpConfig(dp_list=(1, 2), data_parallel_size=2), "data-parallel size 2 and vtp_dp_list 1,2 say the"),
+        (lambda: VtpConfig(dp_mode="both"), "dp mode 'both' is unknown; use one of multiplex, split"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_dp_list(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -14,6 +14,7 @@ from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+from vtp_plugin.layout.replicas import DpMode
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX_WIDTH, BOX_HEIGHT = 116, 42
@@ -236,6 +237,18 @@ def test_a_context_parallel_size_per_stage() -> None:
     assert len(list(elements(root, "rect", "frame"))) == 4, "stage 1 alone has a second row"
     assert "--vtp-size-list 2,1,1 --vtp-cp-list 1,2,1" in svg and "stage 1 - tp 1, cp 2" in svg
     assert svg.count('class="transfer"') == 6, "two ranks to two, then two to one"
+
+
+@pytest.mark.parametrize("mode", DpMode)
+def test_a_data_parallel_size_per_stage(mode: DpMode) -> None:
+    layout = PipelineLayout.from_sizes((1, 2), world_size=5, dp=(1, 2))
+    svg = draw_pipeline(layout, dp_mode=mode)
+    root = ET.fromstring(svg)
+    assert sorted(boxes(root)) == list(range(5))
+    assert len(list(elements(root, "rect", "frame"))) == 3, "stage 1 alone has a second row"
+    assert f"--vtp-dp-list 1,2 --vtp-dp-mode {mode}" in svg and "stage 1 - tp 2, dp 2" in svg
+    titles = {path.findtext(SVG + "title") for path in elements(root, "path", "transfer")}
+    assert titles == {f"rank 0 to rank {rank}" for rank in (1, 2, 3, 4)}
 
 
 def test_legend_names_what_is_drawn() -> None:

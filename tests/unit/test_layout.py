@@ -251,6 +251,31 @@ def test_sizes_that_do_not_fit_are_refused(sizes: list[int], world_size: int, cp
     assert "\n" not in str(caught.value)
 
 
+def test_data_parallel_sizes_of_stages() -> None:
+    layout = PipelineLayout.from_sizes([1, 2], world_size=5, dp=[1, 2])
+    assert layout.stages == (StageGrid(1), StageGrid(2, dp=2))
+    assert layout.dp_sizes == (1, 2) and not layout.has_replicas and not layout.is_uniform
+    assert [layout.uniform_world_size(rank) for rank in range(5)] == [2, 8, 8, 8, 8]
+    assert PipelineLayout.from_sizes([1, 2], world_size=6, dp=[2, 2]) == PipelineLayout.from_sizes([1, 2], world_size=6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dp", "message"),
+    [
+        (
+            6,
+            [1, 2],
+            r"tp \* cp \* dp over the stages is 1 \* 1 \* 1 \+ 2 \* 1 \* 2 = 5 ranks, the world size is 6: start 5",
+        ),
+        (5, [1, 2, 2], "3 data-parallel sizes 1,2,2 meet 2 stages of tp sizes 1,2: give one size per stage"),
+        (5, [1, 0], "the data-parallel size of stage 1 must be a positive integer, got 0"),
+    ],
+)
+def test_data_parallel_sizes_that_do_not_fit_are_refused(world_size: int, dp: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PipelineLayout.from_sizes([1, 2], world_size=world_size, dp=dp)
+
+
 def test_expert_sizes_that_do_not_fit_are_refused() -> None:
     layout = PipelineLayout.from_sizes([1, 2], world_size=9)
     with pytest.raises(ConfigError, match="divides 3"):

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,17 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.import_rules import ROOT
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options import (
     CONFIG_RULES,
     RULES,
     OptionContext,
     OptionRule,
     Verdict,
+    check_batches,
     check_config,
     check_options,
     check_sizes,
     format_markdown,
     format_table,
+    own_batches,
 )
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
@@ -74,9 +79,10 @@ def command_line(parser: argparse.ArgumentParser, rule: OptionRule) -> list[str]
 
 
 def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
-    """The same run on the platform that the rule is about."""
+    """The same run on the platform, and with the data-parallel sizes, that the rule is about."""
     on_cpu = "on the cpu platform" in rule.option
-    return OptionContext(tp_sizes=context.tp_sizes, forced=context.forced, device="cpu" if on_cpu else "cuda")
+    has_unequal_dp = rule.verdict is Verdict.REFUSED_UNEQUAL_DP and not context.is_uniform
+    return replace(context, device="cpu" if on_cpu else "cuda", dp_sizes=(1, 2) if has_unequal_dp else ())
 
 
 def lines_of(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
@@ -89,7 +95,7 @@ def test_refused_option_gives_one_line_with_a_way_out(parser: argparse.ArgumentP
     (line,) = lines_of(rule, check_options(args, context_of(rule, UNEQUAL)))
     assert "\n" not in line
     value, reason, way_out = line.split("; ")
-    assert value.endswith(" with --vtp-size-list 1,4")
+    assert value.endswith(f" with {context_of(rule, UNEQUAL).size_list}")
     assert reason == rule.reason
     assert way_out == rule.way_out != ""
 
@@ -172,6 +178,36 @@ def test_switches_of_the_configuration(name: str) -> None:
     (line,) = check_config(SimpleNamespace(**{name: True}), UNEQUAL)
     assert line.startswith(f"config.{name} with --vtp-size-list 1,4; ")
     assert check_config(SimpleNamespace(**{name: True}), FORCED) == ()
+
+
+def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
+    rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
+    args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 4
+    assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
+    assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
+
+
+def test_batches_of_all_stages() -> None:
+    replicas = ReplicaMap(dp_sizes=(1, 2))
+    good = {"micro_batch_size": 2, "global_batch_size": 8, "rampup_batch_size": ["4", "4", "64"]}
+    check_batches(SimpleNamespace(**good), replicas)
+    for change, flag in (
+        ({"global_batch_size": 6}, "--global-batch-size 6"),
+        ({"rampup_batch_size": ["4", "2", "64"]}, "--rampup-batch-size 2"),
+        ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6"),
+        ({"eval_micro_batch_size": 3}, "--eval-global-batch-size 8"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} cannot be shared"):
+            check_batches(SimpleNamespace(**{**good, **change}), replicas)
+
+
+@pytest.mark.parametrize(("mode", "own"), [(DpMode.MULTIPLEX, (2, 3)), (DpMode.SPLIT, (4, 6))])
+def test_own_batches_of_the_narrow_stage(mode: DpMode, own: tuple[int, int]) -> None:
+    args = SimpleNamespace(micro_batch_size=2, eval_micro_batch_size=3, global_batch_size=12)
+    replicas = ReplicaMap(dp_sizes=(1, 2), mode=mode)
+    assert own_batches(args, replicas, 0) == {"micro_batch_size": own[0], "eval_micro_batch_size": own[1]}
+    assert own_batches(args, replicas, 1) == {"micro_batch_size": 2, "eval_micro_batch_size": 3}
 
 
 def test_rows_are_complete_and_distinct() -> None:

@@ -30,7 +30,7 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
     start; each rank of `plan.dst` gets every element of its boxes exactly once, counting the finish, and no other
     element; the members of the finish bring what it takes (each its even cut of the rows to an all-gather, only the
     root anything to a broadcast or scatter); a pair of ranks has at most one transfer; no link carries more than the
-    strategy promises (rank0: one transfer between the leaders; sliced: each rank an even share). Problems are one line
+    strategy promises (rank0: one transfer between two leaders; sliced: each rank an even share). Problems are one line
     each, in a fixed order. When ranks or boxes are malformed only that is reported, because nothing else can be worked
     out.
 
@@ -182,7 +182,12 @@ def _pair_problems(plan: BoundaryPlan) -> Iterator[str]:
 def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
     """Yield what the strategy promises and the plan does not keep."""
     if plan.strategy == "rank0":
-        leaders = [(plan.src.ranks[0], plan.dst.ranks[0])]
+        leaders = [
+            (source[0], wanting[0])
+            for wanting in plan.dst.columns
+            for source in plan.src.columns
+            if intersect(plan.src.column_box(source[0]), plan.dst.column_box(wanting[0]))
+        ]
         links = [(transfer.src, transfer.dst) for transfer in plan.transfers]
         if links != leaders:
             yield f"strategy rank0 has transfers on the links {links}, not on {leaders}"

@@ -9,6 +9,7 @@ from itertools import accumulate
 from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, TransportRules, pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import DpMode
 
 # Lengths in pixels. A frame holds the boxes of one stage in one replica.
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 116, 42, 10
@@ -121,7 +122,13 @@ class _Picture:
         return left, self.frame_top(row) + _FRAME_PAD + place.tp_rank * (_BOX_HEIGHT + _BOX_GAP)
 
 
-def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: TransportRules | None = None) -> str:
+def draw_pipeline(
+    layout: PipelineLayout,
+    *,
+    is_ring: bool = False,
+    rules: TransportRules | None = None,
+    dp_mode: DpMode = DpMode.MULTIPLEX,
+) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
     Replicas are stacked; of more than four only those of the first dp rank are drawn, with the number of all, or the
@@ -131,6 +138,7 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: Trans
         layout: Who is where.
         is_ring: Virtual stages let the last stage send to the first.
         rules: How boundaries are crossed; default is the automatic choice inside one site.
+        dp_mode: How stages of different data-parallel sizes work together.
 
     Returns:
         An SVG document: ASCII, no scripts, nothing loaded from elsewhere, a transparent background. Transfers are paths
@@ -138,18 +146,21 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: Trans
         `member`. The same arguments always give the same text.
 
     Raises:
-        ConfigError: The stages have different dp sizes, or the rules do not fit a boundary.
+        ConfigError: The dp sizes cannot be joined, or the rules do not fit a boundary.
 
     >>> svg = draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=3))
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
     (2, 1)
     """
-    picture = _arrange(layout, is_ring=is_ring, rules=rules)
+    picture = _arrange(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
     what = "tensor-parallel size"
     title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
     if len(set(layout.cp_sizes)) > 1:
         what = "parallel sizes"
         title += f" --vtp-cp-list {','.join(str(size) for size in layout.cp_sizes)}"
+    if len(set(layout.dp_sizes)) > 1:
+        what = "parallel sizes"
+        title += f" --vtp-dp-list {','.join(str(size) for size in layout.dp_sizes)} --vtp-dp-mode {dp_mode}"
     subtitle = _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
     body = [_text(_MARGIN, _MARGIN + 8, title, "title"), _text(_MARGIN, _MARGIN + 27, subtitle)]
     body += [*_headers(picture), *_rows(picture)]
@@ -175,14 +186,14 @@ def draw_pipeline(layout: PipelineLayout, *, is_ring: bool = False, rules: Trans
     return "\n".join(lines) + "\n"
 
 
-def _arrange(layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None) -> _Picture:
+def _arrange(layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None, dp_mode: DpMode) -> _Picture:
     replicas = layout.replicas
     if len(replicas) > _MAX_REPLICAS_DRAWN:
         replicas = replicas[:1] if layout.has_replicas else replicas[: max(layout.cp_sizes)]
     crossings = tuple(
         _Crossing(boundary=boundary, plan=boundary.crossing(Direction.FORWARD).probe)
-        for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
-        if (boundary.dp_rank, boundary.cp_rank or 0) in replicas
+        for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
+        if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
     )
     receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_finish}
     brackets = tuple(_BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
@@ -211,6 +222,7 @@ def _headers(picture: _Picture) -> Iterable[str]:
     for stage, grid in enumerate(picture.layout.stages):
         middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
         size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
+        size += f", dp {grid.dp}" if len(set(picture.layout.dp_sizes)) > 1 else ""
         yield _text(middle, _MARGIN + _HEADER_HEIGHT - 12, f"stage {stage} - {size}", "stage")
 
 
@@ -233,7 +245,7 @@ def _rows(picture: _Picture) -> Iterable[str]:
 
 
 def _row_label(picture: _Picture, dp_rank: int, cp_rank: int) -> str:
-    num_dp, num_cp = picture.layout.stages[0].dp, max(picture.layout.cp_sizes)
+    num_dp, num_cp = max(picture.layout.dp_sizes), max(picture.layout.cp_sizes)
     label = f"replica dp {dp_rank}" + (f", cp {cp_rank}" if num_cp > 1 else "")
     hidden = len(picture.layout.replicas) - len(picture.replicas)
     sizes = f"x dp {num_dp}" + (f" x cp {num_cp}" if num_cp > 1 else "")

@@ -125,13 +125,13 @@ class BoundaryPlan:
     def sent_from(self, rank: int) -> Holding:
         """Return the memory that the transfers of a source rank read: its own part, or what it gathered."""
         if self.start.kind is CollectiveKind.GATHER and rank in {group[0] for group in self.start.groups}:
-            return Holding(rank=rank, boxes=(whole_box(self.src.shape),))
+            return Holding(rank=rank, boxes=(self.src.column_box(rank),))
         return Holding(rank=rank, boxes=self.src.boxes_of(rank))
 
     def lands_in(self, rank: int) -> Holding:
         """Return the memory that the transfers to a destination rank fill: its own part, or what it will scatter."""
         if self.finish.kind is CollectiveKind.SCATTER and rank in {group[0] for group in self.finish.groups}:
-            return Holding(rank=rank, boxes=(whole_box(self.dst.shape),))
+            return Holding(rank=rank, boxes=(self.dst.column_box(rank),))
         return Holding(rank=rank, boxes=self.dst.boxes_of(rank))
 
     def describe(self) -> str:
@@ -154,7 +154,9 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
 
     Only one link is used, whatever the sizes of the stages. Each side is replicated, or sharded with one box for every
-    rank: a sharded source is gathered at its leader first, a sharded destination is scattered from its leader.
+    rank: a sharded source is gathered at its leader first, a sharded destination is scattered from its leader. Where a
+    side consists of replicas with different samples (:attr:`~vtp_plugin.boundary.spread.Spread.columns`), each of them
+    has its leader, and there is a link between every two leaders that have samples in common.
 
     Raises:
         ConfigError: A rank holds none or several boxes, as under context parallelism.
@@ -167,16 +169,44 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     """
     _assert_same_shape(src, dst)
     for spread in (src, dst):
-        if not spread.is_replicated and (len(spread.copies) < len(spread.ranks) or not _has_one_box_each(spread)):
+        if not _is_for_leaders(spread):
             raise ConfigError(
                 f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {spread.ranks} hold "
                 "several or none (unequal context parallelism): use --vtp-transport sliced there"
             )
-    transfer = Transfer(src=src.ranks[0], dst=dst.ranks[0], boxes=(whole_box(src.shape),))
-    start = NO_COLLECTIVE if src.is_replicated else Collective(kind=CollectiveKind.GATHER, groups=(src.ranks,))
-    spreading = CollectiveKind.BROADCAST if dst.is_replicated else CollectiveKind.SCATTER
-    finish = Collective(kind=spreading, groups=(dst.ranks,)) if len(dst.ranks) > 1 else NO_COLLECTIVE
-    return BoundaryPlan(src=src, dst=dst, start=start, transfers=(transfer,), finish=finish, strategy="rank0")
+    transfers = [
+        Transfer(src=source[0], dst=wanting[0], boxes=(box,))
+        for wanting in dst.columns
+        for source in src.columns
+        if (box := intersect(src.column_box(source[0]), dst.column_box(wanting[0])))
+    ]
+    spreading = CollectiveKind.SCATTER if _is_in_slices(dst) else CollectiveKind.BROADCAST
+    return BoundaryPlan(
+        src=src,
+        dst=dst,
+        start=_inside(CollectiveKind.GATHER, src) if _is_in_slices(src) else NO_COLLECTIVE,
+        transfers=tuple(transfers),
+        finish=_inside(spreading, dst),
+        strategy="rank0",
+    )
+
+
+def _is_for_leaders(spread: Spread) -> bool:
+    """Whether each rank has one box, and those of a column are copies of all its rows, or slices of them."""
+    has_one_box_each = all(len(holding.boxes) == 1 for holding in spread.holdings)
+    num_boxes = len({holding.boxes for holding in spread.holdings})
+    return has_one_box_each and num_boxes in (len(spread.columns), len(spread.ranks))
+
+
+def _is_in_slices(spread: Spread) -> bool:
+    leader = spread.ranks[0]
+    return spread.boxes_of(leader) != (spread.column_box(leader),)
+
+
+def _inside(kind: CollectiveKind, spread: Spread) -> Collective:
+    """Give the collective inside the columns of a spread."""
+    groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
+    return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
 
 
 def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
@@ -233,7 +263,7 @@ def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
 def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
     """Plan how a small vector gets to every destination rank of `plan`, over links that `plan` uses.
 
-    Where the plan broadcasts or scatters from a leader, the vector is broadcast as well; elsewhere every destination
+    Where the plan broadcasts or scatters from leaders, the vector is broadcast as well; elsewhere every destination
     has it from the first rank that sends it anything, so `plan` must send something to each.
 
     >>> from vtp_plugin.boundary.spread import replicated
@@ -243,13 +273,12 @@ def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
     1 -> 4 [0:3]
     """
     src, dst = (replicated((length,), spread.ranks) for spread in (plan.src, plan.dst))
-    if plan.strategy == "rank0":
-        return plan_rank0(src, dst)
-    sources = [(plan.receives_of(rank)[0].src, rank) for rank in dst.ranks]
+    has_leaders = plan.strategy == "rank0"
+    receivers = [ranks[0] for ranks in plan.dst.columns] if has_leaders else dst.ranks
+    sources = [(plan.receives_of(rank)[0].src, rank) for rank in receivers]
     transfers = tuple(Transfer(src=source, dst=rank, boxes=(whole_box((length,)),)) for source, rank in sources)
-    return BoundaryPlan(
-        src=src, dst=dst, start=NO_COLLECTIVE, transfers=transfers, finish=NO_COLLECTIVE, strategy="header"
-    )
+    finish = _inside(CollectiveKind.BROADCAST, plan.dst) if has_leaders else NO_COLLECTIVE
+    return BoundaryPlan(src=src, dst=dst, start=NO_COLLECTIVE, transfers=transfers, finish=finish, strategy="header")
 
 
 STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "sliced": plan_sliced})
@@ -294,10 +323,6 @@ def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
             return (slice(first.start + base, first.stop + base), *rest)
         base += held[0][1] - held[0][0]
     raise AssertionError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
-
-
-def _has_one_box_each(spread: Spread) -> bool:
-    return all(len(holding.boxes) == 1 for holding in spread.holdings)
 
 
 def _assert_same_shape(src: Spread, dst: Spread) -> None:

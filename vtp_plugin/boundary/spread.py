@@ -233,6 +233,27 @@ class Spread:
             groups.setdefault(holding.boxes, []).append(holding.rank)
         return tuple(tuple(ranks) for ranks in groups.values())
 
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks whose boxes reach equally far beyond the first dimension, in the order of the spread.
+
+        These are the replicas that have different samples of a batch. A rank that holds nothing is in none.
+
+        >>> halves = [((0, 4), (0, 2)), ((0, 4), (2, 3))]
+        >>> holdings = tuple(Holding(rank=rank, boxes=(box,)) for rank, box in enumerate(halves))
+        >>> Spread(shape=(4, 3), holdings=holdings).columns, sharded((4, 3), (0, 1), dim=0).columns
+        (((0,), (1,)), ((0, 1),))
+        """
+        groups: dict[Box, list[int]] = {}
+        for holding in self.holdings:
+            for box in holding.boxes[:1]:
+                groups.setdefault(box[1:], []).append(holding.rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    def column_box(self, rank: int) -> Box:
+        """Return all rows of what a rank holds a part of, beyond the first dimension."""
+        return ((0, self.shape[0]), *self.boxes_of(rank)[0][1:])
+
     def divided(self) -> Spread:
         """Cut what several ranks hold alike into even pieces of their memory's rows, one each.
 

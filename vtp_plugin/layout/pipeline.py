@@ -20,6 +20,7 @@ from enum import StrEnum
 from itertools import accumulate
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
 
 _MAX_RUNS_SHOWN = 6
 
@@ -54,7 +55,7 @@ class StageGrid:
 
     def __post_init__(self) -> None:
         for name, value in (("tp", self.tp), ("cp", self.cp), ("dp", self.dp)):
-            _check_positive(f"the {name} size of a stage", value)
+            check_positive(f"the {name} size of a stage", value)
 
     @property
     def size(self) -> int:
@@ -115,42 +116,40 @@ class PipelineLayout:
         *,
         world_size: int,
         cp: int | Sequence[int] = 1,
+        dp: Sequence[int] | None = None,
         order: RankOrder = RankOrder.STAGE_MAJOR,
     ) -> PipelineLayout:
-        """Lay out stages of the given tp and cp sizes, with one dp size for all, over a world.
+        """Lay out stages of the given sizes over a world.
 
         Args:
             tp_sizes: tensor-parallel size of every stage, first stage first.
-            world_size: number of ranks; the data-parallel size is ``world_size`` over the sum of ``tp * cp``.
+            world_size: number of ranks.
             cp: context-parallel size, one for all stages or one for each.
+            dp: data-parallel size of every stage; None gives all one size, ``world_size`` over the sum of ``tp * cp``.
             order: numbering of the ranks.
 
         Raises:
             ConfigError: an entry or ``world_size`` is not a positive integer, the lists differ in length, the sizes do
-                not divide the world, or a replica-major order meets different cp sizes.
+                not fit the world, or a replica-major order meets different cp or dp sizes.
 
         >>> PipelineLayout.from_sizes([1, 4, 4], world_size=18).stages[1]
         StageGrid(tp=4, cp=1, dp=2)
         >>> PipelineLayout.from_sizes([2, 1], world_size=8, cp=[1, 2]).stages
         (StageGrid(tp=2, cp=1, dp=2), StageGrid(tp=1, cp=2, dp=2))
+        >>> PipelineLayout.from_sizes([2, 1], world_size=4, dp=[1, 2]).stages
+        (StageGrid(tp=2, cp=1, dp=1), StageGrid(tp=1, cp=1, dp=2))
         """
         if not tp_sizes:
             raise ConfigError("the list of tp sizes is empty: give one size per pipeline stage, e.g. 1,2")
-        for index, size in enumerate(tp_sizes):
-            _check_positive(f"the tp size of stage {index}", size)
+        check_list("tp", tp_sizes, tp_sizes)
         cp_sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,) * len(tp_sizes)
-        if len(cp_sizes) != len(tp_sizes):
-            raise ConfigError(
-                f"{len(cp_sizes)} context-parallel sizes {','.join(map(str, cp_sizes))} meet {len(tp_sizes)} stages of "
-                f"tp sizes {','.join(map(str, tp_sizes))}: give one size per stage"
-            )
-        for index, size in enumerate(cp_sizes):
-            _check_positive(f"the context-parallel size of stage {index}", size)
-        _check_positive("the world size", world_size)
-        dp, left = divmod(world_size, sum(tp * cp for tp, cp in zip(tp_sizes, cp_sizes, strict=True)))
-        if left:
-            raise ConfigError(_does_not_divide(tp_sizes, cp_sizes, world_size))
-        return cls(tuple(StageGrid(tp, cp, dp) for tp, cp in zip(tp_sizes, cp_sizes, strict=True)), order)
+        check_list("context-parallel", cp_sizes, tp_sizes)
+        check_positive("the world size", world_size)
+        dp_sizes = (equal_dp(tp_sizes, cp_sizes, world_size),) * len(tp_sizes) if dp is None else dp
+        check_list("data-parallel", dp_sizes, tp_sizes)
+        stages = tuple(zip(tp_sizes, cp_sizes, dp_sizes, strict=True))
+        check_world(stages, world_size)
+        return cls(tuple(StageGrid(*sizes) for sizes in stages), order)
 
     @property
     def world_size(self) -> int:
@@ -171,6 +170,11 @@ class PipelineLayout:
     def cp_sizes(self) -> tuple[int, ...]:
         """Context-parallel size of every stage."""
         return tuple(stage.cp for stage in self.stages)
+
+    @property
+    def dp_sizes(self) -> tuple[int, ...]:
+        """Data-parallel size of every stage."""
+        return tuple(stage.dp for stage in self.stages)
 
     @property
     def is_uniform(self) -> bool:
@@ -339,9 +343,7 @@ class PipelineLayout:
         return self.stages[stage].tp * self.stages[stage].cp
 
     def _cp_dp_text(self) -> str:
-        cp = ",".join(str(size) for size in self.cp_sizes)
-        dp = ",".join(str(stage.dp) for stage in self.stages)
-        return f"cp {cp} and dp {dp}"
+        return f"cp {','.join(map(str, self.cp_sizes))} and dp {','.join(map(str, self.dp_sizes))}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -364,24 +366,3 @@ def format_ranks(ranks: Iterable[int]) -> str:
     if len(runs) > _MAX_RUNS_SHOWN:
         shown.append(f"... ({total} ranks)")
     return ",".join(shown)
-
-
-def _check_positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
-
-
-def _does_not_divide(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) -> str:
-    """Text of the error for a world that the sizes do not divide, with the nearest worlds that fit."""
-    size = sum(tp * cp for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
-    if len(set(cp_sizes)) == 1:
-        shown, sums = str(cp_sizes[0]), f"sum(tp) * cp = {sum(tp_sizes)} * {cp_sizes[0]}"
-    else:
-        products = " + ".join(f"{tp} * {cp}" for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
-        shown, sums = ",".join(map(str, cp_sizes)), f"sum(tp * cp) = {products}"
-    below = world_size // size * size
-    worlds = f"{below} or {below + size}" if below else f"{size}"
-    return (
-        f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {shown} take {sums} = {size} ranks per "
-        f"replica, which does not divide the world size {world_size}: start {worlds} processes, or change the sizes"
-    )

@@ -6,21 +6,29 @@ run: every rank then sees the same values and reports the same lines. Nothing he
 
 from __future__ import annotations
 
+from vtp_plugin.options.batch import check_batches, describe_batches, own_batches
 from vtp_plugin.options.check import check_config, check_options
 from vtp_plugin.options.rule import OptionContext, OptionRule, Verdict
 from vtp_plugin.options.show import format_markdown, format_table
+from vtp_plugin.options.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
 from vtp_plugin.options.sizes import check_sizes
 from vtp_plugin.options.table import CONFIG_RULES, RULES
 
 __all__ = [
     "CONFIG_RULES",
+    "EDGE_ARGUMENTS",
+    "LOCAL_ARGUMENTS",
     "RULES",
     "OptionContext",
     "OptionRule",
     "Verdict",
+    "check_batches",
     "check_config",
     "check_options",
     "check_sizes",
+    "describe_batches",
     "format_markdown",
     "format_table",
+    "own_batches",
+    "shared_arguments",
 ]

@@ -14,6 +14,7 @@ class Verdict(enum.StrEnum):
     """What happens to a run that uses an option."""
 
     SUPPORTED = "supported"
+    REFUSED_UNEQUAL_DP = "refused when data-parallel sizes differ"
     REFUSED_UNEQUAL = "refused when sizes differ"
     REFUSED = "refused"
 
@@ -25,7 +26,7 @@ class OptionContext:
     Attributes:
         tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
         cp_sizes: Context-parallel size of every stage; empty stands for 1 on all.
-        dp: Data-parallel size of every stage.
+        dp_sizes: Data-parallel size of every stage; empty stands for one size for all.
         num_virtual: Chunks per stage, 1 without interleaving.
         forced: The plugin's groups and communicator are used even for a uniform list.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
@@ -33,7 +34,7 @@ class OptionContext:
 
     tp_sizes: tuple[int, ...]
     cp_sizes: tuple[int, ...] = ()
-    dp: int = 1
+    dp_sizes: tuple[int, ...] = ()
     num_virtual: int = 1
     forced: bool = False
     device: str = "auto"
@@ -46,7 +47,7 @@ class OptionContext:
     @property
     def is_uniform(self) -> bool:
         """Whether all stages have the same sizes."""
-        return len(set(self.tp_sizes)) == 1 and not self.has_unequal_cp
+        return len(set(self.tp_sizes)) == 1 and not self.has_unequal_cp and not self.has_unequal_dp
 
     @property
     def has_unequal_cp(self) -> bool:
@@ -54,16 +55,23 @@ class OptionContext:
         return len(set(self.cp_sizes)) > 1
 
     @property
+    def has_unequal_dp(self) -> bool:
+        """Whether the stages have different data-parallel sizes."""
+        return len(set(self.dp_sizes)) > 1
+
+    @property
     def size_list(self) -> str:
-        """The list, or both lists, as the user writes them.
+        """The lists as the user writes them.
 
         >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
         '--vtp-size-list 1,4,4'
         >>> OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).size_list
         '--vtp-size-list 1,1 --vtp-cp-list 1,2'
         """
-        text = "--vtp-size-list " + ",".join(str(size) for size in self.tp_sizes)
-        return text + (" --vtp-cp-list " + ",".join(str(size) for size in self.cp_sizes) if self.has_unequal_cp else "")
+        lists = [("--vtp-size-list", self.tp_sizes)]
+        lists += [("--vtp-cp-list", self.cp_sizes)] if self.has_unequal_cp else []
+        lists += [("--vtp-dp-list", self.dp_sizes)] if self.has_unequal_dp else []
+        return " ".join(f"{flag} {','.join(map(str, sizes))}" for flag, sizes in lists)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,8 @@ class OptionRule:
         if self.verdict is Verdict.SUPPORTED or (context.is_uniform and not context.forced):
             return False
         if self.verdict is Verdict.REFUSED_UNEQUAL and context.is_uniform:
+            return False
+        if self.verdict is Verdict.REFUSED_UNEQUAL_DP and not context.has_unequal_dp:
             return False
         return self.applies(args, context)
 
@@ -169,6 +179,13 @@ def refused_unequal(
 ) -> tuple[OptionRule, ...]:
     """Rows for options that are refused when sizes differ. A plain string stands for ``case(string)``."""
     return _rules(Verdict.REFUSED_UNEQUAL, reason, cases, way_out=way_out)
+
+
+def refused_unequal_dp(
+    reason: str, *cases: Case | str, way_out: str = "leave it out or give every stage the same data-parallel size"
+) -> tuple[OptionRule, ...]:
+    """Rows for options that are refused when data-parallel sizes differ. A plain string is ``case(string)``."""
+    return _rules(Verdict.REFUSED_UNEQUAL_DP, reason, cases, way_out=way_out)
 
 
 def refused(reason: str, *cases: Case | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:

@@ -21,6 +21,7 @@ from vtp_plugin.options.rule import (
     on,
     refused,
     refused_unequal,
+    refused_unequal_dp,
     supported,
 )
 
@@ -326,15 +327,17 @@ _STEP = (
         "--calculate-per-token-loss",
     ),
     *supported(
-        "the batch arithmetic uses the data-parallel size, which all stages share",
+        "the batch arithmetic uses the data-parallel size of the own stage, and every batch is checked against all",
         _OPTIONS,
         case("--rampup-batch-size", given),
     ),
-    *supported(
-        "the batch arithmetic uses the data-parallel size, which all stages share",
-        "not run: as --rampup-batch-size, by reading",
-        "--decrease-batch-size-if-needed",
+    *refused_unequal_dp(
+        "it rounds a batch by the data-parallel size, to another one on each stage", "--decrease-batch-size-if-needed"
+    ),
+    *refused_unequal_dp(
+        "its batches are not checked against the data-parallel sizes of all stages",
         case("--step-batch-size-schedule", given),
+        way_out="use --rampup-batch-size or give every stage the same data-parallel size",
     ),
     *supported(
         "evaluation uses the same communicator",
@@ -439,8 +442,13 @@ _INPUT = (
         "only tensor-parallel rank 0 of the first and the last stage reads",
         _DATA,
         "--dataloader-type external",
-        "--dataloader-type cyclic",
     ),
+    *refused_unequal_dp(
+        "it shuffles in buckets of the data-parallel size, so stages would read other samples",
+        "--dataloader-type cyclic",
+        way_out="use --dataloader-type single or give every stage the same data-parallel size",
+    ),
+    *refused_unequal_dp("it gives every data-parallel rank another number of samples", "--full-validation"),
     *supported(
         "the batch stays inside the stages that read it",
         "not run: the example script builds no attention masks",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from vtp_plugin.boundary.pipeline import Crossing, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transport import Channel, _VTPRecvWork, _VTPSendWork
@@ -80,6 +81,7 @@ def open_channels(
     platform: Platform,
     monitor: Monitor | None,
     timeout_s: float,
+    audit: Audit | None = None,
 ) -> dict[str, Channel]:
     """Open and warm up this rank's channels. All ranks call this with the same crossings in the same order.
 
@@ -98,7 +100,7 @@ def open_channels(
                 pieces = pieces or opened
         if rank in crossing.members:
             assert crossing.name not in channels, f"two channels of one rank are called {crossing.name}"
-            channels[crossing.name] = Channel(crossing, order, group, stage_group, pieces, platform, monitor)
+            channels[crossing.name] = Channel(crossing, order, group, stage_group, pieces, platform, monitor, audit)
     for channel in channels.values():
         channel.warm_up()
     return channels
@@ -132,6 +134,11 @@ class PipelineCommunicator:
         """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
         channels = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
         return sum(channel.memory.num_allocations for channel in channels if channel is not None)
+
+    def reaches(self, name: str) -> bool:
+        """Tell whether there is a neighbour for ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``."""
+        channels = (self._forward_in, self._backward_in, self._forward_out, self._backward_out)
+        return channels[_WAIT_ORDER.index(name)] is not None
 
     def start_step(self) -> None:
         """Begin a pass over the microbatches: drain the one before, count from 0 for messages about hangs."""

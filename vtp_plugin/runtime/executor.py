@@ -123,17 +123,17 @@ class Executor:
 
     Args:
         schedule: lowered; every virtual stage's result crosses to another stage.
-        stage: own pipeline stage.
+        worker: the own replica of the own stage; without replicas that is the stage.
         links: of this step, by the schedule's names of the channels.
         compute: what the virtual stages of this stage compute.
     """
 
-    def __init__(self, schedule: Schedule, stage: int, links: Mapping[ChannelName, Link], compute: Compute) -> None:
+    def __init__(self, schedule: Schedule, worker: int, links: Mapping[ChannelName, Link], compute: Compute) -> None:
         placement = schedule.placement
         assert all(placement.crosses(v) for v in range(placement.num_vstages - 1)), placement
         self._schedule = schedule
         self._placement: Placement = placement
-        self._actions = schedule.orders[stage]
+        self._actions = schedule.orders[worker]
         self._links = links
         self._compute = compute
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
@@ -151,7 +151,7 @@ class Executor:
         }
 
     def run(self) -> None:
-        """Carry out all actions of the stage; afterwards nothing is under way."""
+        """Carry out all actions of the worker; afterwards nothing is under way."""
         for action in self._actions:
             self._handlers[action.op](action)
         assert not (self._received or self._results or self._kept or self._sends), self._schedule.name

@@ -19,7 +19,8 @@ class ModelGroup(dist.ProcessGroup):
     Stock Megatron has one model-parallel group per replica. Where a small stage has one replica for several of a large
     one, its ranks would have to call such a reduction once for each; here all ranks of the world call it once. A sum
     takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
-    equal on the replicas of a stage. Every other reduction takes all ranks.
+    equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer every rank
+    has a share of its own of the same numbers; a group for these sums over all ranks, too.
 
     It runs inside each stage, once across between their leaders, and back. All three steps are ordinary collectives of
     ordinary groups, which all members of the group call in this order, so it cannot hang where those would not. It
@@ -33,6 +34,7 @@ class ModelGroup(dist.ProcessGroup):
         *,
         whole_stage_group: dist.ProcessGroup,
         leaders_group: dist.ProcessGroup | None,
+        has_shares: bool = False,
     ) -> None:
         """Join the groups.
 
@@ -41,11 +43,12 @@ class ModelGroup(dist.ProcessGroup):
             rank: the own one.
             whole_stage_group: all ranks of the own stage.
             leaders_group: the first rank of every stage; None on other ranks.
+            has_shares: what is summed differs between the replicas of a stage, so all count.
         """
         own = layout.coord(rank)
         replica = layout.model_ranks(own.dp_rank, own.cp_rank)
         super().__init__(replica.index(rank), len(replica))
-        self._counts = own.dp_rank == own.cp_rank == 0
+        self._counts = has_shares or own.dp_rank == own.cp_rank == 0
         self._leader = layout.leader(own.stage)
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group

@@ -3,70 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Executor, Link
+from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Channel as ChannelName
-from vtp_plugin.schedule import Placement, Schedule
-from vtp_plugin.schedule.step import Step, plan_step
+from vtp_plugin.schedule import Costs, Placement, Schedule
+from vtp_plugin.schedule.stated import combine_reports, format_costs, parse_costs
+from vtp_plugin.schedule.step import Step, is_u_shaped, plan_step
 
-Agree = Callable[[Callable[[], Mapping[str, object]]], None]
+# The training step that is measured, counted from 0: the one before also loads, allocates and compiles.
+_MEASURED_STEP = 1
+
+
+class Ranks(Protocol):
+    """What all ranks do together outside the pipeline: every call is collective."""
+
+    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+        """Run a function on all ranks; go on only if it returns the same everywhere."""
+        ...
+
+    def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
+        """Make one text of all ranks' reports, on one of them, and return it on all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What the orders are planned for, as far as there is a choice: in the U.
+
+    Attributes:
+        costs: in ms; None lets the first steps measure them.
+        in_flight: most microbatches in flight, for all stages or for each; None for the default.
+    """
+
+    costs: Costs | None = None
+    in_flight: tuple[int, ...] | None = None
 
 
 class PlannedPipeline:
     """Plans every kind of step once and runs steps over the own channels.
 
+    A U's order depends on durations and links. Where they are not stated, the first steps run in the order for the
+    model U-shape; the second training step is timed and the links are tried at its end; then all ranks make one set of
+    costs of their figures, and every step from then on is planned for it, once for each number of microbatches. Each
+    chunk's backwards keep their order whatever the order of a stage, so the plan does not change what is computed.
+
     Args:
         placement: which stage holds which virtual stage.
-        stage: own pipeline stage.
-        channels: of the own replica, by the schedule's names.
-        agree: runs a function on all ranks and goes on only if it returns the same everywhere.
+        worker: own worker, see :class:`~vtp_plugin.schedule.placement.Placement`; without replicas the own stage.
+        channels: of the own worker, by the schedule's names.
+        ranks: all ranks of the run.
+        platform: where this rank computes.
+        planning: what the orders are planned for.
     """
 
-    def __init__(self, placement: Placement, stage: int, channels: Mapping[ChannelName, Channel], agree: Agree) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        worker: int,
+        channels: Mapping[ChannelName, Channel],
+        ranks: Ranks,
+        platform: Platform,
+        planning: Planning,
+    ) -> None:
         self.placement = placement
-        self._stage = stage
+        self.costs = planning.costs
+        self._in_flight = planning.in_flight
+        self._worker = worker
+        self._stage, _ = placement.place(worker)
         self._channels = channels
-        self._agree = agree
+        self._ranks = ranks
+        self._platform = platform
         self._schedules: dict[Step, Schedule] = {}
+        self._num_trained = 0
+        self._report: Report | None = None
 
     @property
     def num_chunks(self) -> int:
         """Number of model chunks on the own stage."""
         return len(self.placement.vstages(self._stage))
 
-    def schedule(self, num_microbatches: int, *, forward_only: bool, group_size: int | None) -> Schedule:
+    def schedule(
+        self, num_microbatches: int, *, forward_only: bool, group_size: int | None, batch: int | None = None
+    ) -> Schedule:
         """Return the schedule of a step; planned, compared between all ranks and printed at its first use.
 
         Args:
-            num_microbatches: of the step, per replica.
+            num_microbatches: of the step, on this rank; the schedule has those of all replicas that share them.
             forward_only: no backward pass.
             group_size: Megatron's ``microbatch_group_size_per_vp_stage``; used by interleaved orders only.
+            batch: samples of the step on all replicas of the own stage; None leaves them unchecked.
 
         Raises:
-            ConfigError: no such order exists, or ranks planned different ones.
+            ConfigError: no such order exists, or ranks planned different ones, or for different batches.
         """
+        if self._report is not None:
+            self._combine(self._report)
         step = Step(
             placement=self.placement,
-            num_microbatches=num_microbatches,
+            num_microbatches=num_microbatches * self.placement.num_replicas[self._stage],
             forward_only=forward_only,
             group_size=group_size,
+            costs=self.costs,
+            in_flight=self._in_flight,
         )
         if step not in self._schedules:
-            self._schedules[step] = self._plan(step)
+            self._schedules[step] = self._plan(step, batch)
         return self._schedules[step]
 
-    def _plan(self, step: Step) -> Schedule:
+    def _combine(self, report: Report) -> None:
+        """Take the costs that all ranks measured together."""
+
+        def combine(reports: Sequence[Report]) -> str:
+            return format_costs(combine_reports(reports, self.placement))
+
+        text = self._ranks.share_reports(report, combine)
+        # Through the text, whose rounding is a part of it: the same costs by flag give the same order.
+        self.costs = parse_costs(text.split(), self.placement)
+        self._report = None
+        if dist.get_rank() == 0:
+            print(f"measured in training step {_MEASURED_STEP + 1}: --vtp-costs {text}", flush=True)
+
+    def _plan(self, step: Step, batch: int | None) -> Schedule:
         plans: list[tuple[Schedule, str]] = []
 
         def prepare() -> dict[str, object]:
             plans.append(plan_step(step))
-            return {"schedule": plans[0][0].digest}
+            return {"samples of a step": batch, "schedule": plans[0][0].digest}
 
-        self._agree(prepare)
+        self._ranks.agree_on_step(prepare)
         ((schedule, reason),) = plans
         if dist.get_rank() == 0:
             print(reason, flush=True)
@@ -74,5 +146,18 @@ class PlannedPipeline:
 
     def run(self, schedule: Schedule, options: ExchangeOptions, shape: Sequence[int], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Link` and ``Executor``."""
+        is_timed = self.costs is None and is_u_shaped(self.placement) and self._is_measured_step(schedule)
+        timed = TimedCompute(compute, self._platform) if is_timed else None
         links = {name: Link(channel, options, shape) for name, channel in self._channels.items()}
-        Executor(schedule, self._stage, links, compute).run()
+        Executor(schedule, self._worker, links, timed or compute).run()
+        if timed is not None:
+            outputs = timed.shapes
+            tried = measure_links(self.placement, self._channels, options, shape, outputs, self._platform)
+            self._report = {**timed.report(), **tried}
+
+    def _is_measured_step(self, schedule: Schedule) -> bool:
+        """Count training steps, and tell whether this is the one to measure."""
+        if schedule.forward_only:
+            return False
+        self._num_trained += 1
+        return self._num_trained == _MEASURED_STEP + 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import Crossing, Side
 from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.layout.pipeline import PipelineLayout
@@ -82,7 +83,15 @@ def tied_weight_crossings(layout: PipelineLayout) -> tuple[Crossing, ...]:
             if dp_rank < layout.stages[dst].dp and cp_rank < layout.stages[dst].cp:
                 ends = [Side(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
                 name = f"tied embedding, {way}, replica dp {dp_rank} cp {cp_rank}"
-                crossings.append(Crossing(name=name, src=ends[0], dst=ends[1], strategy="sliced", unit="step"))
+                crossing = Crossing(
+                    name=name,
+                    src=ends[0],
+                    dst=ends[1],
+                    strategy="sliced",
+                    unit="step",
+                    cargo=Cargo.TIED_EMBEDDING,
+                )
+                crossings.append(crossing)
     return tuple(crossings)
 
 

@@ -14,15 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import Crossing, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, Transfer, local_slices
 from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit, require_allowed
 from vtp_plugin.runtime.memory import HostMemory
 from vtp_plugin.runtime.monitor import Monitor, Wait
 
-HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the place of its type in _DTYPES
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -39,6 +40,11 @@ class _VTPSendWork:
         self._works = list(works)
         self._tensors = list(tensors)
         self._place = place
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for: it was waited for, or this rank sends nothing."""
+        return not self._works
 
     def reap(self) -> bool:
         """Let go of the tensor if all is sent; tell whether it is. Never blocks.
@@ -82,6 +88,11 @@ class _VTPRecvWork:
         self._finish: Callable[[], None] | None = finish
         self._place = place
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
     def wait(self) -> None:
         """Return when the tensor holds the local part of what was sent; idempotent.
 
@@ -111,6 +122,7 @@ class Channel:
             None where the backend's own is used.
         platform: tells how to wait.
         monitor: keeps the time; None in single-process use.
+        audit: writes down every message; None without ``--vtp-audit``.
     """
 
     def __init__(
@@ -122,6 +134,7 @@ class Channel:
         pieces_group: dist.ProcessGroup | None,
         platform: Platform,
         monitor: Monitor | None,
+        audit: Audit | None = None,
     ) -> None:
         self.crossing = crossing
         self.order = order
@@ -130,6 +143,7 @@ class Channel:
         self._pieces_group = pieces_group
         self._platform = platform
         self._monitor = monitor
+        self._audit = audit
         self._rank = dist.get_rank()
         self._own_side = crossing.src if self._rank in crossing.src.ranks else crossing.dst
         self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
@@ -150,14 +164,12 @@ class Channel:
         return self._plans[key]
 
     def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
-        """Give the shape of the whole tensor for the own part `[S, ...]`."""
-        first, *rest = local
-        return (first * self._own_side.num_parts(is_sharded=is_sharded), *rest)
+        """Give the shape of the whole tensor for the own part `[S, B, ...]`."""
+        return self._own_side.whole_shape(local, is_sharded=is_sharded)
 
     def local_shape(self, whole: Sequence[int], *, is_sharded: bool) -> Shape:
         """Give the shape of the own part; inverse of :meth:`whole_shape`."""
-        first, *rest = whole
-        return (first // self._own_side.num_parts(is_sharded=is_sharded), *rest)
+        return self._own_side.local_shape(whole, is_sharded=is_sharded)
 
     @property
     def _sending(self) -> str:
@@ -168,7 +180,13 @@ class Channel:
         self._num_sent = self._num_received = 0
 
     def post_send(
-        self, tensor: torch.Tensor, plan: BoundaryPlan, dtype: torch.dtype, *, batched: bool = False
+        self,
+        tensor: torch.Tensor,
+        plan: BoundaryPlan,
+        dtype: torch.dtype,
+        *,
+        batched: bool = False,
+        cargo: Cargo | None = None,
     ) -> _VTPSendWork:
         """Post the transfers of this rank, after the plan's start inside the stage.
 
@@ -177,10 +195,11 @@ class Channel:
             plan: from :meth:`plan`.
             dtype: what the receiver expects.
             batched: coalesce the messages into one call of the backend.
+            cargo: what the tensor is; default is what the crossing is for.
 
         Raises:
-            ConfigError: the tensor is not of the type that the receiver expects. (A mismatch in size would end the
-                receiving process inside gloo.)
+            ConfigError: the tensor is not what the cargo allows, or not of the type that the receiver expects. (A
+                mismatch in size would end the receiving process inside gloo.)
         """
         place = self._sending
         self._num_sent += 1
@@ -195,11 +214,17 @@ class Channel:
         holding = plan.sent_from(self._rank)
         transfers = plan.sends_of(self._rank)
         pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
-        works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched)
+        works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched, cargo or self.crossing.cargo)
         return _VTPSendWork(self, works, pieces, place)
 
     def post_recv(
-        self, plan: BoundaryPlan, dtype: torch.dtype, *, requires_grad: bool = True, batched: bool = False
+        self,
+        plan: BoundaryPlan,
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = True,
+        batched: bool = False,
+        cargo: Cargo | None = None,
     ) -> tuple[torch.Tensor, _VTPRecvWork]:
         """Post the receives of this rank and return the fresh local tensor with its handle.
 
@@ -208,6 +233,7 @@ class Channel:
             dtype: of the sender's tensor.
             requires_grad: activations and gradients are leaves that autograd needs; headers and weights are not.
             batched: coalesce the messages into one call of the backend.
+            cargo: what the tensor is; default is what the crossing is for.
         """
         place = f"{self.crossing.name}, {self.crossing.unit} {self._num_received}"
         self._num_received += 1
@@ -228,7 +254,7 @@ class Channel:
             lengths = [len(target) for target in targets]
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies += zip(targets, buffers[-1].split(lengths), strict=True)
-        works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched)
+        works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched, cargo or self.crossing.cargo)
         whole = tensor.detach()
         arriving = self._post_pieces(plan, whole)
         finish = functools.partial(self._finish, plan, landing, whole, arriving, place)
@@ -246,13 +272,13 @@ class Channel:
                 "three dimensions from the stage"
             )
         header = torch.tensor((*shape, _DTYPES.index(dtype)), dtype=torch.int64, device=self._platform.device())
-        work = self.post_send(header, self._header_plan, torch.int64)
+        work = self.post_send(header, self._header_plan, torch.int64, cargo=Cargo.SHAPE_HEADER)
         self._num_sent -= 1
         return work
 
     def post_header_recv(self) -> tuple[torch.Tensor, _VTPRecvWork]:
         """Post the receive of a header, for :meth:`read_header`."""
-        header, work = self.post_recv(self._header_plan, torch.int64, requires_grad=False)
+        header, work = self.post_recv(self._header_plan, torch.int64, requires_grad=False, cargo=Cargo.SHAPE_HEADER)
         self._num_received -= 1
         return header, work
 
@@ -362,10 +388,21 @@ class Channel:
         self._end(wait)
 
     def _post(
-        self, operation: Callable[..., dist.Work | None], tensors: list[torch.Tensor], peers: list[int], batched: bool
+        self,
+        operation: Callable[..., dist.Work | None],
+        tensors: list[torch.Tensor],
+        peers: list[int],
+        batched: bool,
+        cargo: Cargo,
     ) -> list[dist.Work]:
+        """Hand messages to the backend: the one way out of a stage, so what may leave it is checked here."""
         if not tensors:
             return []
+        for tensor, peer in zip(tensors, peers, strict=True):
+            require_allowed(cargo, tensor)
+            if self._audit is not None:
+                way = "sent" if operation is dist.isend else "received"
+                self._audit.note(way, cargo, tensor, peer, self.crossing.name)
         ops = [dist.P2POp(operation, tensor, peer, self._group) for tensor, peer in zip(tensors, peers, strict=True)]
         if batched:
             return dist.batch_isend_irecv(ops)
@@ -403,10 +440,10 @@ class Channel:
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
         for transfer in transfers:
             if self._rank == transfer.src:
-                works = self._post(dist.isend, [element], [transfer.dst], False)
+                works = self._post(dist.isend, [element], [transfer.dst], False, Cargo.WARM_UP)
                 self.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.dst}")
             elif self._rank == transfer.dst:
-                works = self._post(dist.irecv, [element], [transfer.src], False)
+                works = self._post(dist.irecv, [element], [transfer.src], False, Cargo.WARM_UP)
                 self.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.src}")
 
 

@@ -1,15 +1,15 @@
-"""When things happen: what each stage computes, sends and receives, in which order. Pure: no torch, no processes."""
+"""When things happen: what each worker computes, sends and receives, in which order. Pure: no torch, no processes."""
 
 from __future__ import annotations
 
 from vtp_plugin.schedule.actions import Action, Op, format_actions, parse_action, parse_actions
 from vtp_plugin.schedule.bounds import lower_bound, need
 from vtp_plugin.schedule.chain import make_chain
-from vtp_plugin.schedule.channels import Channel, channel_of, peer_of, started_by, wait_for
+from vtp_plugin.schedule.channels import Channel, channel_label, channel_of, channels, peer_of, started_by, wait_for
 from vtp_plugin.schedule.check import Mode, check, is_lowered, peak_activations, peak_in_flight, require_valid
-from vtp_plugin.schedule.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.schedule.costs import Costs, split_costs, u_costs, uniform_costs
 from vtp_plugin.schedule.draw import chrome_trace, draw_svg, draw_text
-from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, one_f_one_b_limits, plain_forward_only
 from vtp_plugin.schedule.lower import lower, peak_posted
 from vtp_plugin.schedule.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.schedule.plan import Actions, Schedule
@@ -29,7 +29,9 @@ __all__ = [
     "Span",
     "Timeline",
     "UPlan",
+    "channel_label",
     "channel_of",
+    "channels",
     "check",
     "choose_lookahead",
     "chrome_trace",
@@ -44,6 +46,7 @@ __all__ = [
     "make_chain",
     "need",
     "one_f_one_b",
+    "one_f_one_b_limits",
     "parse_action",
     "parse_actions",
     "peak_activations",
@@ -56,6 +59,7 @@ __all__ = [
     "reference_u_shape",
     "require_valid",
     "simulate",
+    "split_costs",
     "started_by",
     "u_costs",
     "u_placement",

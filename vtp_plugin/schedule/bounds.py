@@ -13,9 +13,10 @@ ROUNDING = 1e-9  # relative error that sums of durations may have
 
 
 def need(placement: Placement, costs: Costs) -> int:
-    """Return how many microbatches must be in flight to keep the busiest stage busy all the time.
+    """Return how many microbatches must be in flight on stage 0 to keep the busiest stage busy all the time.
 
-    That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one: for the
+    That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one, both
+    shared by the replicas of the stages: the result is for each worker of stage 0. Without replicas it is for the
     model U-shape `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))` with the forward times t_f of each part of the
     edge and c of a cloud stage, and the one-way latency L.
 
@@ -29,23 +30,28 @@ def need(placement: Placement, costs: Costs) -> int:
 
 def need_by_stage(chain: Chain, stage: int) -> int:
     """Return :func:`need` for the part of a microbatch's way that starts and ends on a stage."""
-    busiest = max(sum(chain.durations[q] for q in chain.steps(s)) for s in range(chain.num_stages))
-    return max(1, math.ceil(_round_trip(chain, stage) / busiest - ROUNDING)) if busiest else 1
+    busiest = max(
+        sum(chain.durations[q] for q in chain.steps(s)) / num_replicas
+        for s, num_replicas in enumerate(chain.num_replicas)
+    )
+    in_flight = _round_trip(chain, stage) / busiest if busiest else 0
+    return max(1, math.ceil(in_flight / chain.num_replicas[stage] - ROUNDING))
 
 
 def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> float:
     """Return a time that no order can beat: the largest of what is known of the single resources.
 
     * One microbatch alone takes its whole way.
-    * A stage works for all microbatches. Before, the first of them has to reach it, and after, the last has to get
-      from it to the end; in between it stands still while nothing can be there (fill and drain).
-    * A stage with a limit of k microbatches in flight needs `ceil(m / k)` round trips one after the other.
+    * A worker works for all its microbatches. Before, the first of them has to reach it, and after, the last has to get
+      from it to the end; in between it stands still while nothing can be there (fill and drain). Replicas of a wide
+      stage cannot all start at once, nor all end at once, if a narrow stage before serves them in turn.
+    * A worker with a limit of k microbatches in flight needs `ceil(m / k)` round trips for its m one after the other.
     * A channel carries all its messages one after the other.
 
     Args:
         chain: Steps of a microbatch.
-        num_microbatches: Number of microbatches, m.
-        limits: Most microbatches in flight, by stage.
+        num_microbatches: Number of microbatches.
+        limits: Most microbatches in flight, by worker.
 
     >>> from vtp_plugin.schedule.costs import u_costs
     >>> from vtp_plugin.schedule.placement import u_placement
@@ -55,17 +61,21 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
     """
     bounds = [chain.span]
     heads, tails = chain.heads, chain.reversed().heads[::-1]
-    for stage in range(chain.num_stages):
-        steps, limit = chain.steps(stage), min(limits[stage], num_microbatches)
+    firsts = chain.first_workers
+    for stage, (first, num_replicas) in enumerate(zip(firsts, chain.num_replicas, strict=True)):
+        own, steps = num_microbatches // num_replicas, chain.steps(stage)
+        own_limits = [min(limit, own) for limit in limits[first : first + num_replicas]]
         reach = heads[steps[0]] + tails[steps[-1]]
-        work = num_microbatches * sum(chain.durations[q] for q in steps)
-        bounds.append(reach + work + _idle(chain, stage, num_microbatches, limit))
-        bounds.append(reach + math.ceil(num_microbatches / limit) * _round_trip(chain, stage))
+        work = own * sum(chain.durations[q] for q in steps)
+        idle = min(_idle(chain, stage, own, limit) for limit in set(own_limits))
+        bounds.append(reach + work + idle + _stagger(chain, stage))
+        bounds.append(reach + math.ceil(own / min(own_limits)) * _round_trip(chain, stage))
     for channel in set(chain.channels) - {-1}:
         messages = [q for q, used in enumerate(chain.channels) if used == channel]
         before = min(heads[q] + chain.durations[q] for q in messages)
         after = min(chain.latency[q] + chain.durations[q + 1] + tails[q + 1] for q in messages)
-        bounds.append(before + num_microbatches * sum(chain.occupancy[q] for q in messages) + after)
+        own = num_microbatches // len(chain.lanes[messages[0]])
+        bounds.append(before + own * sum(chain.occupancy[q] for q in messages) + after)
     return max(bounds)
 
 
@@ -75,10 +85,33 @@ def _round_trip(chain: Chain, stage: int) -> float:
     return chain.heads[steps[-1]] + chain.durations[steps[-1]] - chain.heads[steps[0]]
 
 
-def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
-    """Return how long a stage stands still between its first start and its last end, at least.
+def _stagger(chain: Chain, stage: int) -> float:
+    """Return by how much the replica with the longest wait starts late and ends early together, at least.
 
-    Until its i-th step runs for the first time, a stage can only do the steps before it, each at most `limit` times
+    That is least if the replica that starts first ends first, and so on.
+    """
+    late, early = _delays(chain, stage), _delays(chain.reversed(), stage)
+    return max(first + last for first, last in zip(late, reversed(early), strict=True))
+
+
+def _delays(chain: Chain, stage: int) -> list[float]:
+    """Return how much later than a single microbatch allows the replicas of a stage start, at least; the first one 0.
+
+    When j of them have started, each step before has run for j microbatches, shared by the replicas of its own stage.
+    """
+    before = range(chain.steps(stage)[0])
+    return [
+        max(
+            ((math.ceil(j / chain.num_replicas[chain.stages[q]]) - 1) * chain.durations[q] for q in before), default=0.0
+        )
+        for j in range(1, chain.num_replicas[stage] + 1)
+    ]
+
+
+def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
+    """Return how long a worker of a stage stands still between its first start and its last end, at least.
+
+    Until its i-th step runs for the first time, a worker can only do the steps before it, each at most `limit` times
     because no microbatch is through; the same holds at the end with time reversed. The two times do not overlap where
     the step of the one comes no later on the way than the step of the other, or where the limit forces the last
     microbatch to begin after the first is through.
@@ -95,7 +128,7 @@ def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
 
 
 def _fill(chain: Chain, stage: int, limit: int) -> list[float]:
-    """Return for each step of a stage how long the stage stands still until the step first runs, at least."""
+    """Return for each step of a stage how long a worker stands still until the step first runs, at least."""
     steps = chain.steps(stage)
     start, done, idle = chain.heads[steps[0]], 0.0, list[float]()
     for q in steps:

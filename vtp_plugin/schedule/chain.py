@@ -1,12 +1,13 @@
 """The way of a microbatch through the pipeline as numbers, for the inner loops of search and simulation.
 
 A microbatch passes through *steps*: step q < V is the forward of virtual stage q, step q >= V the backward of virtual
-stage 2V - 1 - q. Microbatches pass each step in their order (channels are first-in-first-out), so the order of a stage
-is a list of steps: the n-th occurrence of a step is microbatch n.
+stage 2V - 1 - q. Microbatches pass each step in their order (channels are first-in-first-out), so the order of a worker
+is a list of steps: the n-th occurrence of a step is the n-th microbatch of the worker.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -28,8 +29,8 @@ class Chain:
         durations: Duration of a step.
         latency: From the end of a step to the start of the next, without `occupancy`; the last entry is 0.
         occupancy: How long the message to the next step keeps its channel busy; the last entry is 0.
-        channels: Number of the channel of the message to the next step; -1 where there is no message.
-        num_stages: Number of pipeline stages.
+        channels: Number of the boundary and direction of the message to the next step; -1 where there is no message.
+        num_replicas: Replicas of every pipeline stage; the microbatches' numbers modulo this tell which of them.
     """
 
     stages: tuple[int, ...]
@@ -37,7 +38,50 @@ class Chain:
     latency: tuple[float, ...]
     occupancy: tuple[float, ...]
     channels: tuple[int, ...]
-    num_stages: int
+    num_replicas: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return len(self.num_replicas)
+
+    @property
+    def workers(self) -> tuple[tuple[int, int], ...]:
+        """Stage and replica of every worker."""
+        return tuple((stage, replica) for stage, num in enumerate(self.num_replicas) for replica in range(num))
+
+    @property
+    def first_workers(self) -> tuple[int, ...]:
+        """First worker of every stage."""
+        return tuple(sum(self.num_replicas[:stage]) for stage in range(self.num_stages))
+
+    @property
+    def mirrors(self) -> tuple[int, ...]:
+        """For each worker the one that does its work when time is reversed: the last microbatch is the first then."""
+        firsts, last = self.first_workers, [num - 1 for num in self.num_replicas]
+        return tuple(firsts[stage] + last[stage] - replica for stage, replica in self.workers)
+
+    @property
+    def takers(self) -> tuple[range, ...]:
+        """Workers that run the next step, by step: microbatch h goes to entry h mod its length; empty at the last."""
+        firsts = self.first_workers
+        takers = [range(firsts[stage], firsts[stage] + self.num_replicas[stage]) for stage in self.stages[1:]]
+        return (*takers, range(0))
+
+    @property
+    def lanes(self) -> tuple[range, ...]:
+        """Lanes of the messages to the next step, by step: microbatch h takes entry h mod its length.
+
+        A lane is one direction between two workers: its messages go one after the other.
+        """
+        width, replicas = max(self.num_replicas), [self.num_replicas[stage] for stage in self.stages]
+        sizes = (*map(max, replicas[:-1], replicas[1:]), 0)
+        return tuple(range(c * width, c * width + size) for c, size in zip(self.channels, sizes, strict=True))
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes; some have no messages."""
+        return (max(self.channels) + 1) * max(self.num_replicas)
 
     @property
     def num_steps(self) -> int:
@@ -69,7 +113,7 @@ class Chain:
             latency=(*self.latency[-2::-1], 0.0),
             occupancy=(*self.occupancy[-2::-1], 0.0),
             channels=(*self.channels[-2::-1], -1),
-            num_stages=self.num_stages,
+            num_replicas=self.num_replicas,
         )
 
 
@@ -124,7 +168,7 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
         latency=tuple(latency),
         occupancy=tuple(occupancy),
         channels=tuple(channels),
-        num_stages=placement.num_stages,
+        num_replicas=placement.num_replicas,
     )
 
 
@@ -135,104 +179,113 @@ def dispatch(
     limits: Sequence[int],
     detours: Iterator[Sequence[int] | None] | None = None,
 ) -> Orders:
-    """Build orders greedily: a stage that is free starts the best ranked step for which a microbatch is there.
+    """Build orders greedily: a worker that is free starts the best ranked step for which its next microbatch is there.
 
     Args:
         chain: Steps and costs.
         num_microbatches: Number of microbatches.
         ranking: `ranking[stage]` lists the steps of a stage, most urgent first.
-        limits: Most microbatches in flight, by stage: begun with the stage's first step and not through its last.
+        limits: Most microbatches in flight, by worker: begun with the stage's first step and not through its last.
         detours: Asked at each decision of stage 0; a ranking that it gives is used instead, for this decision only.
     """
-    stages, durations, latency, occupancy, channels = (
-        chain.stages, chain.durations, chain.latency, chain.occupancy, chain.channels,
-    )  # fmt: skip
+    durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
+    lanes, takers = chain.lanes, chain.takers
     last_step = chain.num_steps - 1
-    arrived: list[list[float]] = [[] for _ in stages]
-    arrived[0] = [0.0] * num_microbatches
-    begun = [0] * chain.num_steps
+    arrived, upcoming = _start(chain, num_microbatches)
     bounds = [(chain.steps(stage)[0], chain.steps(stage)[-1]) for stage in range(chain.num_stages)]
-    free_at = [0.0] * chain.num_stages
-    channel_free = [0.0] * (max(channels) + 1)
-    orders: list[list[int]] = [[] for _ in range(chain.num_stages)]
-    # A stage looks for work when it gets free and when something arrives for it.
-    events = [(0.0, stages[0])]
+    workers, num_replicas = chain.workers, chain.num_replicas
+    free_at = [0.0] * len(workers)
+    lane_free = [0.0] * chain.num_lanes
+    orders: list[list[int]] = [[] for _ in workers]
+    # A worker looks for work when it gets free and when something arrives for it.
+    events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == chain.stages[0]]
     while events:
-        now, stage = heappop(events)
-        if free_at[stage] > now:
+        now, worker = heappop(events)
+        if free_at[worker] > now:
             continue
+        stage, replica = workers[worker]
         first, last = bounds[stage]
         ranked = ranking[stage]
         if detours is not None and stage == 0:
             ranked = next(detours) or ranked
         for q in ranked:
-            n = begun[q]
-            if n >= len(arrived[q]) or arrived[q][n] > now or (q == first and n - begun[last] >= limits[stage]):
+            h = upcoming[q][replica]
+            if arrived[q][h] > now:
                 continue
-            begun[q] = n + 1
-            orders[stage].append(q)
-            end = free_at[stage] = now + durations[q]
-            heappush(events, (end, stage))
+            if q == first and h - upcoming[last][replica] >= limits[worker] * num_replicas[stage]:
+                continue
+            upcoming[q][replica] = h + num_replicas[stage]
+            orders[worker].append(q)
+            end = free_at[worker] = now + durations[q]
+            heappush(events, (end, worker))
             if q < last_step:
                 if occupancy[q]:
-                    channel = channels[q]
-                    end = channel_free[channel] = max(end, channel_free[channel]) + occupancy[q]
+                    lane = lanes[q][h % len(lanes[q])]
+                    end = lane_free[lane] = max(end, lane_free[lane]) + occupancy[q]
                 end += latency[q]
-                arrived[q + 1].append(end)
-                heappush(events, (end, stages[q + 1]))
+                arrived[q + 1][h] = end
+                heappush(events, (end, takers[q][h % len(takers[q])]))
             break
-    assert begun == [num_microbatches] * chain.num_steps, "limits below 1"
+    assert sum(map(len, orders)) == num_microbatches * chain.num_steps, "limits below 1"
     return tuple(tuple(order) for order in orders)
 
 
 def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | None:
-    """Return when the last step ends if every stage keeps its order, or None if the orders wait for each other.
+    """Return when the last step ends if every worker keeps its order, or None if the orders wait for each other.
 
     >>> from vtp_plugin.schedule.costs import u_costs
     >>> from vtp_plugin.schedule.placement import u_placement
     >>> makespan(make_chain(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
-    stages, durations, latency, occupancy, channels = (
-        chain.stages, chain.durations, chain.latency, chain.occupancy, chain.channels,
-    )  # fmt: skip
+    durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
+    lanes, takers = chain.lanes, chain.takers
     last_step = chain.num_steps - 1
-    arrived: list[list[float]] = [[] for _ in stages]
-    arrived[0] = [0.0] * num_microbatches
-    begun = [0] * chain.num_steps
-    free_at = [0.0] * chain.num_stages
-    channel_free = [0.0] * (max(channels) + 1)
-    places = [0] * chain.num_stages
-    waiting = list(range(chain.num_stages - 1, -1, -1))
+    arrived, upcoming = _start(chain, num_microbatches)
+    workers, num_replicas = chain.workers, chain.num_replicas
+    free_at = [0.0] * len(workers)
+    lane_free = [0.0] * chain.num_lanes
+    places = [0] * len(workers)
+    waiting = list(range(len(workers) - 1, -1, -1))
     while waiting:
-        stage = waiting.pop()
-        order, place, now = orders[stage], places[stage], free_at[stage]
+        worker = waiting.pop()
+        order, place, now = orders[worker], places[worker], free_at[worker]
+        stage, replica = workers[worker]
         woken: set[int] = set()
         while place < len(order):
             q = order[place]
-            n = begun[q]
-            there = arrived[q]
-            if n >= len(there):
+            h = upcoming[q][replica]
+            there = arrived[q][h]
+            if there == math.inf:
                 break
-            begun[q] = n + 1
+            upcoming[q][replica] = h + num_replicas[stage]
             place += 1
-            now = end = (there[n] if there[n] > now else now) + durations[q]
+            now = end = (there if there > now else now) + durations[q]
             if q < last_step:
                 if occupancy[q]:
-                    channel = channels[q]
-                    end = channel_free[channel] = max(end, channel_free[channel]) + occupancy[q]
-                arrived[q + 1].append(end + latency[q])
-                woken.add(stages[q + 1])
-        places[stage], free_at[stage] = place, now
-        woken.discard(stage)
+                    lane = lanes[q][h % len(lanes[q])]
+                    end = lane_free[lane] = max(end, lane_free[lane]) + occupancy[q]
+                arrived[q + 1][h] = end + latency[q]
+                woken.add(takers[q][h % len(takers[q])])
+        places[worker], free_at[worker] = place, now
+        woken.discard(worker)
         waiting.extend(woken)
     return max(free_at) if places == [len(order) for order in orders] else None
 
 
+def _start(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return by step and microbatch when it arrives, and by step and replica which microbatch is the next."""
+    # Numbers behind the last microbatch are asked for, and never arrive.
+    size = num_microbatches + max(chain.num_replicas)
+    arrived = [[math.inf] * size for _ in chain.stages]
+    arrived[0][:num_microbatches] = [0.0] * num_microbatches
+    return arrived, [list(range(chain.num_replicas[stage])) for stage in chain.stages]
+
+
 def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
-    """Return the most microbatches in flight on each stage; a property of the orders alone."""
+    """Return the most microbatches in flight on each worker; a property of the orders alone."""
     peaks: list[int] = []
-    for stage, order in enumerate(orders):
+    for (stage, _), order in zip(chain.workers, orders, strict=True):
         first, last = chain.steps(stage)[0], chain.steps(stage)[-1]
         live = peak = 0
         for q in order:
@@ -241,6 +294,19 @@ def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
             live -= q == last
         peaks.append(peak)
     return tuple(peaks)
+
+
+def mirrored(chain: Chain, orders: Orders) -> Orders:
+    """Let time run backwards: from orders for a chain make those for :meth:`Chain.reversed`, or back.
+
+    >>> from vtp_plugin.schedule.costs import uniform_costs
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> placement = plain_placement(2, num_replicas=(1, 2))
+    >>> mirrored(make_chain(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
+    ((0, 0, 3, 3), (2, 1), (1, 2))
+    """
+    last_step = chain.num_steps - 1
+    return tuple(tuple(last_step - q for q in reversed(orders[mirror])) for mirror in chain.mirrors)
 
 
 def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
@@ -252,12 +318,13 @@ def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     """
     num_vstages = placement.num_vstages
     result: list[Actions] = []
-    for order in orders:
-        seen = [0] * (2 * num_vstages)
+    for worker, order in enumerate(orders):
+        stage, replica = placement.place(worker)
+        upcoming = [replica] * (2 * num_vstages)
         actions: list[Action] = []
         for q in order:
             op, vstage = (Op.F, q) if q < num_vstages else (Op.B, 2 * num_vstages - 1 - q)
-            actions.append(Action(op=op, vstage=vstage, microbatch=seen[q]))
-            seen[q] += 1
+            actions.append(Action(op=op, vstage=vstage, microbatch=upcoming[q]))
+            upcoming[q] += placement.num_replicas[stage]
         result.append(tuple(actions))
     return tuple(result)

@@ -10,11 +10,11 @@ from vtp_plugin.schedule.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Channel:
-    """One direction of one boundary. Messages arrive in the order in which they were sent; there are no tags.
+    """One direction between two workers. Messages arrive in the order in which they were sent; there are no tags.
 
     Attributes:
-        upstream: Stage of the boundary that sends activations.
-        downstream: Stage that receives them, and sends gradients.
+        upstream: Worker that sends activations; without replicas that is its stage.
+        downstream: Worker that receives them, and sends gradients.
         is_backward: The channel carries gradients, from downstream to upstream.
     """
 
@@ -24,17 +24,45 @@ class Channel:
 
     @property
     def src(self) -> int:
-        """Stage that sends."""
+        """Worker that sends."""
         return self.downstream if self.is_backward else self.upstream
 
     @property
     def dst(self) -> int:
-        """Stage that receives."""
+        """Worker that receives."""
         return self.upstream if self.is_backward else self.downstream
 
     def __str__(self) -> str:
         direction = "backward" if self.is_backward else "forward"
         return f"boundary {self.upstream}->{self.downstream}, {direction}"
+
+
+def channels(placement: Placement) -> tuple[Channel, ...]:
+    """List all channels: for each pair of workers the forward one, then the backward one.
+
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> [str(channel) for channel in channels(plain_placement(2, num_replicas=(1, 2)))][1:3]
+    ['boundary 0->1, backward', 'boundary 0->2, forward']
+    """
+    return tuple(
+        Channel(upstream=upstream, downstream=downstream, is_backward=is_backward)
+        for upstream, downstream in placement.worker_boundaries
+        for is_backward in (False, True)
+    )
+
+
+def channel_label(placement: Placement, channel: Channel) -> str:
+    """Name a channel for a reader; with replicas by its stages and replicas, else as `str` does.
+
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> placement = plain_placement(2, num_replicas=(1, 2))
+    >>> channel_label(placement, channels(placement)[2])
+    'boundary stage 0->stage 1 replica 1, forward'
+    """
+    if placement.num_workers == placement.num_stages:
+        return str(channel)
+    _, _, direction = str(channel).partition(",")
+    return f"boundary {placement.label(channel.upstream)}->{placement.label(channel.downstream)},{direction}"
 
 
 def channel_of(placement: Placement, action: Action) -> Channel:
@@ -47,8 +75,8 @@ def channel_of(placement: Placement, action: Action) -> Channel:
     """
     upstream = link_of(action)
     return Channel(
-        upstream=placement.stages[upstream],
-        downstream=placement.stages[upstream + 1],
+        upstream=placement.worker_of(upstream, action.microbatch),
+        downstream=placement.worker_of(upstream + 1, action.microbatch),
         is_backward=action.op.is_backward,
     )
 

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.channels import Channel, channel_of, peer_of, receive_for, send_after, started_by, wait_for
+from vtp_plugin.schedule.channels import (
+    Channel,
+    channel_label,
+    channel_of,
+    peer_of,
+    receive_for,
+    send_after,
+    started_by,
+    wait_for,
+)
 from vtp_plugin.schedule.lower import needs
 from vtp_plugin.schedule.plan import Schedule
 
@@ -17,17 +26,17 @@ Mode = Literal["buffered", "rendezvous"]
 def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[str, ...]:
     """List everything that is wrong with a schedule; empty means it is proved.
 
-    Proved is: every compute stands exactly once, on the stage that holds its virtual stage; the stages' orders do not
-    wait for each other in a circle; microbatches in flight keep the limits. If there is any communication, also: every
-    message is sent once, after the compute that makes it, and received once; every send and receive is waited for
-    exactly once, after it was posted, a receive before the compute that takes it; on each channel the receives are
-    posted in the order of the sends; and nothing deadlocks, whether sends are buffered or complete only with their
-    receive (rendezvous). Each problem is one line that names an action. Deadlocks are looked for only when all else is
-    right.
+    Proved is: every compute stands exactly once, on the worker that holds its virtual stage and handles its microbatch;
+    the workers' orders do not wait for each other in a circle; microbatches in flight keep the limits. If there is any
+    communication, also: every message is sent once, after the compute that makes it, and received once; every send and
+    receive is waited for exactly once, after it was posted, a receive before the compute that takes it; on each channel
+    the receives are posted in the order of the sends; and nothing deadlocks, whether sends are buffered or complete
+    only with their receive (rendezvous). Each problem is one line that names an action. Deadlocks are looked for only
+    when all else is right.
 
     Args:
         schedule: Compute only, or lowered.
-        limits: Most microbatches in flight on each stage (see :func:`peak_in_flight`).
+        limits: Most microbatches in flight on each worker (see :func:`peak_in_flight`).
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.schedule.actions import parse_actions
@@ -62,36 +71,39 @@ def is_lowered(schedule: Schedule) -> bool:
     return any(not action.op.is_compute for order in schedule.orders for action in order)
 
 
-def peak_in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the most microbatches of which a stage holds an activation at a time.
+def peak_in_flight(schedule: Schedule, worker: int) -> int:
+    """Return the most microbatches of which a worker holds an activation at a time.
 
-    A microbatch is in flight on a stage from the start of its first compute there to the end of its last.
+    A microbatch is in flight on a worker from the start of its first compute there to the end of its last.
 
     >>> from vtp_plugin.schedule.generate import one_f_one_b
     >>> [peak_in_flight(one_f_one_b(3, 8), stage) for stage in range(3)]
     [3, 2, 1]
     """
-    return max((live for live, _ in _in_flight(schedule, stage)), default=0)
+    return max((live for live, _ in _in_flight(schedule, worker)), default=0)
 
 
 def peak_activations(schedule: Schedule, vstage: int) -> int:
-    """Return the most activations of a virtual stage that are kept for a backward at a time.
+    """Return the most activations of a virtual stage that one worker keeps for a backward at a time.
 
     >>> from vtp_plugin.schedule.u_shape import reference_u_shape
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
-    live = peak = 0
-    for action in schedule.orders[schedule.placement.stages[vstage]]:
-        if action.vstage == vstage and action.op.is_compute:
-            live += 1 if action.op is Op.F else -1
-            peak = max(peak, live)
+    placement, peak = schedule.placement, 0
+    stage = placement.stages[vstage]
+    for replica in range(placement.num_replicas[stage]):
+        live = 0
+        for action in schedule.orders[placement.worker(stage, replica)]:
+            if action.vstage == vstage and action.op.is_compute:
+                live += 1 if action.op is Op.F else -1
+                peak = max(peak, live)
     return 0 if schedule.forward_only else peak
 
 
-def _in_flight(schedule: Schedule, stage: int) -> Iterator[tuple[int, Action]]:
-    """Yield, with every compute of a stage, how many microbatches are in flight while it runs."""
-    computes = [action for action in schedule.orders[stage] if action.op.is_compute]
+def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
+    """Yield, with every compute of a worker, how many microbatches are in flight while it runs."""
+    computes = [action for action in schedule.orders[worker] if action.op.is_compute]
     left = Counter(action.microbatch for action in computes)
     live: set[int] = set()
     for action in computes:
@@ -103,54 +115,55 @@ def _in_flight(schedule: Schedule, stage: int) -> Iterator[tuple[int, Action]]:
 
 
 def _compute_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield computes that are missing, come twice, or stand on the wrong stage."""
+    """Yield computes that are missing, come twice, or stand on the wrong worker."""
     placement = schedule.placement
-    if len(schedule.orders) != placement.num_stages:
-        yield f"{len(schedule.orders)} orders for {placement.num_stages} stages"
+    if len(schedule.orders) != placement.num_workers:
+        yield f"{len(schedule.orders)} orders for {placement.num_workers} workers"
         return
     ops = (Op.F,) if schedule.forward_only else (Op.F, Op.B)
-    for stage, order in enumerate(schedule.orders):
+    for worker, order in enumerate(schedule.orders):
         found = Counter(action for action in order if action.op.is_compute)
         wanted = Counter(
             Action(op=op, vstage=vstage, microbatch=microbatch)
-            for vstage in placement.vstages(stage)
+            for vstage in placement.vstages(placement.place(worker)[0])
             for op in ops
-            for microbatch in range(schedule.num_microbatches)
+            for microbatch in placement.microbatches(worker, schedule.num_microbatches)
         )
-        yield from _count_problems(stage, found, wanted)
+        yield from _count_problems(placement.label(worker), found, wanted)
 
 
-def _count_problems(stage: int, found: Counter[Action], wanted: Counter[Action]) -> Iterator[str]:
+def _count_problems(label: str, found: Counter[Action], wanted: Counter[Action]) -> Iterator[str]:
     for action in sorted(found.keys() | wanted.keys()):
         if not wanted[action]:
-            yield f"stage {stage}: {action} does not belong there"
+            yield f"{label}: {action} does not belong there"
         elif found[action] != wanted[action]:
-            yield f"stage {stage}: {action} comes {found[action]} times instead of once"
+            yield f"{label}: {action} comes {found[action]} times instead of once"
 
 
 def _limit_problems(schedule: Schedule, limits: Sequence[int]) -> Iterator[str]:
-    for stage, limit in enumerate(limits):
-        for live, action in _in_flight(schedule, stage):
+    for worker, limit in enumerate(limits):
+        for live, action in _in_flight(schedule, worker):
             if live > limit:
-                yield f"stage {stage}: {live} microbatches in flight at {action}, the limit is {limit}"
+                label = schedule.placement.label(worker)
+                yield f"{label}: {live} microbatches in flight at {action}, the limit is {limit}"
                 break
 
 
 def _message_problems(schedule: Schedule) -> Iterator[str]:
     """Yield communication that is missing, comes twice, or belongs elsewhere, with the waits."""
-    for stage, order in enumerate(schedule.orders):
+    for worker, order in enumerate(schedule.orders):
         wanted: list[Action] = []
         for compute in order:
             if compute.op.is_compute:
                 messages = (receive_for(schedule.placement, compute), send_after(schedule.placement, compute))
                 wanted += [step for message in messages if message for step in (message, wait_for(message))]
         found = Counter(action for action in order if not action.op.is_compute)
-        yield from _count_problems(stage, found, Counter(wanted))
+        yield from _count_problems(schedule.placement.label(worker), found, Counter(wanted))
 
 
 def _order_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield actions that come too early on their own stage, and channels whose ends disagree."""
-    for stage, order in enumerate(schedule.orders):
+    """Yield actions that come too early on their own worker, and channels whose ends disagree."""
+    for worker, order in enumerate(schedule.orders):
         place = {action: i for i, action in enumerate(order)}
         for action in order:
             if action.op.is_compute:
@@ -162,12 +175,13 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
                 continue
             for first, second in pairs:
                 if first and second and place[first] > place[second]:
-                    yield f"stage {stage}: {second} comes before {first}"
+                    yield f"{schedule.placement.label(worker)}: {second} comes before {first}"
     sent, received = _channel_orders(schedule)
     for channel in sorted(sent):
         for send, receive in zip(sent[channel], received[channel], strict=True):
             if peer_of(send) != receive:
-                yield f"{channel}: {send} is sent where {receive} is received"
+                label = channel_label(schedule.placement, channel)
+                yield f"{label}: {send} is sent where {receive} is received"
                 break
 
 
@@ -191,15 +205,15 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     moved = True
     while moved:
         moved = False
-        for stage, order in enumerate(schedule.orders):
-            while places[stage] < len(order) and _needed(schedule, order[places[stage]], mode, lowered) <= done:
-                done.add(order[places[stage]])
-                places[stage] += 1
+        for worker, order in enumerate(schedule.orders):
+            while places[worker] < len(order) and _needed(schedule, order[places[worker]], mode, lowered) <= done:
+                done.add(order[places[worker]])
+                places[worker] += 1
                 moved = True
     stuck = [
-        f"stage {stage} stands before {order[place]}, which needs "
+        f"{schedule.placement.label(worker)} stands before {order[place]}, which needs "
         + ", ".join(map(str, sorted(_needed(schedule, order[place], mode, lowered) - done)))
-        for stage, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
+        for worker, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
         if place < len(order)
     ]
     if stuck:
@@ -207,11 +221,12 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
 
 
 def _needed(schedule: Schedule, action: Action, mode: Mode, lowered: bool) -> set[Action]:
-    """Return the actions that must be through before a stage can get past an action."""
+    """Return the actions that must be through before a worker can get past an action."""
     if action.op.is_compute:
         computes = needs(action, schedule.placement.num_vstages - 1)
         stage_of = schedule.placement.stages
-        # In a lowered schedule the wait before the compute stands for what other stages do.
+        # In a lowered schedule the wait before the compute stands for what other workers do. Virtual stages of one
+        # stage handle a microbatch on one worker.
         return {c for c in computes if not lowered or stage_of[c.vstage] == stage_of[action.vstage]}
     if action.op in (Op.WAIT_RECV_F, Op.WAIT_RECV_B):
         receive = started_by(action)

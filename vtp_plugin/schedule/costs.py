@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.placement import Placement, u_placement
@@ -67,6 +68,37 @@ def uniform_costs(placement: Placement, *, forward: float = 1.0, backward: float
         latency=(latency,) * num_links,
         bandwidth=(math.inf,) * num_links,
         message_bytes=(0,) * num_links,
+    )
+
+
+def split_costs(placement: Placement, costs: Costs) -> Costs:
+    """Return the costs of a pipeline with replicas in the mode `split`, for the placement without replicas.
+
+    There, one microbatch of the schedule is as many of `costs` as all numbers of replicas divide (their least common
+    multiple L, so a step has m / L): a stage with n replicas runs L / n of them at once, as one microbatch that takes
+    L / n times as long. A pair of workers has its own link in both modes, so a link between n and n' replicas carries
+    L / max(n, n') times the bytes at once; where all pairs share one link, divide its bandwidth by their number, in
+    both modes.
+
+    Args:
+        placement: With its replicas.
+        costs: Of one microbatch, as `placement` runs them in turn.
+
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> placement = plain_placement(3, num_replicas=(1, 1, 2))
+    >>> costs = replace(uniform_costs(placement), message_bytes=(8, 8))
+    >>> split_costs(placement, costs).forward, split_costs(placement, costs).message_bytes
+    ((2.0, 2.0, 1.0), (16, 8))
+    """
+    multiple = math.lcm(*placement.num_replicas)
+    replicas = [placement.num_replicas[stage] for stage in placement.stages]
+    return replace(
+        costs,
+        forward=tuple(multiple // n * duration for n, duration in zip(replicas, costs.forward, strict=True)),
+        backward=tuple(multiple // n * duration for n, duration in zip(replicas, costs.backward, strict=True)),
+        message_bytes=tuple(
+            multiple // max(pair) * size for pair, size in zip(pairwise(replicas), costs.message_bytes, strict=True)
+        ),
     )
 
 

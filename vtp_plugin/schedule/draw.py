@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 
 from vtp_plugin.schedule.actions import Action, Op
+from vtp_plugin.schedule.channels import channel_label
 from vtp_plugin.schedule.simulate import Span, Timeline
 
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
-_LEFT, _TOP, _MARGIN = 76, 84, 24
+_LEFT, _LEFT_OF_REPLICAS, _TOP, _MARGIN = 76, 136, 84, 24
 _MIN_LABEL_WIDTH = 15  # of a box that has room for the number of its microbatch
 _LEGEND_STEP = 160
 _MAX_TICKS = 12
@@ -38,7 +39,7 @@ _KINDS = {
 
 
 def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
-    """Draw one line for each stage, time from left to right.
+    """Draw one line for each worker, time from left to right.
 
     A compute is written as its action, or where that is too long as the last digit of its microbatch, and filled up
     with `-` (forward) or `=` (backward) as long as it lasts; a dot is idle time. The last line sums up the step.
@@ -57,18 +58,19 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     step 9, bubble 33.3 %
     """
     scale = columns / timeline.makespan if timeline.makespan else 0.0
+    labels = _labels(timeline)
     lines: list[str] = []
-    for stage, spans in enumerate(timeline.spans):
+    for label, spans in zip(labels, timeline.spans, strict=True):
         row = ["."] * columns
         for span in spans:
             left, right = round(span.start * scale), round(span.end * scale)
             row[left:right] = _cell(span.action, right - left)
-        lines.append(f"stage {stage} |{''.join(row)}|")
+        lines.append(f"{label:{max(map(len, labels))}} |{''.join(row)}|")
     return "\n".join([*lines, _summary(timeline)])
 
 
 def draw_svg(timeline: Timeline, *, title: str, width: int = 1200) -> str:
-    """Draw one row for each stage: computes as boxes with the number of their microbatch, messages as thin lines.
+    """Draw one row for each worker: computes as boxes with the number of their microbatch, messages as thin lines.
 
     Args:
         timeline: What to draw.
@@ -80,9 +82,10 @@ def draw_svg(timeline: Timeline, *, title: str, width: int = 1200) -> str:
         title with its action and times. The same timeline always gives the same text.
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0
-    num_stages = len(timeline.spans)
-    bottom = _TOP + num_stages * _ROW_HEIGHT
-    full_width, full_height = _LEFT + width + _MARGIN, bottom + 30
+    labels = _labels(timeline)
+    left = _LEFT_OF_REPLICAS if timeline.placement.num_workers > timeline.placement.num_stages else _LEFT
+    bottom = _TOP + len(labels) * _ROW_HEIGHT
+    full_width, full_height = left + width + _MARGIN, bottom + 30
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{full_width}" height="{full_height}" '
         f'viewBox="0 0 {full_width} {full_height}" role="img">',
@@ -91,41 +94,46 @@ def draw_svg(timeline: Timeline, *, title: str, width: int = 1200) -> str:
         f'<text class="title" x="{_MARGIN}" y="28">{_escape(title)}</text>',
         f'<text x="{_MARGIN}" y="48">{_summary(timeline)}</text>',
         *_legend(timeline),
-        *_axis(timeline, scale, bottom),
+        *_axis(timeline, left, scale, bottom),
     ]
-    for stage in range(num_stages):
-        y = _TOP + stage * _ROW_HEIGHT
-        lines.append(f'<text x="{_MARGIN}" y="{y + 16}">stage {stage}</text>')
-        lines.append(f'<rect class="row" x="{_LEFT}" y="{y}" width="{width}" height="{_BOX_HEIGHT}"/>')
-    lines += _messages(timeline, scale)
-    lines += [box for stage in range(num_stages) for box in _boxes(timeline, stage, scale)]
+    for worker, label in enumerate(labels):
+        y = _TOP + worker * _ROW_HEIGHT
+        lines.append(f'<text x="{_MARGIN}" y="{y + 16}">{label}</text>')
+        lines.append(f'<rect class="row" x="{left}" y="{y}" width="{width}" height="{_BOX_HEIGHT}"/>')
+    lines += _messages(timeline, left, scale)
+    lines += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale)]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def chrome_trace(timeline: Timeline) -> str:
     """Write the step as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
 
-    Stages are the threads of one process, channels those of another. The timeline must be in seconds.
+    Workers are the threads of one process, channels those of another. The timeline must be in seconds.
     """
     events: list[Mapping[str, object]] = []
     events += [_meta("process_name", pid, 0, name) for pid, name in enumerate(("stages", "channels"))]
-    for stage, spans in enumerate(timeline.spans):
-        events.append(_meta("thread_name", 0, stage, f"stage {stage}"))
+    for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):
+        events.append(_meta("thread_name", 0, worker, label))
         for span in spans:
             pass_name = "backward" if span.action.op is Op.B else "forward"
             events.append(
-                {"ph": "X", "name": str(span.action), "cat": pass_name, "pid": 0, "tid": stage}
+                {"ph": "X", "name": str(span.action), "cat": pass_name, "pid": 0, "tid": worker}
                 | {"ts": _us(span.start), "dur": _us(span.end) - _us(span.start)}
             )
-    channels = [channel for channel, _ in timeline.bytes_by_channel]
-    events += [_meta("thread_name", 1, tid, str(channel)) for tid, channel in enumerate(channels)]
+    names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
+    channels = [*names]
+    events += [_meta("thread_name", 1, tid, name) for tid, name in enumerate(names.values())]
     for number, flight in enumerate(timeline.flights):
         # Messages overlap in time where latency is long, so they cannot be nested spans of a thread.
-        common = {"name": str(flight.action), "cat": str(flight.channel), "id": number, "pid": 1}
+        common = {"name": str(flight.action), "cat": names[flight.channel], "id": number, "pid": 1}
         common["tid"] = channels.index(flight.channel)
         events.append({"ph": "b", "ts": _us(flight.start)} | common)
         events.append({"ph": "e", "ts": _us(flight.end)} | common)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+def _labels(timeline: Timeline) -> list[str]:
+    return [timeline.placement.label(worker) for worker in range(timeline.placement.num_workers)]
 
 
 def _cell(action: Action, length: int) -> str:
@@ -144,10 +152,10 @@ def _kind(timeline: Timeline, span: Span) -> str:
     return f"{pass_name}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
 
 
-def _boxes(timeline: Timeline, stage: int, scale: float) -> Iterator[str]:
-    y = _TOP + stage * _ROW_HEIGHT
-    for span in timeline.spans[stage]:
-        x, box_width = _LEFT + span.start * scale, (span.end - span.start) * scale
+def _boxes(timeline: Timeline, worker: int, left: int, scale: float) -> Iterator[str]:
+    y = _TOP + worker * _ROW_HEIGHT
+    for span in timeline.spans[worker]:
+        x, box_width = left + span.start * scale, (span.end - span.start) * scale
         # The gap keeps neighbours apart without strokes.
         yield (
             f'<rect class="{_kind(timeline, span)}" x="{x:.1f}" y="{y}" width="{max(0.5, box_width - 1):.1f}" '
@@ -157,20 +165,20 @@ def _boxes(timeline: Timeline, stage: int, scale: float) -> Iterator[str]:
             yield f'<text class="number" x="{x + box_width / 2:.1f}" y="{y + 16}">{span.action.microbatch}</text>'
 
 
-def _messages(timeline: Timeline, scale: float) -> Iterator[str]:
+def _messages(timeline: Timeline, left: int, scale: float) -> Iterator[str]:
     for flight in timeline.flights:
         down = flight.channel.dst > flight.channel.src
         y1 = _TOP + flight.channel.src * _ROW_HEIGHT + (_BOX_HEIGHT if down else 0)
         y2 = _TOP + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
-        x1, x2 = _LEFT + flight.start * scale, _LEFT + flight.end * scale
+        x1, x2 = left + flight.start * scale, left + flight.end * scale
         yield f'<line class="message" x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}"/>'
 
 
-def _axis(timeline: Timeline, scale: float, bottom: int) -> Iterator[str]:
+def _axis(timeline: Timeline, left: int, scale: float, bottom: int) -> Iterator[str]:
     step = _tick_step(timeline.makespan)
     for tick in range(int(timeline.makespan / step) + 1):
         time = tick * step
-        x = _LEFT + time * scale
+        x = left + time * scale
         yield f'<line class="tick" x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}"/>'
         yield f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{time:.4g}</text>'
 

@@ -1,14 +1,17 @@
 """Orders of compute that follow a fixed rule: forward only, 1F1B and interleaved 1F1B.
 
-A generator answers only which microbatch of which virtual stage a stage computes next;
+A generator answers only which microbatch of which virtual stage a worker computes next;
 :func:`~vtp_plugin.schedule.lower.lower` adds the communication. The U-shape has :mod:`vtp_plugin.schedule.u_shape`.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import combinations
+
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.placement import interleaved_placement, plain_placement
+from vtp_plugin.schedule.placement import Placement, interleaved_placement, plain_placement
 from vtp_plugin.schedule.plan import Actions, Schedule
 
 
@@ -22,43 +25,104 @@ def require_counts(num_stages: int, num_microbatches: int) -> None:
         raise ConfigError(f"{num_microbatches} microbatches on {num_stages} stages: both must be at least 1")
 
 
-def plain_forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+def require_shares(placement: Placement, num_microbatches: int) -> None:
+    """Refuse a number of microbatches that the replicas of a stage cannot share evenly.
+
+    Raises:
+        ConfigError: A remainder is left.
+    """
+    for stage, num_replicas in enumerate(placement.num_replicas):
+        if num_microbatches % num_replicas:
+            raise ConfigError(
+                f"{num_microbatches} microbatches for {num_replicas} replicas of stage {stage}: "
+                f"{num_microbatches} mod {num_replicas} = {num_microbatches % num_replicas} must be 0"
+            )
+
+
+def plain_forward_only(num_stages: int, num_microbatches: int, *, num_replicas: tuple[int, ...] = ()) -> Schedule:
     """Run all microbatches forward through a plain pipeline, for evaluation.
+
+    Args:
+        num_stages: Pipeline stages.
+        num_microbatches: Microbatches of the step; every stage's replicas share them.
+        num_replicas: Replicas of every stage; one each by default.
 
     >>> print(plain_forward_only(2, 3).describe())
     stage 0: 0F0 0F1 0F2
     stage 1: 1F0 1F1 1F2
     """
     require_counts(num_stages, num_microbatches)
+    placement = plain_placement(num_stages, num_replicas=num_replicas)
+    require_shares(placement, num_microbatches)
     return Schedule(
         name="forward-only",
-        placement=plain_placement(num_stages),
+        placement=placement,
         num_microbatches=num_microbatches,
-        orders=tuple(tuple(_compute(Op.F, v, n) for n in range(num_microbatches)) for v in range(num_stages)),
+        orders=tuple(tuple(_computes(Op.F, placement, w, num_microbatches)) for w in range(placement.num_workers)),
         forward_only=True,
     )
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_replicas: tuple[int, ...] = (),
+    in_flight: tuple[int, ...] | None = None,
+) -> Schedule:
     """Order a plain pipeline as 1F1B (PipeDream-Flush; Megatron's `forward_backward_pipelining_without_interleaving`).
 
-    Stage s of P runs min(P - 1 - s, m) forwards, then one forward and one backward in turn, then what is left.
+    A worker of stage s runs k_s - 1 forwards (or all, if there are fewer), then one forward and one backward in turn,
+    then what is left: at most k_s microbatches are in flight on it. One is its own, the others are its share of those
+    that the next stage may have in flight on its n_(s+1) replicas: k_s = 1 + ceil(n_(s+1) k_(s+1) / n_s), and 1 on the
+    last stage. Without replicas that is P - s, as in Megatron.
+
+    No stages wait in a circle: before its backward of microbatch h, stage s runs forwards up to h + n_s (k_s - 1). An
+    earlier stage r runs its forward of x directly after its backward of x - n_r k_r. That is a microbatch before h as
+    long as n_s (k_s - 1) < n_r k_r; so everything waits for earlier microbatches, or for later stages. (Megatron's
+    P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.)
+
+    Args:
+        num_stages: Pipeline stages, P.
+        num_microbatches: Microbatches of the step; every stage's replicas share them.
+        num_replicas: Replicas of every stage, n; one each by default.
+        in_flight: Other values of k, by stage: more of them on the first stages hide latency.
+
+    Raises:
+        ConfigError: A count is below 1, replicas cannot share the microbatches or serve each other in turn, or stages
+            would wait in a circle.
 
     >>> print(one_f_one_b(2, 3).describe())
     stage 0: 0F0 0F1 0B0 0F2 0B1 0B2
     stage 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    >>> print(one_f_one_b(2, 4, num_replicas=(1, 2)).describe())
+    stage 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    stage 1 replica 0: 1F0 1B0 1F2 1B2
+    stage 1 replica 1: 1F1 1B1 1F3 1B3
     """
     require_counts(num_stages, num_microbatches)
-    orders = [
-        _one_f_one_b_order(
-            [_compute(Op.F, stage, n) for n in range(num_microbatches)],
-            [_compute(Op.B, stage, n) for n in range(num_microbatches)],
-            num_stages - 1 - stage,
-        )
-        for stage in range(num_stages)
-    ]
-    placement = plain_placement(num_stages)
+    placement = plain_placement(num_stages, num_replicas=num_replicas)
+    require_shares(placement, num_microbatches)
+    in_flight = one_f_one_b_limits(placement.num_replicas) if in_flight is None else in_flight
+    _check_in_flight(placement, num_microbatches, in_flight)
+    orders: list[Actions] = []
+    for worker in range(placement.num_workers):
+        forwards = _computes(Op.F, placement, worker, num_microbatches)
+        backwards = _computes(Op.B, placement, worker, num_microbatches)
+        orders.append(_one_f_one_b_order(forwards, backwards, in_flight[placement.place(worker)[0]] - 1))
     return Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
+
+
+def one_f_one_b_limits(num_replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most microbatches in flight on a worker in :func:`one_f_one_b`, by stage; fewer if it handles fewer.
+
+    >>> one_f_one_b_limits((1, 1, 1)), one_f_one_b_limits((1, 3, 3)), one_f_one_b_limits((2, 1, 2))
+    ((3, 2, 1), (7, 2, 1), (3, 3, 1))
+    """
+    limits = [1]
+    for here, behind in zip(num_replicas[-2::-1], num_replicas[::-1], strict=False):
+        limits.append(1 + math.ceil(behind * limits[-1] / here))
+    return tuple(reversed(limits))
 
 
 def interleaved_one_f_one_b(
@@ -109,8 +173,29 @@ def interleaved_one_f_one_b(
     )
 
 
+def _check_in_flight(placement: Placement, num_microbatches: int, in_flight: tuple[int, ...]) -> None:
+    if len(in_flight) != placement.num_stages or min(in_flight) < 1:
+        raise ConfigError(f"{in_flight} microbatches in flight on {placement.num_stages} stages: each needs at least 1")
+    # What the workers of a stage may have in flight together, and how far its forwards run ahead of its backwards.
+    capacity = [min(n * k, num_microbatches) for n, k in zip(placement.num_replicas, in_flight, strict=True)]
+    ahead = [most - n for n, most in zip(placement.num_replicas, capacity, strict=True)]
+    for stage, later in combinations(range(placement.num_stages), 2):
+        if ahead[later] >= capacity[stage]:
+            raise ConfigError(
+                f"{in_flight} microbatches in flight on stages with {placement.num_replicas} replicas would deadlock: "
+                f"stage {later} would wait for {ahead[later]} microbatches more than it has run backwards, and stage "
+                f"{stage} has at most {capacity[stage]} in flight, which must be more"
+            )
+
+
 def _compute(op: Op, vstage: int, microbatch: int) -> Action:
     return Action(op=op, vstage=vstage, microbatch=microbatch)
+
+
+def _computes(op: Op, placement: Placement, worker: int, num_microbatches: int) -> list[Action]:
+    """List the forwards or backwards of a worker of a plain pipeline."""
+    stage, _ = placement.place(worker)
+    return [_compute(op, stage, h) for h in placement.microbatches(worker, num_microbatches)]
 
 
 def _one_f_one_b_order(forwards: list[Action], backwards: list[Action], num_warmup: int) -> Actions:

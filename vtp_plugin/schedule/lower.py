@@ -1,17 +1,17 @@
-"""Add the communication to an order of compute, so that an executor only walks its stage's list.
+"""Add the communication to an order of compute, so that an executor only walks its worker's list.
 
 What the actions of a lowered list promise to each other:
 
 * `RECV` posts a receive into a fresh buffer and returns at once. On every channel the receives are posted in the order
   in which the other side sends, so no tags are needed.
 * `WAIT_RECV` stands before the compute that takes the tensor, once for each receive. With one exception below it is
-  the only action before the last compute that may have to wait for another stage.
+  the only action before the last compute that may have to wait for another worker.
 * Directly after it, before the compute, stand the `RECV`s for the next `lookahead` computes: they are under way while
   this one runs. During a compute at most `lookahead` receives are posted and not waited for; more only where messages
   overtake each other between two virtual stages that share a channel.
 * `SEND` stands directly after the compute that makes the tensor. It returns at once and holds the tensor until its
   `WAIT_SEND`.
-* `WAIT_SEND` stands once for each send, at the first place where what this stage has received proves that the other
+* `WAIT_SEND` stands once for each send, at the first place where what this worker has received proves that the other
   side has waited for the message; so it takes no time. Sends without such a place are drained at the end of the list,
   in the order of posting. One kind of schedule brings no proof back: forward only with one virtual stage for each
   stage. There a send is waited for so that never more than `lookahead + 1` are open: the other side posts no more
@@ -48,24 +48,24 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """
     if lookahead < 1:
         raise ConfigError(f"lookahead {lookahead}: receives are posted at least 1 compute ahead")
-    posts = [_posts(schedule, stage, lookahead) for stage in range(len(schedule.orders))]
+    posts = [_posts(schedule, worker, lookahead) for worker in range(len(schedule.orders))]
     proofs = _proved_sends(schedule, lookahead + 1)
     orders: list[Actions] = []
-    for stage, order in enumerate(schedule.orders):
-        actions: list[Action] = [*posts[stage][0]]
+    for worker, order in enumerate(schedule.orders):
+        actions: list[Action] = [*posts[worker][0]]
         sent: list[Action] = []
         for place, compute in enumerate(order):
             receive = receive_for(schedule.placement, compute)
             if receive is not None:
                 actions.append(wait_for(receive))
-            actions += posts[stage][place + 1]
-            actions += [wait_for(send) for send in proofs[stage][place]]
+            actions += posts[worker][place + 1]
+            actions += [wait_for(send) for send in proofs[worker][place]]
             actions.append(compute)
             send = send_after(schedule.placement, compute)
             if send is not None:
                 actions.append(send)
                 sent.append(send)
-        proved = {send for sends in proofs[stage] for send in sends}
+        proved = {send for sends in proofs[worker] for send in sends}
         actions += [wait_for(send) for send in sent if send not in proved]
         orders.append(tuple(actions))
     return replace(schedule, orders=tuple(orders))
@@ -88,10 +88,10 @@ def peak_posted(order: Actions) -> tuple[int, int]:
     return peaks["RECV"], peaks["SEND"]
 
 
-def _posts(schedule: Schedule, stage: int, lookahead: int) -> list[list[Action]]:
+def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]]:
     """List the receives to post: at the start of the step, then before each compute."""
-    order = schedule.orders[stage]
-    pending = _incoming(schedule, stage)
+    order = schedule.orders[worker]
+    pending = _incoming(schedule, worker)
     posted: set[Action] = set()
     posts: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for place, compute in enumerate(order):
@@ -106,23 +106,23 @@ def _posts(schedule: Schedule, stage: int, lookahead: int) -> list[list[Action]]
     return posts
 
 
-def _incoming(schedule: Schedule, stage: int) -> dict[Channel, deque[Action]]:
-    """Return the receives of a stage by channel, in the order in which the other sides send."""
+def _incoming(schedule: Schedule, worker: int) -> dict[Channel, deque[Action]]:
+    """Return the receives of a worker by channel, in the order in which the other sides send."""
     incoming: dict[Channel, deque[Action]] = defaultdict(deque)
     for order in schedule.orders:
         for compute in order:
             send = send_after(schedule.placement, compute)
             if send is not None:
                 channel = channel_of(schedule.placement, send)
-                if channel.dst == stage:
+                if channel.dst == worker:
                     incoming[channel].append(peer_of(send))
     return incoming
 
 
 def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Action]]]:
-    """List, by stage and compute, the sends that are to be waited for right before the compute.
+    """List, by worker and compute, the sends that are to be waited for right before the compute.
 
-    Every stage keeps a clock: how many computes of every stage must have begun, as far as it knows. A message carries
+    Every worker keeps a clock: how many computes of every worker must have begun, as far as it knows. A message carries
     the clock of its sender, and a send has been received as soon as the compute that takes it has begun. Where no
     message comes back, `max_unproved` sends are left open.
     """
@@ -135,46 +135,47 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     clocks = [[0] * len(orders) for _ in orders]
     messages: dict[Action, list[int]] = {}
     open_sends: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
-    for stage, place in _any_valid_order(schedule):
-        compute, clock = orders[stage][place], clocks[stage]
+    for worker, place in _any_valid_order(schedule):
+        compute, clock = orders[worker][place], clocks[worker]
         receive = receive_for(placement, compute)
         if receive is not None:
-            clocks[stage] = clock = [max(pair) for pair in zip(clock, messages.pop(receive), strict=True)]
-            proofs[stage][place] = [send for dst, taken, send in open_sends[stage] if clock[dst] > taken]
-            open_sends[stage] = [entry for entry in open_sends[stage] if clock[entry[0]] <= entry[1]]
-        clock[stage] = place + 1
+            clocks[worker] = clock = [max(pair) for pair in zip(clock, messages.pop(receive), strict=True)]
+            proofs[worker][place] = [send for dst, taken, send in open_sends[worker] if clock[dst] > taken]
+            open_sends[worker] = [entry for entry in open_sends[worker] if clock[entry[0]] <= entry[1]]
+        clock[worker] = place + 1
         send = send_after(placement, compute)
         if send is not None:
             peer = peer_of(send)
             messages[peer] = [*clock]
             taker = Action(op=compute.op, vstage=peer.vstage, microbatch=peer.microbatch)
-            open_sends[stage].append((placement.stages[peer.vstage], place_of[taker], send))
+            dst = placement.worker_of(peer.vstage, peer.microbatch)
+            open_sends[worker].append((dst, place_of[taker], send))
     return proofs
 
 
 def _limit_sends(
     placement: Placement, orders: tuple[Actions, ...], proofs: list[list[list[Action]]], max_open: int
 ) -> None:
-    for stage, order in enumerate(orders):
+    for worker, order in enumerate(orders):
         sends = [send_after(placement, compute) for compute in order]
         for place, send in enumerate(sends[:-max_open]):
             if send is not None:
-                proofs[stage][place + max_open].append(send)
+                proofs[worker][place + max_open].append(send)
 
 
 def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """List `(stage, place)` of all computes so that what a compute needs comes before it."""
+    """List `(worker, place)` of all computes so that what a compute needs comes before it."""
     last = schedule.placement.num_vstages - 1
     done: set[Action] = set()
     places = [0] * len(schedule.orders)
     result: list[tuple[int, int]] = []
     while True:
         before = len(result)
-        for stage, order in enumerate(schedule.orders):
-            while places[stage] < len(order) and needs(order[places[stage]], last) <= done:
-                done.add(order[places[stage]])
-                result.append((stage, places[stage]))
-                places[stage] += 1
+        for worker, order in enumerate(schedule.orders):
+            while places[worker] < len(order) and needs(order[places[worker]], last) <= done:
+                done.add(order[places[worker]])
+                result.append((worker, places[worker]))
+                places[worker] += 1
         if len(result) == before:
             assert before == sum(map(len, schedule.orders)), "the orders wait for each other"
             return result

@@ -1,8 +1,8 @@
-"""Which pipeline stage holds which virtual stage."""
+"""Which pipeline stage holds which virtual stage, and which of its replicas handles which microbatch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vtp_plugin.errors import ConfigError
 
@@ -14,20 +14,32 @@ class Placement:
     A *virtual stage* is one consecutive piece of the model (a model chunk); virtual stage 0 takes the samples and the
     last one computes the loss. A *stage* is a pipeline stage, Megatron's pipeline rank.
 
+    Under unequal data parallelism the stages of a pipeline have different numbers of replicas, which share the
+    microbatches: stage i handles microbatch h on its replica `h mod num_replicas[i]`, so a narrow stage serves the
+    replicas of a wide one in turn. A *worker* is one replica of one stage; it does what a stage does where there are no
+    replicas. Workers are numbered stage by stage.
+
     Attributes:
         stages: `stages[v]` is the stage that holds virtual stage v. Every stage from 0 on holds at least one.
+        num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
 
     Raises:
-        ConfigError: There is no virtual stage, or a stage number is left out.
+        ConfigError: There is no virtual stage, a stage number is left out, there is not one number of replicas for each
+            stage, or those of two stages with a boundary between them do not divide one another.
 
     >>> u_placement(3).stages, u_placement(3).vstages(0), u_placement(3).chunk(3)
     ((0, 1, 2, 0), (0, 3), 1)
+    >>> wide = plain_placement(2, num_replicas=(1, 2))
+    >>> [(wide.worker_of(0, h), wide.worker_of(1, h)) for h in range(4)]
+    [(0, 1), (0, 2), (0, 1), (0, 2)]
     """
 
     stages: tuple[int, ...]
+    num_replicas: tuple[int, ...] = ()
+    _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse a placement with a stage that has no virtual stage."""
+        """Refuse what cannot be; fill in one replica for each stage."""
         if not self.stages:
             raise ConfigError("a placement needs at least one virtual stage")
         if set(self.stages) != set(range(max(self.stages) + 1)):
@@ -35,6 +47,18 @@ class Placement:
                 f"placement {self.stages} leaves out a stage: "
                 f"the stages 0 to {max(self.stages)} must each hold a virtual stage"
             )
+        num_replicas = self.num_replicas or (1,) * self.num_stages
+        if len(num_replicas) != self.num_stages or min(num_replicas) < 1:
+            raise ConfigError(f"replicas {num_replicas} of {self.num_stages} stages: each stage needs at least 1")
+        for upstream, downstream in self.boundaries:
+            low, high = sorted((num_replicas[upstream], num_replicas[downstream]))
+            if high % low:
+                raise ConfigError(
+                    f"{num_replicas[upstream]} replicas of stage {upstream} and {num_replicas[downstream]} of stage "
+                    f"{downstream} cannot serve each other in turn: {high} mod {low} = {high % low} must be 0"
+                )
+        object.__setattr__(self, "num_replicas", num_replicas)
+        object.__setattr__(self, "_first_workers", tuple(sum(num_replicas[:i]) for i in range(self.num_stages)))
 
     @property
     def num_stages(self) -> int:
@@ -68,14 +92,73 @@ class Placement:
         pairs = [(self.stages[v], self.stages[v + 1]) for v in range(self.num_vstages - 1) if self.crosses(v)]
         return tuple(dict.fromkeys(pairs))
 
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return sum(self.num_replicas)
 
-def plain_placement(num_stages: int) -> Placement:
+    def worker(self, stage: int, replica: int) -> int:
+        """Return the number of a worker.
+
+        >>> plain_placement(3, num_replicas=(1, 2, 2)).worker(2, 1)
+        4
+        """
+        assert 0 <= replica < self.num_replicas[stage], (stage, replica)
+        return self._first_workers[stage] + replica
+
+    def place(self, worker: int) -> tuple[int, int]:
+        """Return stage and replica of a worker, the inverse of :meth:`worker`.
+
+        >>> plain_placement(3, num_replicas=(1, 2, 2)).place(4)
+        (2, 1)
+        """
+        stage = max(i for i, first in enumerate(self._first_workers) if first <= worker)
+        return stage, worker - self._first_workers[stage]
+
+    def worker_of(self, vstage: int, microbatch: int) -> int:
+        """Return the worker that handles a microbatch on a virtual stage."""
+        stage = self.stages[vstage]
+        return self._first_workers[stage] + microbatch % self.num_replicas[stage]
+
+    def microbatches(self, worker: int, num_microbatches: int) -> range:
+        """List the microbatches that a worker handles, of all that a step has.
+
+        >>> list(plain_placement(2, num_replicas=(1, 2)).microbatches(2, 6))
+        [1, 3, 5]
+        """
+        stage, replica = self.place(worker)
+        return range(replica, num_microbatches, self.num_replicas[stage])
+
+    def label(self, worker: int) -> str:
+        """Name a worker for a reader: `stage 1`, or `stage 1 replica 0` where the stage has several."""
+        stage, replica = self.place(worker)
+        return f"stage {stage}" + (f" replica {replica}" if self.num_replicas[stage] > 1 else "")
+
+    @property
+    def worker_boundaries(self) -> tuple[tuple[int, int], ...]:
+        """Pairs `(upstream worker, downstream worker)` that activations cross, each once: those of :attr:`boundaries`.
+
+        >>> u_placement(3, num_replicas=(1, 2, 2)).worker_boundaries
+        ((0, 1), (0, 2), (1, 3), (2, 4), (3, 0), (4, 0))
+        """
+        pairs: list[tuple[int, int]] = []
+        for boundary in self.boundaries:
+            num_upstream, num_downstream = (self.num_replicas[stage] for stage in boundary)
+            pairs += [
+                (self.worker(boundary[0], h % num_upstream), self.worker(boundary[1], h % num_downstream))
+                for h in range(max(num_upstream, num_downstream))
+            ]
+        return tuple(pairs)
+
+
+def plain_placement(num_stages: int, *, num_replicas: tuple[int, ...] = ()) -> Placement:
     """Place one virtual stage on each stage: (0, 1, .., P-1).
 
     >>> plain_placement(3).stages
     (0, 1, 2)
     """
-    return interleaved_placement(num_stages, 1)
+    _require_stages(num_stages, 1)
+    return Placement(stages=tuple(range(num_stages)), num_replicas=num_replicas)
 
 
 def interleaved_placement(num_stages: int, num_chunks: int) -> Placement:
@@ -84,12 +167,11 @@ def interleaved_placement(num_stages: int, num_chunks: int) -> Placement:
     >>> interleaved_placement(2, 3).stages
     (0, 1, 0, 1, 0, 1)
     """
-    if num_stages < 1 or num_chunks < 1:
-        raise ConfigError(f"{num_stages} stages with {num_chunks} chunks each: both must be at least 1")
+    _require_stages(num_stages, num_chunks)
     return Placement(stages=tuple(range(num_stages)) * num_chunks)
 
 
-def u_placement(num_stages: int) -> Placement:
+def u_placement(num_stages: int, *, num_replicas: tuple[int, ...] = ()) -> Placement:
     """Place the first and the last part of the model on stage 0, the edge: (0, 1, .., P-1, 0).
 
     Raises:
@@ -100,4 +182,9 @@ def u_placement(num_stages: int) -> Placement:
     """
     if num_stages < 2:
         raise ConfigError(f"a U-shaped pipeline of {num_stages} stage: it needs an edge and at least one cloud stage")
-    return Placement(stages=(*range(num_stages), 0))
+    return Placement(stages=(*range(num_stages), 0), num_replicas=num_replicas)
+
+
+def _require_stages(num_stages: int, num_chunks: int) -> None:
+    if num_stages < 1 or num_chunks < 1:
+        raise ConfigError(f"{num_stages} stages with {num_chunks} chunks each: both must be at least 1")

@@ -1,4 +1,4 @@
-"""A schedule: what every stage computes, in which order."""
+"""A schedule: what every worker computes, in which order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Schedule:
 
     Attributes:
         name: Short name of the kind, such as `1f1b`.
-        placement: Which stage holds which virtual stage.
-        num_microbatches: Microbatches of the step, numbered from 0.
-        orders: `orders[stage]` are the actions of a stage, one after the other.
+        placement: Which stage holds which virtual stage, and its replicas.
+        num_microbatches: Microbatches of the step, numbered from 0; replicas share them.
+        orders: `orders[worker]` are the actions of a worker (without replicas: a stage), one after the other.
         forward_only: There is no backward pass (evaluation).
     """
 
@@ -32,9 +32,11 @@ class Schedule:
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when anything but the name differs; ranks compare them."""
+        # The orders' labels tell the numbers of replicas.
         text = f"{self.placement.stages} {self.num_microbatches} {self.forward_only}\n{self.describe()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """Write one line for each stage, such as `stage 1: 1F0 1B0`."""
-        return "\n".join(f"stage {stage}: {format_actions(order)}" for stage, order in enumerate(self.orders))
+        """Write one line for each worker, such as `stage 1: 1F0 1B0` or `stage 1 replica 0: 1F0 1F2`."""
+        lines = (f"{self.placement.label(worker)}: {format_actions(order)}" for worker, order in enumerate(self.orders))
+        return "\n".join(lines)

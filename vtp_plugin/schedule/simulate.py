@@ -18,7 +18,7 @@ from vtp_plugin.schedule.plan import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A compute that runs on a stage from `start` to `end`."""
+    """A compute that runs on a worker from `start` to `end`."""
 
     action: Action
     start: float
@@ -50,12 +50,12 @@ class Timeline:
     """A simulated step. Times are in the unit of the costs, from the start of the step.
 
     Attributes:
-        placement: Which stage holds which virtual stage.
-        spans: By stage, its computes in their order.
+        placement: Which stage holds which virtual stage, and its replicas.
+        spans: By worker, its computes in their order.
         flights: All messages in the order in which they were sent.
-        makespan: When the last stage is through with its list.
-        in_flight: Most microbatches in flight at a time, by stage.
-        activations: Most activations kept for a backward at a time, by virtual stage.
+        makespan: When the last worker is through with its list.
+        in_flight: Most microbatches in flight at a time, by worker.
+        activations: Most activations that one worker keeps for a backward at a time, by virtual stage.
         bytes_by_channel: Channels with the bytes that they carry in the step, in order.
     """
 
@@ -69,17 +69,17 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each stage computes."""
+        """Time that each worker computes."""
         return tuple(math.fsum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the busiest stage does not compute, from 0 to 1."""
+        """Share of the step in which the busiest worker does not compute, from 0 to 1."""
         return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Timeline:
-    """Walk all stages' lists in time.
+    """Walk all workers' lists in time.
 
     Compute takes its duration; all other actions take none, but waits wait. A message leaves when it is sent and the
     messages before it have left its channel; it keeps the channel for `message_bytes / bandwidth` and arrives one
@@ -115,7 +115,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
         spans=tuple(map(tuple, walk.spans)),
         flights=tuple(flights),
         makespan=max(walk.now),
-        in_flight=tuple(peak_in_flight(schedule, stage) for stage in range(placement.num_stages)),
+        in_flight=tuple(peak_in_flight(schedule, worker) for worker in range(placement.num_workers)),
         activations=tuple(peak_activations(schedule, vstage) for vstage in range(placement.num_vstages)),
         bytes_by_channel=tuple(sorted(sizes.items())),
     )
@@ -138,45 +138,45 @@ class _Walk:
         self.schedule = schedule
         self.costs = costs
         self.mode = mode
-        num_stages = schedule.placement.num_stages
-        self.now = [0.0] * num_stages
-        self.places = [0] * num_stages
-        self.spans: list[list[Span]] = [[] for _ in range(num_stages)]
+        num_workers = schedule.placement.num_workers
+        self.now = [0.0] * num_workers
+        self.places = [0] * num_workers
+        self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
         self.flights: list[Flight] = []
         self.lines: dict[Channel, _Line] = defaultdict(_Line)
         # When a message has arrived, by microbatch and link and direction.
         self.arrivals: dict[tuple[Channel, int, int], float] = {}
 
     def run(self) -> None:
-        """Let every stage go as far as it can until all are through."""
+        """Let every worker go as far as it can until all are through."""
         moved = True
         while moved:
             moved = False
-            for stage, order in enumerate(self.schedule.orders):
-                while self.places[stage] < len(order) and self.step(stage, order[self.places[stage]]):
-                    self.places[stage] += 1
+            for worker, order in enumerate(self.schedule.orders):
+                while self.places[worker] < len(order) and self.step(worker, order[self.places[worker]]):
+                    self.places[worker] += 1
                     moved = True
         assert self.places == [len(order) for order in self.schedule.orders], "a checked schedule came to a stop"
 
-    def step(self, stage: int, action: Action) -> bool:
+    def step(self, worker: int, action: Action) -> bool:
         """Do one action; False if it waits for something whose time is not known yet."""
         if action.op.is_compute:
             durations = self.costs.backward if action.op is Op.B else self.costs.forward
-            start, end = self.now[stage], self.now[stage] + durations[action.vstage]
-            self.spans[stage].append(Span(action=action, start=start, end=end))
-            self.now[stage] = end
+            start, end = self.now[worker], self.now[worker] + durations[action.vstage]
+            self.spans[worker].append(Span(action=action, start=start, end=end))
+            self.now[worker] = end
             return True
         if action.op.startswith("WAIT"):
             arrival = self.arrivals.get(self.message(started_by(action)))
             if arrival is None:
                 return False
-            self.now[stage] = max(self.now[stage], arrival)
+            self.now[worker] = max(self.now[worker], arrival)
             return True
         line = self.lines[channel_of(self.schedule.placement, action)]
         if action.op in (Op.SEND_F, Op.SEND_B):
-            line.sent.append((action, self.now[stage]))
+            line.sent.append((action, self.now[worker]))
         else:
-            line.posted.append(self.now[stage])
+            line.posted.append(self.now[worker])
         self.move(line)
         return True
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.check import require_valid
-from vtp_plugin.schedule.costs import u_costs
+from vtp_plugin.schedule.check import peak_activations, require_valid
+from vtp_plugin.schedule.costs import Costs, u_costs
 from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.schedule.limits import choose_limits
 from vtp_plugin.schedule.lower import lower
 from vtp_plugin.schedule.placement import Placement, interleaved_placement, u_placement
 from vtp_plugin.schedule.plan import Schedule
@@ -24,19 +25,30 @@ class Step:
         num_microbatches: Microbatches of the step.
         forward_only: No backward pass.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
+        costs: Of the placement, in ms, for the U's order only; None for the model U-shape of
+            :func:`~vtp_plugin.schedule.costs.u_costs`, without latency.
+        in_flight: Most microbatches in flight, for the U's order only: for all stages, or for each; None for the
+            default of :func:`~vtp_plugin.schedule.limits.choose_limits`.
     """
 
     placement: Placement
     num_microbatches: int
     forward_only: bool = False
     group_size: int | None = None
+    costs: Costs | None = None
+    in_flight: tuple[int, ...] | None = None
+
+
+def is_u_shaped(placement: Placement) -> bool:
+    """Tell whether the order is chosen by costs and limits; the other placements have one order each."""
+    return placement.num_stages > 1 and placement.stages == u_placement(placement.num_stages).stages
 
 
 def plan_step(step: Step) -> tuple[Schedule, str]:
     """Return the lowered schedule of a step, and in one line what was chosen; a function of the step alone.
 
     Raises:
-        ConfigError: The placement is none of the three, or the interleaved order does not exist for these counts.
+        ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
 
     >>> from vtp_plugin.schedule.placement import plain_placement
     >>> schedule, reason = plan_step(Step(placement=plain_placement(2), num_microbatches=1))
@@ -58,11 +70,9 @@ def _order(step: Step) -> tuple[Schedule, int, str]:
     placement, num_microbatches = step.placement, step.num_microbatches
     num_stages = placement.num_stages
     num_chunks = placement.num_vstages // num_stages
-    if num_stages > 1 and placement == u_placement(num_stages):
-        costs = u_costs(num_stages)
-        plan = plan_u_shape(num_stages, num_microbatches, costs, forward_only=step.forward_only)
-        return plan.schedule, choose_lookahead(plan.schedule, costs), f"; {plan.reason}"
-    if placement != interleaved_placement(num_stages, num_chunks):
+    if is_u_shaped(placement):
+        return _u_order(step)
+    if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
         raise ConfigError(f"no order is known for the placement {placement.stages}")
     if num_chunks > 1:
         schedule = interleaved_one_f_one_b(
@@ -70,4 +80,40 @@ def _order(step: Step) -> tuple[Schedule, int, str]:
         )
         return schedule, 1, ""
     generate = plain_forward_only if step.forward_only else one_f_one_b
-    return generate(num_stages, num_microbatches), 1, ""
+    schedule = generate(num_stages, num_microbatches, num_replicas=placement.num_replicas)
+    if placement.num_workers == num_stages:
+        return schedule, 1, ""
+    # A narrow stage keeps what several replicas have in flight: the log tells its memory.
+    kept = "none kept" if step.forward_only else f"kept activations by stage {_kept(schedule)}"
+    return schedule, 1, f"; replicas by stage {','.join(map(str, placement.num_replicas))}, {kept}"
+
+
+def _u_order(step: Step) -> tuple[Schedule, int, str]:
+    """Choose the order of a U; the reason tells its costs, its limits, and what the limits mean in memory."""
+    placement = step.placement
+    costs = step.costs or u_costs(placement.num_stages)
+    limits, why = choose_limits(step.in_flight, placement, costs, step.num_microbatches)
+    plan = plan_u_shape(
+        placement.num_stages,
+        step.num_microbatches,
+        costs,
+        num_replicas=placement.num_replicas,
+        limits=[limits[placement.place(worker)[0]] for worker in range(placement.num_workers)],
+        forward_only=step.forward_only,
+    )
+    unit = "model durations, no latency" if step.costs is None else "times in ms"
+    kept = "none kept" if step.forward_only else f"kept activations by chunk {_kept(plan.schedule)}"
+    limited = f"limit {','.join(map(str, limits))} ({why}), {kept}"
+    return plan.schedule, choose_lookahead(plan.schedule, costs), f"; {plan.reason}; {limited}; {unit}"
+
+
+def _kept(schedule: Schedule) -> str:
+    """List the most activations kept for a backward at a time: by stage, joined by + where it has several chunks.
+
+    >>> from vtp_plugin.schedule.u_shape import reference_u_shape
+    >>> _kept(reference_u_shape(3, 8))
+    '4+1,3,2'
+    """
+    placement = schedule.placement
+    by_stage = [[peak_activations(schedule, v) for v in placement.vstages(s)] for s in range(placement.num_stages)]
+    return ",".join("+".join(map(str, peaks)) for peaks in by_stage)

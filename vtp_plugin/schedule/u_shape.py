@@ -16,10 +16,20 @@ from itertools import product
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.bounds import ROUNDING, lower_bound, need_by_stage
-from vtp_plugin.schedule.chain import Chain, Orders, dispatch, in_flight, in_ticks, make_chain, makespan, to_actions
+from vtp_plugin.schedule.chain import (
+    Chain,
+    Orders,
+    dispatch,
+    in_flight,
+    in_ticks,
+    make_chain,
+    makespan,
+    mirrored,
+    to_actions,
+)
 from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.generate import require_counts
-from vtp_plugin.schedule.placement import u_placement
+from vtp_plugin.schedule.generate import require_counts, require_shares
+from vtp_plugin.schedule.placement import Placement, u_placement
 from vtp_plugin.schedule.plan import Schedule
 
 # Rankings of the edge's steps, most urgent first. Of the 24 there are, these were enough to be best in every case of a
@@ -50,8 +60,9 @@ class UPlan:
         candidate: Name of the rule that gave it.
         makespan: Its simulated time, in the unit of the costs.
         lower_bound: Time that no order can beat under the limits.
-        reference_makespan: Time of the reference's order; None where it breaks a limit or has none (forward only).
-        in_flight: Most microbatches in flight on each stage, never above the limits.
+        reference_makespan: Time of the reference's order; None where it breaks a limit or there is none (forward only,
+            replicas).
+        in_flight: Most microbatches in flight on each worker, never above the limits.
         num_candidates: How many orders were simulated.
     """
 
@@ -69,10 +80,11 @@ class UPlan:
         is_optimal = self.makespan <= self.lower_bound * (1 + ROUNDING)
         bound = "which no order can beat" if is_optimal else f"lower bound {self.lower_bound:.6g}"
         reference = "" if self.reference_makespan is None else f", reference order {self.reference_makespan:.6g}"
+        by = "stage" if max(self.schedule.placement.num_replicas) == 1 else "worker (stage by stage)"
         return (
             f"U-shaped schedule {self.schedule.digest}: {self.candidate}, best of {self.num_candidates} candidates; "
             f"step {self.makespan:.6g} ({bound}{reference}), "
-            f"microbatches in flight by stage {','.join(map(str, self.in_flight))}"
+            f"microbatches in flight by {by} {','.join(map(str, self.in_flight))}"
         )
 
 
@@ -122,6 +134,7 @@ def plan_u_shape(
     num_microbatches: int,
     costs: Costs,
     *,
+    num_replicas: tuple[int, ...] = (),
     limits: Sequence[int] | None = None,
     forward_only: bool = False,
 ) -> UPlan:
@@ -129,31 +142,35 @@ def plan_u_shape(
 
     The candidates are greedy rules under many caps of microbatches in flight, the same with time reversed, the
     reference's order, and, where no rule reaches the lower bound, rules that are perturbed now and then. The shortest
-    simulated step wins; of equal ones that with fewer microbatches in flight, summed over the stages; of equal ones the
-    first. Caps grow from level to level, and no level is begun after one that reached the lower bound. The result is a
-    function of the arguments alone, and never slower than the reference where that keeps the limits. Ranks must pass
-    the same costs: measured ones are to be agreed on first. Times are compared in seven digits of the longest.
+    simulated step wins; of equal ones that with fewer microbatches in flight on a worker, summed over the stages; of
+    equal ones the first. Caps grow from level to level, and no level is begun after one that reached the lower bound.
+    The result is a function of the arguments alone, and never slower than the reference where that keeps the limits.
+    Ranks must pass the same costs: measured ones are to be agreed on first. Times are compared in seven digits of the
+    longest.
 
     Args:
         num_stages: Pipeline stages with the edge, P >= 2.
-        num_microbatches: Microbatches of the step, m >= 1.
+        num_microbatches: Microbatches of the step, m >= 1; every stage's replicas share them.
         costs: Of the P + 1 virtual stages.
-        limits: Most microbatches in flight on each stage: those of which the stage still holds an activation, from the
+        num_replicas: Replicas of every stage; one each by default.
+        limits: Most microbatches in flight on each worker: those of which it still holds an activation, from the
             start of its first forward to the end of its last backward. No limit by default.
         forward_only: No backward pass; a limit then counts from the start of FS to the end of FE on the edge.
 
     Raises:
-        ConfigError: P < 2, m < 1, not one limit for each stage, a limit below 1, or costs of another placement.
+        ConfigError: P < 2, m < 1, not one limit for each worker, a limit below 1, costs of another placement, or
+            replicas that cannot share the microbatches or serve each other in turn.
 
     >>> from vtp_plugin.schedule.costs import u_costs
     >>> plan = plan_u_shape(3, 16, u_costs(3, latency=2.0), limits=(7, 7, 7))
     >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
     (109.0, 109.0, 129.0)
     """
-    placement = u_placement(num_stages)
+    placement = u_placement(num_stages, num_replicas=num_replicas)
     require_counts(num_stages, num_microbatches)
-    limits = (num_microbatches,) * num_stages if limits is None else tuple(limits)
-    _check_limits(limits, num_stages)
+    require_shares(placement, num_microbatches)
+    limits = (num_microbatches,) * placement.num_workers if limits is None else tuple(limits)
+    _check_limits(limits, placement)
     if len(costs.forward) != placement.num_vstages:
         raise ConfigError(
             f"costs of {len(costs.forward)} virtual stages: a U of {num_stages} stages has {placement.num_vstages}"
@@ -161,7 +178,7 @@ def plan_u_shape(
 
     chain = make_chain(placement, costs, forward_only=forward_only)
     search = _Search(in_ticks(chain), num_microbatches, limits)
-    reference = None if forward_only else search.try_reference()
+    reference = None if forward_only or max(placement.num_replicas) > 1 else search.try_reference()
     search.try_rules()
     search.try_perturbed()
     _, _, name, orders = search.best
@@ -185,9 +202,12 @@ def plan_u_shape(
     )
 
 
-def _check_limits(limits: tuple[int, ...], num_stages: int) -> None:
-    if len(limits) != num_stages:
-        raise ConfigError(f"in-flight limits {limits}: {num_stages} stages need {num_stages} entries")
+def _check_limits(limits: tuple[int, ...], placement: Placement) -> None:
+    if len(limits) != placement.num_workers:
+        replicas = f" with {placement.num_replicas} replicas" if max(placement.num_replicas) > 1 else ""
+        raise ConfigError(
+            f"in-flight limits {limits}: {placement.num_stages} stages{replicas} need {placement.num_workers} entries"
+        )
     if min(limits) < 1:
         raise ConfigError(f"in-flight limits {limits}: no microbatch could ever start; every entry must be at least 1")
 
@@ -201,7 +221,10 @@ class _Search:
         self.chains = (chain, chain.reversed())
         self.rankings = tuple(tuple(_rankings(way)) for way in self.chains)
         self.num_microbatches = num_microbatches
-        self.limits = tuple(min(limit, num_microbatches) for limit in limits)
+        self.limits = tuple(
+            min(limit, num_microbatches // chain.num_replicas[stage])
+            for limit, (stage, _) in zip(limits, chain.workers, strict=True)
+        )
         self.bound = lower_bound(chain, num_microbatches, self.limits)
         self.best: tuple[float, int, str, Orders] = (math.inf, 0, "", ())
         self.num_tried = 0
@@ -217,10 +240,16 @@ class _Search:
         assert span is not None, f"{name} deadlocks"
         self.num_tried += 1
         if span <= self.best[0]:
-            memory = sum(in_flight(self.chain, orders))
+            memory = sum(self._peaks(orders))
             if (span, memory) < self.best[:2]:
                 self.best = (span, memory, name, orders)
         return span
+
+    def _peaks(self, orders: Orders) -> list[int]:
+        """Return the most microbatches in flight on a worker, by stage."""
+        peaks = in_flight(self.chain, orders)
+        firsts = self.chain.first_workers
+        return [max(peaks[first : first + num]) for first, num in zip(firsts, self.chain.num_replicas, strict=True)]
 
     def try_reference(self) -> Orders | None:
         """Offer the reference's order and return it, None if it breaks a limit."""
@@ -233,7 +262,7 @@ class _Search:
 
     def try_rules(self) -> None:
         """Offer every greedy rule, forward and reversed in time, under caps that grow from level to level."""
-        needs = [need_by_stage(self.chain, stage) for stage in range(self.chain.num_stages)]
+        needs = [need_by_stage(self.chain, stage) for stage, _ in self.chain.workers]
         # The limits themselves first: what they give is hard to beat, so that most of the levels need no look.
         levels = [[self.limits]]
         levels += [[self._caps(needs, slack, edge_slack) for edge_slack in _EDGE_SLACKS] for slack in _CLOUD_SLACKS]
@@ -257,8 +286,14 @@ class _Search:
             self._offer_rule(rule, seed % 2 == 1, self.limits, seed)
 
     def _caps(self, needs: list[int], slack: int | None, edge_slack: int | None) -> tuple[int, ...]:
-        caps = [limit if slack is None else min(limit, n + slack) for n, limit in zip(needs, self.limits, strict=True)]
-        caps[0] = self.limits[0] if edge_slack is None else min(self.limits[0], caps[0] + edge_slack)
+        num_replicas = self.chain.num_replicas
+        caps: list[int] = []
+        for (stage, _), needed, limit in zip(self.chain.workers, needs, self.limits, strict=True):
+            # What one more on each replica of a wide stage is for a worker of a narrow one.
+            share = math.ceil(max(num_replicas) / num_replicas[stage])
+            slacks = (slack, edge_slack) if stage == 0 else (slack,)
+            extra = [share * more for more in slacks if more is not None]
+            caps.append(min(limit, needed + sum(extra)) if len(extra) == len(slacks) else limit)
         return tuple(caps)
 
     def _offer_rule(self, rule: int, is_reversed: bool, caps: tuple[int, ...], seed: int | None = None) -> float:
@@ -266,10 +301,10 @@ class _Search:
         chain, rankings = self.chains[is_reversed], self.rankings[is_reversed]
         ranking, name = rankings[rule]
         detours = None if seed is None else _detours([edge for (edge, *_), _ in rankings], seed)
-        orders = dispatch(chain, self.num_microbatches, ranking, caps, detours)
+        limits = [caps[mirror] for mirror in chain.mirrors] if is_reversed else caps
+        orders = dispatch(chain, self.num_microbatches, ranking, limits, detours)
         if is_reversed:
-            last = chain.num_steps - 1
-            orders = tuple(tuple(last - q for q in reversed(order)) for order in orders)
+            orders = mirrored(chain, orders)
         way = "reversed" if is_reversed else "forward"
         perturbed = "" if seed is None else f", perturbed {seed}"
         return self.offer(f"greedy {way} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.model_group import ModelGroup
 from vtp_plugin.session import Session
 
 
@@ -43,16 +44,15 @@ def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., 
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
     ) -> None:
-        if session.communicator is not None:
-            session.communicator.finish_step()
+        session.finish_step()
         if session.has_stock_ends:
             original(model, num_tokens, pg_collection, force_all_reduce)
             return
-        assert session.layout is not None
         groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
         alone = parallel_state.get_gtp_weight_remat_group()
-        if not session.layout.has_replicas:
-            # Every stage would sum the count over its own number of ranks: only the one with the loss may.
+        if isinstance(parallel_state.get_model_parallel_group(), ModelGroup):
+            # It joins all replicas, and every stage would sum the count over its own number of ranks: only the one with
+            # the loss may, and before.
             if num_tokens is not None:
                 dist.all_reduce(num_tokens, group=groups.dp_cp)
             groups.dp_cp = groups.dp_cp_gtp_remat = alone

@@ -48,10 +48,16 @@ def _read_options(session: Session, config: Any) -> ExchangeOptions:
     session.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+    has_variable_shapes = config.variable_seq_lengths or config.mtp_standalone
+    if has_variable_shapes and session.replicas.is_split:
+        raise ConfigError(
+            "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
+            "replicas, which must be equally long; use multiplex"
+        )
     return ExchangeOptions(
         dtype=config.pipeline_dtype,
         is_sharded=config.sequence_parallel,
-        has_variable_shapes=config.variable_seq_lengths or config.mtp_standalone,
+        has_variable_shapes=has_variable_shapes,
         width=config.hidden_size,
         is_batched=config.batch_p2p_comm,
     )
@@ -90,6 +96,11 @@ def communicator_class(session: Session, original: type) -> type:
                     recv_next=recv_next,
                     tensor_shape=tensor_shape,
                     wait_on_reqs=wait_on_reqs,
+                )
+            if not session.replicas.is_equal:
+                raise ConfigError(
+                    "Megatron's own schedules do not fit stages of different data-parallel sizes; take the function "
+                    "that runs a step from get_forward_backward_func()"
                 )
             if (recv_prev or recv_next) and (self.config.pipeline_dtype is None or tensor_shape is None):
                 raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")

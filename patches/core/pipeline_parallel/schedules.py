@@ -81,6 +81,8 @@ class _Compute:
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         placement = self.schedule.placement
         chunk = placement.chunk(action.vstage)
+        # Replicas take turns: this is Megatron's number, among those of this rank.
+        microbatch = action.microbatch // placement.num_replicas[placement.stages[action.vstage]]
         self.sync.before_forward(chunk)
         forward_step: Callable[..., Any] = schedules.forward_step
         output, num_tokens = forward_step(
@@ -90,9 +92,9 @@ class _Compute:
             forward_data_store=self.reports,
             config=self.config,
             is_first_microbatch=schedules.check_first_val_step(
-                self.first_val_step, self.schedule.forward_only, action.microbatch == 0
+                self.first_val_step, self.schedule.forward_only, microbatch == 0
             ),
-            current_microbatch=action.microbatch,
+            current_microbatch=microbatch,
             vp_stage=chunk if len(self.chunks) > 1 else None,
             is_last_stage=action.vstage == placement.num_vstages - 1,
             **self.forward_options,
@@ -152,7 +154,10 @@ def forward_backward(
     pipeline = session.pipeline
     assert pipeline is not None
     schedule = pipeline.schedule(
-        num_microbatches, forward_only=forward_only, group_size=config.microbatch_group_size_per_vp_stage
+        num_microbatches,
+        forward_only=forward_only,
+        group_size=config.microbatch_group_size_per_vp_stage,
+        batch=num_microbatches * micro_batch_size * session.replicas.dp_sizes[session.own.stage],
     )
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

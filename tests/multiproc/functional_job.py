@@ -1,0 +1,288 @@
+"""Training steps written by hand over the exchange functions, and what these return and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import schedules
+
+from tests.multiproc.cases import HIDDEN, MICRO_BATCH, Case, RankResult
+from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.pool import init_gloo
+from vtp_plugin import p2p_communication as p2p
+from vtp_plugin.errors import ConfigError
+
+Style = Literal["vtp", "reqs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One forward or backward of a hand-written step.
+
+    Attributes:
+        chunk: model chunk of the own stage.
+        is_end: of the edge: of the model's last part.
+    """
+
+    chunk: int
+    microbatch: int
+    is_backward: bool
+    is_end: bool
+
+
+def train_by_hand(case: Case, style: Style, is_async: bool) -> RankResult:
+    """Run a case on this rank, with steps that call every exchange themselves."""
+    init_gloo(timeout_s=60.0)
+    with applied(case, force=False), model_parallel(case), closing(ByHand(case, style, is_async)) as trainer:
+        return trainer.run()
+
+
+class ByHand(Trainer):
+    """Walks a list of forwards and backwards; asynchronous receives are posted one before their compute."""
+
+    def __init__(self, case: Case, style: Style, is_async: bool) -> None:
+        super().__init__(case)
+        self._style = style
+        self._is_async = is_async
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._groups = p2p.pipeline_groups()
+        parts = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+        self._shape = (case.seq // parts, MICRO_BATCH, HIDDEN)
+
+    def _pass(self, step: int, *, forward_only: bool) -> list[float]:
+        num_microbatches = self.case.num_microbatches_at(self._stage, step)
+        num_replicas = len(self._groups)
+        works = [
+            replace(work, microbatch=work.microbatch * num_replicas + replica)
+            for work in _works(self.case, self._stage, num_microbatches // num_replicas)
+            for replica in range(num_replicas)
+            if not (forward_only and work.is_backward)
+        ]
+        iterators = [self._batches(chunk, step) for chunk in self.model]
+        reports: list[dict[str, torch.Tensor]] = []
+        kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        posted: dict[Work, Callable[[], torch.Tensor | None]] = {}
+        sends: list[Any] = []
+        num_tokens = torch.zeros([], dtype=torch.int)
+        forward_step: Callable[..., Any] = schedules.forward_step
+        backward_step: Callable[..., Any] = schedules.backward_step
+        for i, work in enumerate(works):
+            for ahead in works[i : i + 1 + self._is_async]:
+                if ahead not in posted:
+                    posted[ahead] = self._receive(ahead)
+            received = posted[work]()
+            if work.is_backward:
+                activation, output = kept.pop((work.chunk, work.microbatch))
+                self._send(work, backward_step(activation, output, received, self.config), sends)
+                continue
+            output, tokens = forward_step(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators[work.chunk],
+                model=self.model[work.chunk],
+                num_microbatches=num_microbatches,
+                input_tensor=received,
+                forward_data_store=reports,
+                config=self.config,
+                cp_group_size=1,
+                current_microbatch=work.microbatch,
+                is_last_stage=self._is_last(work),
+            )
+            num_tokens += tokens
+            self._send(work, output, sends)
+            if not forward_only:
+                kept[work.chunk, work.microbatch] = received, output
+                schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        for handle in sends:
+            handle.wait()
+        if not forward_only:
+            finalize = self.config.finalize_model_grads_func
+            assert finalize is not None
+            finalize(self.model, num_tokens if self.case.per_token_loss else None)
+        return [report["loss"].item() for report in reports]
+
+    def _group(self, work: Work) -> Any:
+        return self._groups[work.microbatch % len(self._groups)] if len(self._groups) > 1 else None
+
+    def _is_last(self, work: Work) -> bool:
+        return work.is_end if self.case.layers else self._stage == len(self.case.sizes) - 1
+
+    def _needs_no_message(self, work: Work, *, upstream: bool) -> bool:
+        return (self._stage == 0 and not work.is_end) if upstream else self._is_last(work)
+
+    def _receive(self, work: Work) -> Callable[[], torch.Tensor | None]:
+        """Receive what a compute needs; give a function that returns it when it is there."""
+        reqs: dict[str, Any] | None
+        if self._style == "vtp":
+            if self._needs_no_message(work, upstream=not work.is_backward):
+                return lambda: None
+            receive = p2p.vtp_recv_backward if work.is_backward else p2p.vtp_recv_forward
+            if not self._is_async:
+                return lambda: receive(self._shape, self.config, group=self._group(work))
+            tensor, reqs = receive(self._shape, self.config, async_op=True, group=self._group(work))
+        else:
+            receive = p2p.recv_backward_with_reqs if work.is_backward else p2p.recv_forward_with_reqs
+            wait_on_reqs, group = not self._is_async, self._group(work)
+            tensor, reqs = receive(self._shape, self.config, work.is_end, group=group, wait_on_reqs=wait_on_reqs)
+
+        def wait() -> torch.Tensor | None:
+            for request in (reqs or {}).values():
+                request.wait()
+            return tensor
+
+        return wait
+
+    def _send(self, work: Work, tensor: torch.Tensor, sends: list[Any]) -> None:
+        if self._style == "vtp":
+            if not self._needs_no_message(work, upstream=work.is_backward):
+                send = p2p.vtp_send_backward if work.is_backward else p2p.vtp_send_forward
+                sends += send(tensor, group=self._group(work)) or ()
+        else:
+            send = p2p.send_backward if work.is_backward else p2p.send_forward
+            send(tensor, self.config, work.is_end, group=self._group(work))
+
+
+def _works(case: Case, stage: int, num_microbatches: int) -> Iterator[Work]:
+    """Yield the order of the Ascend implementation for a U, with its K clipped, and of 1F1B for a plain pipeline."""
+    num_stages, m = len(case.sizes), num_microbatches
+
+    def work(name: str, microbatch: int) -> Work:
+        is_end = name in ("FE", "BS")
+        return Work(chunk=int(is_end), microbatch=microbatch, is_backward=name[0] == "B", is_end=is_end)
+
+    warmup = min(num_stages - stage, m)
+    if not case.layers or stage > 0:
+        yield from (work("F", i) for i in range(warmup))
+        for i in range(m - warmup):
+            pair = (work("F", warmup + i), work("B", i))
+            yield from pair if case.layers else pair[::-1]
+        yield from (work("B", i) for i in range(m - warmup, m))
+        return
+    ends = min((4 * num_stages + 1) // 6, m)
+    yield from (work("FS", i) for i in range(warmup))
+    for i in range(ends):
+        yield from (work("FE", i), work("BS", i))
+    for i in range(m - ends):
+        if warmup + i < m:
+            yield work("FS", warmup + i)
+        yield from (work("FE", ends + i), work("BS", ends + i), work("BE", i))
+    yield from (work("BE", i) for i in range(m - ends, m))
+
+
+def returns(transport: str) -> list[str]:
+    """Send one tensor round a U of the sizes 1 and 2, and its gradient back; tell what the functions return."""
+    init_gloo(timeout_s=60.0)
+    case = Case(sizes=(1, 2), layers=(1, 1, 1), transport=transport)
+    with applied(case, force=False), model_parallel(case):
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_model_parallel_size=2,
+            pipeline_dtype=torch.float32,
+            batch_p2p_comm=False,
+        )
+        config.hidden_size = 2  # pyright: ignore[reportAttributeAccessIssue]
+        shape = (4, 1, 2)
+        group: Any = parallel_state.get_pipeline_model_parallel_group()
+        tensor = torch.arange(8.0).view(shape)
+        notes: list[Any] = []
+        if parallel_state.get_pipeline_model_parallel_rank() == 0:
+            notes += _both_ends_of_the_edge(tensor, config, group)
+        else:
+            activation, reqs = p2p.vtp_recv_forward(shape, config, async_op=True, group=group)
+            reqs["recv_prev"].wait()
+            notes += [list(reqs), activation.requires_grad, activation.detach().equal(tensor)]
+            notes.append(_count(p2p.vtp_send_forward(activation * 2, group=[group])))
+            gradient = p2p.vtp_recv_backward(shape, config, group=[group])
+            notes.append(gradient.detach().equal(tensor * 3))
+            notes.append(p2p.send_backward(gradient, config))
+            p2p.send_forward(activation, config)
+        return [str(note) for note in notes]
+
+
+def _both_ends_of_the_edge(tensor: torch.Tensor, config: ModelParallelConfig, group: Any) -> Iterator[Any]:
+    shape = tensor.shape
+    yield _count(p2p.vtp_send_forward(tensor))
+    yield p2p.recv_forward_with_reqs(shape, config)
+    activation, reqs = p2p.recv_forward_with_reqs(shape, config, True, group=[group], wait_on_reqs=False)
+    assert activation is not None and reqs is not None
+    yield list(reqs)
+    reqs["recv_prev"].wait()
+    yield activation.detach().equal(tensor * 2)
+    yield p2p.recv_backward_with_reqs(shape, config, True)
+    yield p2p.send_forward(tensor, config, True)
+    yield p2p.send_backward(tensor, config)
+    yield _count(p2p.vtp_send_backward(tensor * 3, group=group))
+    gradient, reqs = p2p.recv_backward_with_reqs(shape, config)
+    assert gradient is not None
+    yield reqs, gradient.detach().equal(tensor * 3)
+    activation, reqs = p2p.recv_forward_with_reqs(shape, config, is_end_stage=True)
+    assert activation is not None
+    yield reqs, activation.detach().equal(tensor)
+
+
+def lists_of_groups() -> list[str]:
+    """Let an edge of one replica send one tensor to both cloud replicas; each sends another multiple back."""
+    init_gloo(timeout_s=60.0)
+    case = Case(sizes=(1, 1), dp_list=(1, 2), layers=(1, 1, 1))
+    with applied(case, force=False), model_parallel(case):
+        config = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, batch_p2p_comm=False)
+        config.hidden_size = 2  # pyright: ignore[reportAttributeAccessIssue]
+        tensor, groups = torch.arange(8.0).view(4, 1, 2), p2p.pipeline_groups()
+        shape = tensor.shape
+        if parallel_state.get_pipeline_model_parallel_rank() > 0:
+            activation = p2p.vtp_recv_forward(shape, config)
+            p2p.send_forward(activation * (1 + torch.distributed.get_rank()), config)
+            return [str(activation.detach().equal(tensor))]
+        notes: list[Any] = [
+            _count(p2p.vtp_send_forward(tensor, config, group=groups)),
+            _refusal(lambda: p2p.vtp_send_forward(tensor, config)),
+            _refusal(lambda: p2p.vtp_recv_forward(shape, config, group=groups)),
+        ]
+        for rank, group in enumerate(groups, start=1):
+            activation = p2p.vtp_recv_forward(shape, config, group=[group])
+            notes.append(activation.detach().equal(tensor * (1 + rank)))
+        return [str(note) for note in notes]
+
+
+def _count(works: list[Any] | None) -> int | None:
+    return None if works is None else len(works)
+
+
+def refusals() -> list[str]:
+    """Ask for what there is not on a plain pipeline of two replicas; collect the messages."""
+    init_gloo(timeout_s=60.0)
+    case = Case(sizes=(1, 1), dp=2)
+    lines = [_refusal(lambda: p2p.vtp_send_forward(torch.ones(1)))]
+    with applied(case, force=True), model_parallel(case):
+        batched, config = (
+            ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, batch_p2p_comm=is_batched)
+            for is_batched in (True, False)
+        )
+        batched.hidden_size = config.hidden_size = 2  # pyright: ignore[reportAttributeAccessIssue]
+        own: Any = parallel_state.get_pipeline_model_parallel_group()
+        replicas: Any = parallel_state.get_data_parallel_group()
+        tensor = torch.ones(4, 1, 2)
+        is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        past_the_end = p2p.vtp_send_backward if is_first else p2p.vtp_send_forward
+        before = p2p.vtp_recv_forward if is_first else p2p.vtp_recv_backward
+        lines += [
+            _refusal(lambda: past_the_end(tensor, config)),
+            _refusal(lambda: before((4, 1, 2), config)),
+            _refusal(lambda: p2p.recv_forward_with_reqs((4, 1, 2), config, True, group=[own, own])),
+            _refusal(lambda: p2p.vtp_send_forward(tensor, config, group=replicas)),
+            _refusal(lambda: p2p.vtp_recv_forward((4, 1, 2), batched, async_op=True)),
+        ]
+    return lines
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("this was not refused")

@@ -1,0 +1,186 @@
+"""Steps of a U-shaped pipeline without a model: known numbers, chosen durations, real channels."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.multiproc.cases import Case, RankResult
+from tests.multiproc.train_job import train
+from tests.pool import init_gloo
+from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
+from vtp_plugin.runtime.measure import Report, share_reports
+from vtp_plugin.runtime.planned import PlannedPipeline, Planning
+from vtp_plugin.runtime.startup import agree
+from vtp_plugin.runtime.transport import Channel
+from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
+from vtp_plugin.schedule import Channel as ChannelName
+from vtp_plugin.schedule.stated import format_costs
+
+SHAPE = (6, 1, 4)
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One training step or evaluation."""
+
+    num_microbatches: int
+    forward_only: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        digests: of the schedule, by pass.
+        printed: by pass.
+        wrong: values that are not what they must be.
+        planned: most activations kept at a time, by pass and virtual stage of this rank.
+        kept: as counted.
+        costs: what is planned for at the end; None if that is not known.
+    """
+
+    digests: list[str]
+    printed: list[str]
+    wrong: list[str]
+    planned: list[dict[int, int]]
+    kept: list[dict[int, int]]
+    costs: str | None
+
+
+class Numbers:
+    """Adds the number of the virtual stage on the way there, and doubles gradients on the way back.
+
+    Args:
+        num_vstages: of the pipeline.
+        forward_ms: by virtual stage; a backward takes twice as long.
+    """
+
+    def __init__(self, num_vstages: int, forward_ms: Sequence[float]) -> None:
+        self.wrong: list[str] = []
+        self.peaks: Counter[int] = Counter()
+        self._live: Counter[int] = Counter()
+        self._last = num_vstages - 1
+        self._forward_ms = forward_ms
+
+    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+        v, n = action.vstage, action.microbatch
+        time.sleep(1e-3 * self._forward_ms[v])
+        self._check(action, activation, None if v == 0 else 100 * n + sum(range(v)))
+        output = torch.full(SHAPE, float(100 * n + sum(range(v + 1))))
+        self._live[v] += 1
+        self.peaks[v] = max(self.peaks[v], self._live[v])
+        weakref.finalize(output, self._live.subtract, (v,))
+        return output
+
+    def backward(
+        self,
+        action: Action,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor | None:
+        v, n = action.vstage, action.microbatch
+        time.sleep(2e-3 * self._forward_ms[v])
+        self._check(action, output, 100 * n + sum(range(v + 1)))
+        self._check(action, gradient, None if v == self._last else (n + 1) * 2 ** (self._last - v))
+        return torch.full(SHAPE, float((n + 1) * 2 ** (self._last - v + 1))) if v else None
+
+    def release(self, output: torch.Tensor) -> None:
+        """Keep the data, to check it."""
+
+    def _check(self, action: Action, tensor: torch.Tensor | None, value: float | None) -> None:
+        found = None if tensor is None else tensor.unique().tolist()
+        if found != (None if value is None else [value]):
+            self.wrong.append(f"{action}: {found}, not {value}")
+
+
+class World:
+    """All ranks of the job, over a store."""
+
+    def __init__(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore("planned", store)
+
+    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        agree(self._store, "step", prepare, rank=rank, world_size=world_size, timeout_s=TIMEOUT_S)
+
+    def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return share_reports(self._store, own, combine, rank=rank, world_size=world_size, timeout_s=TIMEOUT_S)
+
+
+def run(
+    sizes: tuple[int, ...],
+    forward_ms: Sequence[float],
+    passes: Sequence[Pass],
+    costs: Costs | None = None,
+    in_flight: tuple[int, ...] | None = None,
+    varying: bool = False,
+) -> Seen:
+    """Run passes one after another on this rank."""
+    init_gloo(timeout_s=TIMEOUT_S)
+    layout = PipelineLayout.from_sizes(sizes, world_size=sum(sizes))
+    placement, stage = u_placement(len(sizes)), layout.stage_of(dist.get_rank())
+    platform = CpuPlatform("of the test")
+    channels = _open(layout, stage, platform)
+    planning = Planning(costs=costs, in_flight=in_flight)
+    pipeline = PlannedPipeline(placement, stage, channels, World(), platform, planning)
+    options = ExchangeOptions(
+        dtype=torch.float32, is_sharded=False, has_variable_shapes=varying, width=None, is_batched=False
+    )
+    seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)
+    for one in passes:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
+        numbers = Numbers(placement.num_vstages, forward_ms)
+        pipeline.run(schedule, options, () if varying else SHAPE, numbers)
+        own = placement.vstages(stage)
+        seen.digests.append(schedule.digest)
+        seen.printed.append(printed.getvalue())
+        seen.wrong += numbers.wrong
+        seen.planned.append({v: peak_activations(schedule, v) for v in own})
+        seen.kept.append({v: numbers.peaks[v] for v in own})
+    seen.costs = None if pipeline.costs is None else format_costs(pipeline.costs)
+    return seen
+
+
+def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
+    groups: list[Any] = [dist.new_group(list(layout.tp_ranks(i, 0, 0))) for i in range(layout.num_stages)]
+    boundaries = pipeline_boundaries(layout, is_ring=True)
+    crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+    opened = open_channels(crossings, stage_group=groups[stage], platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    return {
+        ChannelName(
+            upstream=boundary.upstream,
+            downstream=boundary.downstream,
+            is_backward=direction is Direction.BACKWARD,
+        ): opened[boundary.name(direction)]
+        for boundary in boundaries
+        for direction in Direction
+        if stage in (boundary.upstream, boundary.downstream)
+    }
+
+
+def train_and_print(case: Case) -> tuple[RankResult, str]:
+    """Train a model; return also what this rank printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = train(case)
+    return result, printed.getvalue()

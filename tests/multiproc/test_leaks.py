@@ -1,0 +1,116 @@
+"""Nothing of the samples leaves the edge: watched from outside, with a cloud that has neither data nor tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.training_cases import ScriptRun, arguments, launch, num_ranks, succeeded
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(280)
+
+FIRST_ID, NUM_IDS = 4000, 1000
+NUM_STEPS, NUM_MICROBATCHES, SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN_SIZE = 2, 4, 12, 2, 64
+SLICE = SEQ_LENGTH * MICRO_BATCH_SIZE * HIDDEN_SIZE // 2
+WIDTH = {"float32": 4, "int64": 8}
+DATA_OPTIONS = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60")
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two datasets whose token ids are all between FIRST_ID and FIRST_ID + NUM_IDS."""
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    folder = tmp_path_factory.mktemp("edge")
+    generator = torch.Generator().manual_seed(7)
+    for name in ("one", "two"):
+        builder = indexed_dataset.IndexedDatasetBuilder(f"{folder / name}.bin", dtype=numpy.uint16)
+        for _ in range(20):
+            document = torch.randint(FIRST_ID, FIRST_ID + NUM_IDS, (100,), generator=generator)
+            builder.add_document(document, [len(document)])
+        builder.finalize(f"{folder / name}.idx")
+    return folder
+
+
+def _run(
+    pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str, *, hooks: Sequence[str], extra: Sequence[str] = ()
+) -> list[ScriptRun]:
+    """Train with the data on rank 0 alone; the others start in an empty folder and know of no data or tokenizer."""
+    command = arguments(sizes, extra=["--layerwise-disaggregated-training", "--num-layer-list", layers, *extra])
+    for word in DATA_OPTIONS:
+        command.remove(word)
+    command[command.index("--train-iters") + 1] = str(NUM_STEPS)
+    command[command.index("--eval-iters") + 1] = "1"
+    edge = ["--data-path", "0.4", "one", "0.6", "two", "--split", "80,10,10", "--tokenizer-type", "NullTokenizer"]
+    edge += ["--vocab-size", str(FIRST_ID + NUM_IDS)]
+    cloud = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here"]
+    empty = tmp_path / "cloud"
+    empty.mkdir()
+    others = range(1, num_ranks(sizes))
+    kwargs = {
+        "arguments": command,
+        "by_rank": {0: edge, **dict.fromkeys(others, cloud)},
+        "folders": {0: str(data), **dict.fromkeys(others, str(empty))},
+        "hooks": hooks,
+    }
+    runs = succeeded(launch(pool, num_ranks(sizes), kwargs))
+    assert list(empty.iterdir()) == [], "the cloud wrote something"
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [("1,2", "1,1,2"), pytest.param("1,2,2", "1,1,1,1", marks=pytest.mark.full)],
+)
+def test_no_sample_leaves_the_edge(pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str) -> None:
+    audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
+    runs = _run(pool, tmp_path, data, sizes, layers, hooks=["watch_edge"], extra=audit)
+    edge, *cloud = (run.facts for run in runs)
+    assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * MICRO_BATCH_SIZE
+    assert all(facts["num_samples"] == 0 for facts in cloud), "a cloud rank has read samples"
+    assert edge["findings"] == []
+    losses = [step.loss for step in runs[0].steps if step.loss is not None] + runs[0].evaluations
+    assert len(losses) == NUM_STEPS + 2
+    close = [number for number in edge["numbers"] for loss in losses if abs(number - loss) < 1e-4 * loss]
+    assert close == [], "a loss has left the edge"
+
+    forms: Counter[tuple[str, str, int]] = edge["forms"]
+    sent = {form: count for form, count in forms.items() if form[0] == "send"}
+    # Warm-up of the channels, headers, and activations or gradients, whole or in a slice for each of two ranks.
+    sizes_of = {"float32": {1, SLICE, 2 * SLICE}, "int64": {4}}
+    assert all(size in sizes_of.get(kind, ()) for _, kind, size in sent), sent
+    assert sum(count for form, count in sent.items() if form[2] >= SLICE) >= 2 * NUM_STEPS * NUM_MICROBATCHES, sent
+    # The audit says the same.
+    totals = [json.loads(line) for line in (tmp_path / "audit.rank0.jsonl").read_text().splitlines()]
+    totals = [line for line in totals if "total" in line and line["way"] == "sent"]
+    assert sum(line["messages"] for line in totals) == sum(sent.values())
+    assert sum(line["bytes"] for line in totals) == sum(n * size * WIDTH[kind] for (_, kind, size), n in sent.items())
+    # What Megatron itself sums and compares cannot hold the tokens of one microbatch.
+    numbers = {form for form in forms if form[0] != "send" and not form[0].startswith("store") and form[1] != "uint8"}
+    assert all(size < MICRO_BATCH_SIZE * SEQ_LENGTH for _, _, size in numbers), numbers
+
+
+def test_planted_leaks_are_found(pool: Pool, tmp_path: Path, data: Path) -> None:
+    """The watch sees token ids, labels, masks and positions, whatever carries them."""
+    runs = _run(pool, tmp_path, data, "1,2", "1,1,2", hooks=["watch_edge", "plant_leaks"])
+    found = set(runs[0].facts["findings"])
+    assert {
+        ("send", "tokens"),
+        ("allreduce_", "labels"),
+        ("broadcast_", "position_ids"),
+        ("allgather_", "loss_mask"),
+        ("store set", "tokens"),
+    } <= found
+    assert ("broadcast_", "loss_mask") in found, "as a pickled object"

@@ -1,0 +1,122 @@
+"""The order of a U-shaped pipeline follows what the first steps measured, alike on all ranks, or what flags say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.multiproc.cases import Runs, assemble, assert_close
+from tests.multiproc.planned_job import Pass, Seen
+from tests.multiproc.training_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
+from tests.multiproc.u_shape_cases import Saved, sequential, u_shaped
+from tests.pool import Pool
+from vtp_plugin.schedule import simulate, u_costs, u_placement
+from vtp_plugin.schedule.stated import parse_costs
+from vtp_plugin.schedule.step import Step, plan_step
+
+pytestmark = pytest.mark.timeout(240)
+
+JOB = "tests.multiproc.planned_job:run"
+STEP, EVALUATION = Pass(num_microbatches=5), Pass(num_microbatches=2, forward_only=True)
+
+
+def run(pool: Pool, sizes: tuple[int, ...], passes: list[Pass], **options: Any) -> list[Seen]:
+    forward_ms = options.pop("forward_ms", [2.0] * (len(sizes) + 1))
+    kwargs = {"sizes": sizes, "forward_ms": forward_ms, "passes": passes, **options}
+    ranks = pool.run(sum(sizes), JOB, kwargs)
+    assert all(seen.digests == ranks[0].digests for seen in ranks)
+    assert all(seen.costs == ranks[0].costs for seen in ranks)
+    assert [seen.wrong for seen in ranks] == [[]] * len(ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("varying", [False, True])
+def test_measured_costs_choose_one_order_for_all_ranks(pool: Pool, varying: bool) -> None:
+    """A slow cloud stage: in the model U-shape all stages have equal work."""
+    forward_ms = [3.0, 3.0, 30.0, 6.0]
+    passes = [STEP, EVALUATION, STEP, EVALUATION, STEP, Pass(num_microbatches=7), STEP]
+    ranks = run(pool, (1, 2, 1), passes, forward_ms=forward_ms, varying=varying)
+    printed = ranks[0].printed
+    assert all(seen.printed == [""] * len(passes) for seen in ranks[1:])
+    # The second training step is measured; what comes next is planned for it, once for each kind of step.
+    (text,) = re.findall(r"measured in training step 2: --vtp-costs (.*)", printed[3])
+    assert [*map(bool, printed)] == [True, True, False, True, True, True, False]
+    costs = parse_costs(text.split(), u_placement(3))
+    # What a sleep takes is not less, and not much more unless the machine is busy.
+    assert all(a <= b <= 2 * a + 60 for a, b in zip(forward_ms, costs.forward, strict=True)), text
+    assert all(2 * a <= b <= 4 * a + 60 for a, b in zip(forward_ms, costs.backward, strict=True)), text
+    assert set(costs.message_bytes) == {4 * 6 * 4} and max(costs.latency) < 60, text
+    for one, before, digest in zip(passes, [True] * 3 + [False] * 4, ranks[0].digests, strict=True):
+        step = Step(placement=u_placement(3), num_microbatches=one.num_microbatches, forward_only=one.forward_only)
+        assert plan_step(step if before else replace(step, costs=costs))[0].digest == digest
+    assert ranks[0].digests[4] != ranks[0].digests[0]
+
+
+def test_stated_costs_are_not_measured(pool: Pool) -> None:
+    costs = u_costs(3, cloud=20.0, latency=40.0, edge=10.0)
+    ranks = run(pool, (1, 1, 2), [STEP] * 4, costs=costs, in_flight=(4, 3, 3))
+    assert len(set(ranks[0].digests)) == 1
+    assert [*map(bool, ranks[0].printed)] == [True, False, False, False]
+    assert "limit 4,3,3 (as asked)" in ranks[0].printed[0] and "measured" not in ranks[0].printed[0]
+
+
+def test_kept_activations_are_as_planned(pool: Pool) -> None:
+    """Counted where they live: outputs that somebody still holds, when a forward has run."""
+    passes = [Pass(num_microbatches=m) for m in (1, 2, 3, 6, 9)]
+    for in_flight in (None, (2, 2, 1)):
+        costs = u_costs(3, latency=3.0)
+        ranks = run(pool, (1, 2, 1), passes, costs=costs, in_flight=in_flight, forward_ms=[0.2] * 4)
+        for seen in ranks:
+            assert seen.kept == seen.planned
+        if in_flight is None:
+            schedule, _ = plan_step(Step(placement=u_placement(3), num_microbatches=9, costs=costs))
+            peaks = simulate(schedule, costs).activations
+            assert ranks[0].kept[-1] == {0: peaks[0], 3: peaks[3]} and ranks[1].kept[-1] == {1: peaks[1]}
+            assert max(peaks) > 4
+        else:
+            assert [seen.kept[-1] for seen in ranks] == [{0: 2, 3: 1}, {1: 2}, {1: 2}, {2: 1}]
+
+
+def test_losses_are_the_same_after_the_new_plan(runs: Runs, pool: Pool, saved: Saved) -> None:
+    """Of a model, with an evaluation before every step and one microbatch more in each."""
+    case = u_shaped(1, 2, num_microbatches=3, rampup=True, num_evaluations=1, num_steps=5)
+    case = replace(case, load=saved(case))
+    ranks = pool.run(case.world_size, "tests.multiproc.planned_job:train_and_print", {"case": case}, timeout_s=100.0)
+    (text,) = re.findall(r"measured in training step 2: --vtp-costs (.*)", ranks[0][1])
+    assert ranks[0][1].count("times in ms") == 2 * 3
+    costs = parse_costs(text.split(), u_placement(2))
+    assert min(costs.forward + costs.backward) > 0
+    assert_close(assemble(case, [result for result, _ in ranks]), runs.kept(sequential(case)))
+
+
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
+
+
+def test_flags_of_a_script(script_pool: Pool) -> None:
+    """What a run prints as measured is a flag that gives the same order at once, and the same numbers."""
+    runs = train(script_pool, "1,1", [*U_SHAPE, "--vtp-in-flight", "3"])
+    (words,) = re.findall(r"measured in training step 2: (--vtp-costs .*)", runs[0].output)
+    digests = re.findall(r"schedule (\w+): u-shape,", runs[0].output)
+    assert len(digests) == 2
+    again = train(script_pool, "1,1", [*U_SHAPE, "--vtp-in-flight", "3", *words.split()])
+    assert re.findall(r"schedule (\w+): u-shape,", again[0].output) == digests[1:]
+    assert "measured in" not in again[0].output and "limit 3,3 (as asked)" in again[0].output
+    assert (losses(again), grad_norms(again)) == (losses(runs), grad_norms(runs))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ([*U_SHAPE, "--vtp-in-flight", "4,0"], ["--vtp-in-flight 4,0", "no microbatch could ever start"]),
+        (["--vtp-costs", "forward_ms=1,2,1"], ["--vtp-costs", "--layerwise-disaggregated-training"]),
+        pytest.param(
+            [*U_SHAPE, "--vtp-in-flight", "4,4,4"], ["--vtp-in-flight 4,4,4 has 3 entries"], marks=pytest.mark.full
+        ),
+        pytest.param([*U_SHAPE, "--vtp-costs", "forward_ms=1,2"], ["forward_ms has 2 entries"], marks=pytest.mark.full),
+    ],
+)
+def test_refused(script_pool: Pool, extra: list[str], words: list[str]) -> None:
+    assert_refused(launch(script_pool, num_ranks("1,1"), {"arguments": arguments("1,1", extra=extra)}), *words)

@@ -1,0 +1,52 @@
+"""What a U-shaped run cannot do is refused, before any training, with a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc.training_cases import arguments, assert_refused, launch, num_ranks
+from tests.multiproc.u_shape_cases import u_shaped
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(240)
+
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2"]
+LEFT_OUT = {
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "overlap_moe_expert_parallel_comm": True,
+    "defer_embedding_wgrad_compute": True,
+    "fine_grained_activation_offloading": True,
+    "cuda_graph_impl": "local",
+}
+
+
+def test_what_the_executor_leaves_out_is_refused(pool: Pool) -> None:
+    kwargs = {"case": u_shaped(1, 2), "options": LEFT_OUT}
+    for lines in pool.run(3, "tests.multiproc.u_shape_job:refused_steps", kwargs):
+        for name, line in zip(LEFT_OUT, lines, strict=True):
+            assert line.startswith(name) and "is not supported by planned schedules; leave it out" in line
+
+
+def refused(pool: Pool, *flags: str) -> None:
+    command = arguments("1,2", extra=[*U_SHAPE, *flags])
+    assert_refused(launch(pool, num_ranks("1,2"), {"arguments": command}), flags[0])
+
+
+@pytest.mark.parametrize("flag", ["--reset-attention-mask", pytest.param("--sft", marks=pytest.mark.full)])
+def test_packed_samples_are_refused(script_pool: Pool, flag: str) -> None:
+    refused(script_pool, flag)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-experts", "2"),
+        ("--mtp-num-layers", "1"),
+        ("--num-layers-per-virtual-pipeline-stage", "1"),
+        ("--decoder-first-pipeline-num-layers", "1"),
+    ],
+    ids=lambda flags: flags[0],
+)
+@pytest.mark.full
+def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> None:
+    refused(script_pool, *flags)

@@ -1,0 +1,215 @@
+"""The example script with a data-parallel size per stage: same losses, counts and samples as the uniform run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.training_cases import (
+    ScriptRun,
+    arguments,
+    assert_refused,
+    assert_same_training,
+    evaluations,
+    grad_norms,
+    launch,
+    losses,
+    succeeded,
+)
+from tests.pool import Pool
+
+pytestmark = pytest.mark.timeout(280)
+
+DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+EVALUATE = ["--eval-interval", "2", "--eval-iters", "1", "--split", "80,10,10"]
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+def start(pool: Pool, sizes: str, dp_sizes: str, extra: Sequence[str] = (), **options: Any) -> list[ScriptRun]:
+    """Run the example with both lists and a global batch of 16, whatever comes of it."""
+    num_ranks = sum(int(tp) * int(dp) for tp, dp in zip(sizes.split(","), dp_sizes.split(","), strict=True))
+    command = arguments(sizes, dp=2, extra=["--vtp-dp-list", dp_sizes, *extra])
+    return launch(pool, num_ranks, {"arguments": command, **options})
+
+
+def train(pool: Pool, sizes: str, dp_sizes: str, extra: Sequence[str] = (), **options: Any) -> list[ScriptRun]:
+    """Run the example with both lists; a failure of any rank is the test's."""
+    return succeeded(start(pool, sizes, dp_sizes, extra, **options))
+
+
+NOTES = ["note_samples"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp_sizes", "oracle", "extra"),
+    [
+        pytest.param("1,2", "1,2", ("1,1", "2,2", []), [*EVALUATE, "--log-params-norm"], id="multiplex"),
+        pytest.param(
+            "2,1",
+            "2,1",
+            ("1,1", "1,1", ["--micro-batch-size", "4"]),
+            ["--vtp-dp-mode", "split", *EVALUATE, "--calculate-per-token-loss", *DISTRIBUTED],
+            id="split",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_trains_as_the_uniform_run(
+    pool: Pool, sizes: str, dp_sizes: str, oracle: tuple[str, str, list[str]], extra: list[str]
+) -> None:
+    reference_extra = [word for word in extra if word not in (*DISTRIBUTED, "--vtp-dp-mode", "split")]
+    reference = train(pool, oracle[0], oracle[1], [*oracle[2], *reference_extra], hooks=NOTES)
+    runs = train(pool, sizes, dp_sizes, extra, hooks=NOTES)
+    assert_same_training(runs, reference)
+    assert evaluations(runs) == pytest.approx(evaluations(reference), rel=1e-5)
+    consumed = [run.facts["consumed"] for run in (*runs, *reference)]
+    assert consumed == [consumed[0]] * len(consumed) and min(consumed[0]) > 0
+    assert "data-parallel sizes differ" in runs[0].output
+    assert f"stage 0: data-parallel size {dp_sizes[0]} * micro batch size 2 * " in runs[0].output
+
+
+def samples_by_rank(runs: Sequence[ScriptRun]) -> list[list[int]]:
+    """Give the samples that every rank read, in order."""
+    return [run.facts["samples"] for run in runs]
+
+
+@pytest.mark.parametrize("mode", ["multiplex", pytest.param("split", marks=pytest.mark.full)])
+def test_samples_and_their_order(pool: Pool, mode: str) -> None:
+    """Microbatches of two samples: the narrow stage reads those of the wide one's replicas in turn."""
+    steps = ["--train-iters", "2"]
+    narrow, *ours = samples_by_rank(train(pool, "1,1", "1,2", [*steps, "--vtp-dp-mode", mode], hooks=NOTES))
+    theirs = samples_by_rank(train(pool, "1,1", "2,2", steps, hooks=NOTES))
+    assert theirs[:2] == theirs[2:] and len(theirs[0]) == 16
+    assert ours == theirs[2:]
+    pairs = [[samples[i : i + 2] for i in range(0, 16, 2)] for samples in ours]
+    assert narrow == [sample for both in zip(*pairs, strict=True) for pair in both for sample in pair]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", [[], DISTRIBUTED], ids=["plain", "distributed"])
+def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
+    """The resumed run repeats the uninterrupted one bit by bit."""
+    whole = train(pool, "2,1", "1,2", [*extra, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    runs = train(pool, "2,1", "1,2", [*extra, "--load", str(tmp_path)])
+    assert losses(runs) == losses(whole)[2:]
+    assert grad_norms(runs) == grad_norms(whole)[2:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
+def test_checkpoint_of_another_dp_list(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
+    whole = train(pool, "2,1", "2,2", [*extra, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    runs = train(pool, "2,1", "1,2", [*extra, "--load", str(tmp_path)])
+    assert_same_training(runs, whole, first=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["multiplex", "split"])
+def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: str) -> None:
+    """The edge has one replica and the loss, the cloud two replicas of two ranks."""
+    reference = train(pool, "1", "1", [*EVALUATE, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    micro_batch = "1" if mode == "split" else "2"
+    extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-dp-mode", mode]
+    extra += [*EVALUATE, "--micro-batch-size", micro_batch, "--load", str(tmp_path)]
+    runs = train(pool, "1,2", "1,2", extra)
+    assert_same_training(runs, reference, first=2)
+    assert runs[0].evaluations == pytest.approx(reference[0].evaluations[1:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dp_sizes", "extra", "words"),
+    [
+        pytest.param(
+            "1,2",
+            ["--global-batch-size", "6"],
+            [
+                "--global-batch-size 6 cannot be shared",
+                "data-parallel size 2 * micro batch size 2 = 4",
+                "multiple of 4",
+            ],
+            id="batch",
+        ),
+        pytest.param(
+            "1,2",
+            ["--rampup-batch-size", "4", "2", "64"],
+            ["--rampup-batch-size 2 cannot be shared"],
+            id="ramp-up",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("2,3", [], ["boundary 0->1 joins data-parallel sizes 2 and 3", "3 / 2 is not whole"], id="sizes"),
+        pytest.param(
+            "1,2",
+            ["--dataloader-type", "cyclic"],
+            ["--dataloader-type cyclic with"],
+            id="cyclic",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2", ["--full-validation"], ["--full-validation with"], id="full-validation", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "1,2",
+            ["--decrease-batch-size-if-needed"],
+            ["--decrease-batch-size-if-needed with"],
+            id="decrease",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--use-tp-pp-dp-mapping"],
+            ["rank order tp-cp-pp-dp needs equal cp and dp"],
+            id="order",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--num-virtual-stages-per-pipeline-rank", "2"],
+            ["--num-virtual-stages-per-pipeline-rank does not work with --vtp-dp-list 1,2"],
+            id="interleaving",
+        ),
+        pytest.param(
+            "1,2",
+            ["--vtp-dp-mode", "both"],
+            ["dp mode 'both' is unknown; use one of multiplex, split"],
+            id="mode",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--vtp-dp-list", "1,2,2"],
+            ["vtp_dp_list 1,2,2 has 3 entries, the size list has 2"],
+            id="length",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--vtp-dp-list", "2,2"],
+            ["1 * 1 * 2 + 1 * 1 * 2 = 4 ranks, the world size is 3: start 4 processes"],
+            id="world",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--vtp-data-parallel-size", "2"],
+            ["vtp_dp_list 1,2 say the same thing twice"],
+            id="twice",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_refused(pool: Pool, dp_sizes: str, extra: list[str], words: list[str]) -> None:
+    runs = start(pool, "1,1", dp_sizes, extra, timeout_s=LIMIT_S)
+    assert_refused(runs, *words)
+    assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"

@@ -1,0 +1,56 @@
+"""What may differ between ranks and between sites: the list against Megatron's parser, and what the ranks compare."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import warnings
+
+import pytest
+
+from vtp_plugin.options import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
+
+LOCAL = {name for names in LOCAL_ARGUMENTS.values() for name in names}
+EDGE = {name for names in EDGE_ARGUMENTS.values() for name in names}
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own
+        arguments = importlib.import_module("megatron.training.arguments")
+        return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_every_name_is_an_argument_of_megatron(parser: argparse.ArgumentParser) -> None:
+    known = {action.dest for action in parser._actions} | {"rank"}
+    assert known >= LOCAL | EDGE
+    assert not LOCAL & EDGE
+
+
+def test_all_tokenizer_options_are_the_edges(parser: argparse.ArgumentParser) -> None:
+    (group,) = [group for group in parser._action_groups if group.title == "tokenizer"]
+    assert {action.dest for action in group._group_actions} <= LOCAL | EDGE
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Names that look like folders or logging, but decide what is computed or which collective operations there are.
+    ["no_load_optim", "no_save_rng", "log_interval", "log_params_norm", "kv_lora_rank", "profile", "save_interval"],
+)
+def test_what_decides_about_computation_is_compared(parser: argparse.ArgumentParser, name: str) -> None:
+    assert name in vars(parser.parse_args([]))
+    for has_edge in (False, True):
+        assert "--" + name.replace("_", "-") in shared_arguments({name: 1}, has_edge=has_edge)
+
+
+def test_only_a_pipeline_with_an_edge_leaves_out_the_tokenizer() -> None:
+    told = {"tokenizer_type": "NullTokenizer", "lr": 0.1, "vtp_size_list": "1,2", "data_path": ["x"]}
+    assert shared_arguments(told, has_edge=False) == {"--tokenizer-type": "NullTokenizer", "--lr": 0.1}
+    assert shared_arguments(told, has_edge=True) == {"--lr": 0.1}
+
+
+@pytest.mark.parametrize(("folder", "is_given"), [(None, False), ("anywhere", True)])
+def test_whether_a_rank_saves_is_compared(folder: str | None, is_given: bool) -> None:
+    """Saving is collective: a rank that does not take part would leave the others waiting."""
+    assert shared_arguments({"save": folder}, has_edge=True) == {"whether --save is given": is_given}

@@ -1,0 +1,33 @@
+"""What the edge of a U-shaped pipeline has and its cloud has not: whole batches, and the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches import registry
+from vtp_plugin.patches.training.global_vars import NoTokenizer
+from vtp_plugin.session import Session
+
+
+@pytest.mark.parametrize(
+    ("is_u_shaped", "first", "last", "pipeline_size"),
+    [(True, True, True, 1), (True, False, False, 3), (True, True, False, 3), (False, True, True, 3)],
+)
+def test_edge_gets_all_of_a_batch(is_u_shaped: bool, first: bool, last: bool, pipeline_size: int) -> None:
+    session = Session(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=is_u_shaped))
+    # Among the records that apply before a script has imported anything.
+    (record,) = [record for record in registry.argument_records(session, lambda: None) if record.id == "U3"]
+    asked: list[dict[str, Any]] = []
+    record.build(lambda **kwargs: asked.append(kwargs))(
+        is_pipeline_first_stage=first, is_pipeline_last_stage=last, pipeline_model_parallel_size=3
+    )
+    assert asked[0]["pipeline_model_parallel_size"] == pipeline_size
+
+
+def test_tokenizer_that_is_not_there_says_where_it_is() -> None:
+    with pytest.raises(ConfigError, match="asks a cloud stage for the tokenizer's 'eod'.*only the edge has"):
+        _ = NoTokenizer().eod

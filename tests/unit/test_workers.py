@@ -1,0 +1,49 @@
+"""Every rank has exactly the channels that the schedule of its copy of the pipeline names for it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
+from vtp_plugin.schedule.channels import channels
+
+
+@pytest.mark.parametrize("mode", DpMode)
+@pytest.mark.parametrize("is_u_shaped", [False, True])
+@pytest.mark.parametrize("dp_sizes", [(1, 2), (4, 2), (2, 2), (2, 4, 4), (2, 1, 2), (1, 4, 2), (3, 1, 3)], ids=str)
+def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], is_u_shaped: bool, mode: DpMode) -> None:
+    tp_sizes = (2, 1, 3)[: len(dp_sizes)]
+    world_size = sum(map(math.prod, zip(tp_sizes, dp_sizes, strict=True)))
+    layout = PipelineLayout.from_sizes(tp_sizes, world_size=world_size, dp=dp_sizes)
+    replicas = ReplicaMap(dp_sizes=dp_sizes, mode=mode)
+    placement = place_workers(replicas, num_chunks=1, is_u_shaped=is_u_shaped)
+    boundaries = pipeline_boundaries(layout, is_ring=is_u_shaped, dp_mode=mode)
+    found = []
+    for rank in range(world_size):
+        own = layout.coord(rank)
+        mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
+        by_name: Any = {b.name(direction): (b, direction) for b in mine for direction in Direction}
+        assert len(by_name) == 2 * len(mine), "two channels of one rank have one name"
+        worker = worker_of(placement, replicas, own.stage, own.dp_rank)
+        names = own_channels(placement, replicas, mine, by_name)
+        assert sorted(names) == sorted(name for name in channels(placement) if worker in (name.src, name.dst))
+        found.append((own, names))
+    # The other end of a channel has it under the same name.
+    for own, names in found:
+        for name, (boundary, direction) in names.items():
+            crossing = boundary.crossing(direction)
+            assert all(found[rank][1][name] == (boundary, direction) for rank in crossing.members), own
+
+
+def test_interleaving_needs_equal_replicas() -> None:
+    equal = place_workers(ReplicaMap(dp_sizes=(2, 2)), num_chunks=2, is_u_shaped=False)
+    assert equal.stages == (0, 1, 0, 1) and equal.num_workers == 2
+    with pytest.raises(ConfigError, match="2 model chunks on each stage do not work with --vtp-dp-list 1,2"):
+        place_workers(ReplicaMap(dp_sizes=(1, 2)), num_chunks=2, is_u_shaped=False)

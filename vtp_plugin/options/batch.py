@@ -1,0 +1,81 @@
+"""Batch sizes of stages with different data-parallel sizes: what is refused, and what a rank's own arguments say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vtp_plugin.layout.replicas import ReplicaMap
+
+
+def check_batches(args: object, replicas: ReplicaMap) -> None:
+    """Refuse batches that the stages cannot share: of training, of its ramp-up, and of evaluation.
+
+    Args:
+        args: Megatron's arguments as parsed; its microbatch size is that of the stage with most replicas.
+        replicas: of the stages.
+
+    Raises:
+        ConfigError: a stage has no whole number of microbatches.
+    """
+    for option, batch, micro_batch in _batches(args):
+        replicas.check_batch(option, batch, micro_batch)
+
+
+def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int]:
+    """Give the arguments that are different on a stage, or that Megatron would derive differently on each.
+
+    Args:
+        args: Megatron's arguments as parsed.
+        replicas: of the stages.
+        stage: the own one.
+
+    >>> from types import SimpleNamespace
+    >>> from vtp_plugin.layout.replicas import DpMode
+    >>> args = SimpleNamespace(micro_batch_size=2, global_batch_size=None)
+    >>> own_batches(args, ReplicaMap(dp_sizes=(1, 2), mode=DpMode.SPLIT), 0)
+    {'micro_batch_size': 4, 'global_batch_size': 4}
+    """
+    given = {name: getattr(args, name, None) for name in ("micro_batch_size", "eval_micro_batch_size")}
+    own = {name: replicas.micro_batch(stage, size) for name, size in given.items() if size}
+    size = given["micro_batch_size"]
+    if size and not getattr(args, "global_batch_size", None):
+        own["global_batch_size"] = replicas.batch_unit(size)
+    return own
+
+
+def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
+    """Say how the stages share a global batch, one line each.
+
+    Args:
+        batch: samples of a step.
+        size: of a microbatch on the stage with most replicas.
+        replicas: of the stages.
+
+    >>> print(describe_batches(8, 2, ReplicaMap(dp_sizes=(1, 2))))
+    stage 0: data-parallel size 1 * micro batch size 2 * 4 microbatches = 8
+    stage 1: data-parallel size 2 * micro batch size 2 * 2 microbatches = 8
+    """
+    lines: list[str] = []
+    for stage, dp in enumerate(replicas.dp_sizes):
+        micro_batch = replicas.micro_batch(stage, size)
+        lines.append(
+            f"stage {stage}: data-parallel size {dp} * micro batch size {micro_batch} * "
+            f"{batch // (dp * micro_batch)} microbatches = {batch}"
+        )
+    return "\n".join(lines)
+
+
+def _batches(args: object) -> Iterator[tuple[str, int, int]]:
+    """Yield flag, samples and microbatch size of every batch that was given."""
+    size = getattr(args, "micro_batch_size", None)
+    if not size:
+        return
+    batch = getattr(args, "global_batch_size", None)
+    if batch:
+        yield "--global-batch-size", batch, size
+    for number in (getattr(args, "rampup_batch_size", None) or ())[:2]:
+        yield "--rampup-batch-size", int(number), size
+    eval_size = getattr(args, "eval_micro_batch_size", None) or size
+    eval_batch = getattr(args, "eval_global_batch_size", None) or batch
+    if eval_batch and (eval_batch, eval_size) != (batch, size):
+        yield "--eval-global-batch-size", eval_batch, eval_size

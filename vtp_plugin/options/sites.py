@@ -1,0 +1,132 @@
+"""Which of Megatron's arguments may differ between ranks, and which between the sites of a U-shaped pipeline.
+
+All other arguments are part of what every rank states at start-up, and must be equal everywhere. The plugin's own flags
+are stated by the plugin itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "own number": ("rank", "local_rank"),
+        "checkpoint folders": (
+            "save",
+            "load",
+            "pretrained_checkpoint",
+            "non_persistent_global_ckpt_dir",
+            "non_persistent_local_ckpt_dir",
+        ),
+        "files": (
+            "data_path",
+            "train_data_path",
+            "valid_data_path",
+            "test_data_path",
+            "data_args_path",
+            "per_split_data_args_path",
+            "per_dataset_sequences_path",
+            "data_cache_path",
+            "object_storage_cache_path",
+            "vocab_file",
+            "merge_file",
+            "tokenizer_model",
+            "metadata_path",
+            "heterogeneous_layers_config_path",
+            "te_precision_config_file",
+            "memory_snapshot_path",
+            "flight_recorder_dump_path",
+            "result_rejected_tracker_filename",
+            "dump_param_to_param_group_map",
+        ),
+        "logging": (
+            "tensorboard_dir",
+            "tensorboard_queue_size",
+            "wandb_project",
+            "wandb_exp_name",
+            "wandb_save_dir",
+            "wandb_entity",
+            "enable_one_logger",
+            "one_logger_project",
+            "one_logger_run_name",
+            "one_logger_async",
+            "app_tag_run_name",
+            "app_tag_run_version",
+            "logging_level",
+        ),
+    }
+)
+"""Arguments that may differ between any two ranks: they say where things lie, not what is computed."""
+
+EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tokenizer": (
+            "tokenizer_type",
+            "vocab_size",
+            "padded_vocab_size",
+            "pad_vocab_size",
+            "vocab_extra_ids",
+            "special_tokens",
+            "tiktoken_pattern",
+            "tiktoken_num_special_tokens",
+            "tokenizer_sentencepiece_legacy",
+            "tokenizer_sentencepiece_ignore_extra_whitespaces",
+            "tokenizer_hf_no_use_fast",
+            "tokenizer_hf_no_include_special_tokens",
+            "trust_remote_code",
+            "null_tokenizer_eod_id",
+            "null_tokenizer_pad_id",
+            "chat_template",
+        ),
+        "data": (
+            "mock_data",
+            "split",
+            "num_workers",
+            "num_dataset_builder_threads",
+            "mid_level_dataset_surplus",
+            "mmap_bin_files",
+            "dataloader_fast_cache_load",
+            "dataloader_defer_npy_index_mmap",
+            "allow_ambiguous_pad_tokens",
+            "reset_position_ids",
+            "eod_mask_loss",
+            "fim_data",
+            "fim_rate",
+            "fim_spm_rate",
+            "fim_split_sample",
+            "fim_fragment_rate",
+            "fim_no_prefix",
+            "fim_prefix_token",
+            "fim_middle_token",
+            "fim_suffix_token",
+            "fim_pad_token",
+            "fim_eod_token",
+        ),
+    }
+)
+"""Arguments that the cloud of a U-shaped pipeline need not know, for it has neither tokenizer nor data."""
+
+# What a rank does with them is its own affair, but whether they are given decides about collective operations.
+_SAVING_AND_LOADING = ("save", "load", "pretrained_checkpoint")
+
+
+def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict[str, object]:
+    """Give the arguments that every rank must have been started with, under their flags' names.
+
+    Args:
+        arguments: Megatron's, as parsed.
+        has_edge: The pipeline is U-shaped: only the edge has tokenizer and data.
+
+    >>> shared_arguments({"lr": 0.1, "split": "9,1", "save": "/edge", "vtp_audit": "x"}, has_edge=True)
+    {'--lr': 0.1, 'whether --save is given': True}
+    """
+    groups = (*LOCAL_ARGUMENTS.values(), *(EDGE_ARGUMENTS.values() if has_edge else ()))
+    left_out = {name for names in groups for name in names}
+    told: dict[str, object] = {
+        "--" + name.replace("_", "-"): value if isinstance(value, int | float | str | None) else str(value)
+        for name, value in sorted(arguments.items())
+        if name not in left_out and not name.startswith("vtp_")
+    }
+    given = {name: arguments[name] is not None for name in _SAVING_AND_LOADING if name in arguments}
+    return told | {f"whether --{name.replace('_', '-')} is given": is_given for name, is_given in given.items()}

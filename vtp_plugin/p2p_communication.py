@@ -1,0 +1,294 @@
+"""Exchange functions for training steps that are written by hand, with the surface of the Ascend implementation.
+
+Names, arguments and returns follow ``layerwise_disaggregated_training/p2p_communication.py`` of MindSpeed-LLM, so that
+code written against it needs another import only. What runs below are the channels of every other step: any transport,
+any sizes, sequence parallelism and variable lengths included.
+
+All tensor-parallel ranks of a stage call the same function at the same program point, and what is received on one
+channel is waited for in the order of its calls. A call that receives nothing, or sends nothing, by the rules below does
+not communicate. A ``group`` says no more than which replica of the pipeline is meant, since every direction of every
+boundary has its own channel: it is one of :func:`pipeline_groups`, and may be left out where there is only one.
+
+With variable lengths a receive returns when the sender's header has come, also one that is not to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.api import open_session
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
+from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, Work
+from vtp_plugin.session import Session
+
+__all__ = [
+    "pipeline_groups",
+    "recv_backward_with_reqs",
+    "recv_forward_with_reqs",
+    "send_backward",
+    "send_forward",
+    "vtp_recv_backward",
+    "vtp_recv_forward",
+    "vtp_send_backward",
+    "vtp_send_forward",
+]
+
+Group = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
+Requests = dict[str, Work]
+_Neighbour = Literal["prev", "next"]
+
+
+def pipeline_groups() -> list[dist.ProcessGroup]:
+    """Return the own pipeline group in every replica of the pipeline that this rank works in.
+
+    One, except on a stage that has fewer replicas than another: with ``--vtp-dp-list 1,2`` its ranks work in two.
+    """
+    return list(open_session().pipeline_groups)
+
+
+def vtp_send_forward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
+    """Send an activation ``[S, B, H]``, the own part, to the next stage; from the last one of a U to the edge.
+
+    Args:
+        tensor: keeps its memory until the work is waited for or the step ends.
+        config: Megatron's model-parallel configuration. Without it what an earlier call was told counts, or, in the
+            very first call, the tensor itself: not sharded, of its own type and width.
+        group: or groups; a list sends to every replica of it.
+
+    Returns:
+        The sends under way, one per replica; None on ranks that send nothing, as all but the leaders do with rank0.
+    """
+    return _send("next", tensor, config, group)
+
+
+def vtp_send_backward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
+    """Send the gradient of an activation to the stage that it came from; as :func:`vtp_send_forward`."""
+    return _send("prev", tensor, config, group)
+
+
+@overload
+def vtp_recv_forward(
+    tensor_shape: Sequence[int], config: Any, async_op: Literal[False] = False, *, group: Group = None
+) -> torch.Tensor: ...
+@overload
+def vtp_recv_forward(
+    tensor_shape: Sequence[int], config: Any, async_op: Literal[True], *, group: Group = None
+) -> tuple[torch.Tensor, Requests]: ...
+def vtp_recv_forward(
+    tensor_shape: Sequence[int], config: Any, async_op: bool = False, *, group: Group = None
+) -> torch.Tensor | tuple[torch.Tensor, Requests]:
+    """Receive an activation from the previous stage; on the edge of a U from the last one.
+
+    Args:
+        tensor_shape: local shape; with variable lengths the sender tells it.
+        config: Megatron's model-parallel configuration.
+        async_op: do not wait.
+        group: of one replica; a list of one counts as its entry.
+
+    Returns:
+        The tensor, a fresh leaf; with ``async_op`` also ``{"recv_prev": work}``, to be waited for by all ranks.
+    """
+    return _receive_vtp("prev", tensor_shape, config, async_op, group)
+
+
+@overload
+def vtp_recv_backward(
+    tensor_shape: Sequence[int], config: Any, async_op: Literal[False] = False, *, group: Group = None
+) -> torch.Tensor: ...
+@overload
+def vtp_recv_backward(
+    tensor_shape: Sequence[int], config: Any, async_op: Literal[True], *, group: Group = None
+) -> tuple[torch.Tensor, Requests]: ...
+def vtp_recv_backward(
+    tensor_shape: Sequence[int], config: Any, async_op: bool = False, *, group: Group = None
+) -> torch.Tensor | tuple[torch.Tensor, Requests]:
+    """Receive the gradient of what was sent to the next stage; as :func:`vtp_recv_forward`, by ``"recv_next"``."""
+    return _receive_vtp("next", tensor_shape, config, async_op, group)
+
+
+def recv_forward_with_reqs(
+    tensor_shape: Sequence[int],
+    config: Any,
+    is_end_stage: bool = False,
+    *,
+    group: Group = None,
+    wait_on_reqs: bool = True,
+) -> tuple[torch.Tensor | None, Requests | None]:
+    """Receive an activation unless the own part of the model is the first one.
+
+    Args:
+        tensor_shape: local shape.
+        config: Megatron's model-parallel configuration.
+        is_end_stage: on the edge of a U: for the model's last part, not its first.
+        group: as for :func:`vtp_recv_forward`.
+        wait_on_reqs: return when the tensor is there.
+
+    Returns:
+        The tensor, and ``{"recv_prev": work}`` if it was not waited for; None for what there is not.
+    """
+    if open_session().own.stage == 0 and not is_end_stage:
+        return None, None
+    with _timed(config, "forward-recv"):
+        return _receive("prev", tensor_shape, config, group, wait=wait_on_reqs)
+
+
+def recv_backward_with_reqs(
+    tensor_shape: Sequence[int],
+    config: Any,
+    is_end_stage: bool = False,
+    *,
+    group: Group = None,
+    wait_on_reqs: bool = True,
+) -> tuple[torch.Tensor | None, Requests | None]:
+    """Receive a gradient unless the own part of the model is the last one; as :func:`recv_forward_with_reqs`."""
+    if _ends_the_model(open_session(), is_end_stage):
+        return None, None
+    with _timed(config, "backward-recv"):
+        return _receive("next", tensor_shape, config, group, wait=wait_on_reqs)
+
+
+def send_forward(
+    output_tensor: torch.Tensor,
+    config: Any,
+    is_end_stage: bool = False,
+    *,
+    group: Group = None,
+    wait_on_reqs: bool = True,
+) -> None:
+    """Send an activation to the next stage unless the own part of the model is the last one.
+
+    Args:
+        output_tensor: the own part.
+        config: Megatron's model-parallel configuration.
+        is_end_stage: as for :func:`recv_forward_with_reqs`.
+        group: as for :func:`vtp_send_forward`.
+        wait_on_reqs: without meaning: the runtime keeps the tensor and drains the send, at the latest with the step.
+    """
+    if not _ends_the_model(open_session(), is_end_stage):
+        with _timed(config, "forward-send"):
+            _send("next", output_tensor, config, group)
+
+
+def send_backward(
+    input_tensor_grad: torch.Tensor,
+    config: Any,
+    is_end_stage: bool = False,
+    *,
+    group: Group = None,
+    wait_on_reqs: bool = True,
+) -> None:
+    """Send a gradient to the previous stage unless the own part of the model is the first one; as `send_forward`."""
+    if open_session().own.stage > 0 or is_end_stage:
+        with _timed(config, "backward-send"):
+            _send("prev", input_tensor_grad, config, group)
+
+
+def _ends_the_model(session: Session, is_end_stage: bool) -> bool:
+    return session.own.stage == session.loss_stage and (is_end_stage or not session.config.layerwise_disaggregated)
+
+
+def _send(neighbour: _Neighbour, tensor: torch.Tensor, config: Any, group: Group) -> list[Work] | None:
+    session = open_session()
+    options = _options(session, config, tensor)
+    works: list[Work] = []
+    for communicator in _communicators(session, group):
+        _require(communicator.reaches(f"send_{neighbour}"), session, f"send to the {neighbour}")
+        done = communicator.exchange(
+            options,
+            send_next=tensor if neighbour == "next" else None,
+            send_prev=tensor if neighbour == "prev" else None,
+            recv_prev=False,
+            recv_next=False,
+            shape=None,
+            wait=False,
+        )
+        works += done.works.values()
+    # A rank that takes part in collectives of the stage only has nothing under way.
+    return [work for work in works if not work.is_done] or None
+
+
+def _receive(
+    neighbour: _Neighbour, shape: Sequence[int], config: Any, group: Group, *, wait: bool
+) -> tuple[torch.Tensor, Requests | None]:
+    session = open_session()
+    options = _options(session, config, None)
+    if not wait and options.is_batched:
+        raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or give overlap_p2p_comm")
+    communicators = _communicators(session, group)
+    if len(communicators) > 1:
+        raise ConfigError(f"a receive from {len(communicators)} replicas at once; give the group of one")
+    (communicator,) = communicators
+    _require(communicator.reaches(f"recv_{neighbour}"), session, f"receive from the {neighbour}")
+    done = communicator.exchange(
+        options,
+        send_next=None,
+        send_prev=None,
+        recv_prev=neighbour == "prev",
+        recv_next=neighbour == "next",
+        shape=shape,
+        wait=wait,
+    )
+    tensor = done.from_prev if neighbour == "prev" else done.from_next
+    assert tensor is not None
+    return tensor, None if wait else done.works
+
+
+def _receive_vtp(
+    neighbour: _Neighbour, shape: Sequence[int], config: Any, async_op: bool, group: Group
+) -> torch.Tensor | tuple[torch.Tensor, Requests]:
+    tensor, requests = _receive(neighbour, shape, config, group, wait=not async_op)
+    return tensor if requests is None else (tensor, requests)
+
+
+def _options(session: Session, config: Any, tensor: torch.Tensor | None) -> ExchangeOptions:
+    """Say how tensors cross; all ranks compare it in their first call."""
+    if config is not None:
+        return exchange_options(session, config)
+    assert tensor is not None
+    told = session.exchange_options or ExchangeOptions(
+        dtype=tensor.dtype, is_sharded=False, has_variable_shapes=False, width=tensor.shape[-1], is_batched=False
+    )
+    return session.agree_on_exchange(lambda: told)
+
+
+def _communicators(session: Session, group: Group) -> list[PipelineCommunicator]:
+    """Give the communicator of each replica that the groups name, in their order."""
+    groups = list(group) if isinstance(group, Sequence) else [group]
+    places = [_place_of(session, one) for one in groups]
+    if not places or len(set(places)) < len(places):
+        raise ConfigError(f"the groups name the replicas {places}; name each that is meant once")
+    return [session.communicators[place] for place in places]
+
+
+def _place_of(session: Session, group: dist.ProcessGroup | None) -> int:
+    if group is None and len(session.communicators) == 1:
+        return 0
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    own = [dist.get_process_group_ranks(one) for one in session.pipeline_groups]
+    if ranks not in own:
+        given = "no group was given" if ranks is None else f"the ranks {ranks} are not such a group"
+        raise ConfigError(f"{given}: this rank's pipeline groups are those of the ranks {own}; use pipeline_groups()")
+    return own.index(ranks)
+
+
+def _require(is_there: bool, session: Session, what: str) -> None:
+    if not is_there:
+        raise ConfigError(
+            f"stage {session.own.stage} cannot {what} stage: there is none; only --layerwise-disaggregated-training "
+            "joins the last stage and the first"
+        )
+
+
+@contextmanager
+def _timed(config: Any, name: str) -> Iterator[None]:
+    if config.timers is not None:
+        config.timers(name, log_level=2).start()
+    yield
+    if config.timers is not None:
+        config.timers(name).stop()

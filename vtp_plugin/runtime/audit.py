@@ -1,0 +1,123 @@
+"""What may leave a rank by the plugin's channels, and a record of what did.
+
+Every message between stages passes :func:`require_allowed`, at the one place where channels post to the backend. With
+``--vtp-audit FILE`` it is also written down there, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.errors import ConfigError
+
+HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the number of its type
+_NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.TIED_EMBEDDING: 2}
+
+
+def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
+    """Refuse to ship what is not of the form that its kind of message has.
+
+    Token ids and labels are integers, loss masks and positions have no hidden dimension: neither passes for an
+    activation or a gradient.
+
+    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4))
+    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))
+    Traceback (most recent call last):
+    vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
+
+    Raises:
+        ConfigError: the tensor is something else.
+    """
+    match cargo:
+        case Cargo.SHAPE_HEADER:
+            is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HEADER_LENGTH
+        case Cargo.WARM_UP:
+            is_allowed = tensor.numel() == 1 and tensor.is_floating_point()
+        case _:
+            is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[cargo]
+    if not is_allowed:
+        raise ConfigError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {cargo}, and nothing else may leave this "
+            "rank here; return an activation [S, B, H] from the stage"
+        )
+
+
+def audit_path(path: str, rank: int) -> Path:
+    """Give every rank a file of its own.
+
+    >>> str(audit_path("logs/audit.jsonl", 3))
+    'logs/audit.rank3.jsonl'
+    """
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+
+
+class Audit:
+    """Record of the messages that this rank exchanged with other stages.
+
+    Lines appear as the messages are posted, so that a run that is killed leaves them. At the end follow the totals of
+    every kind. A file that exists is continued.
+
+    Args:
+        path: as given by the user; the rank's number is put into it.
+        rank: own rank.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        own = audit_path(path, rank)
+        try:
+            own.parent.mkdir(parents=True, exist_ok=True)
+            self._file = own.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise ConfigError(
+                f"--vtp-audit {path}: {error.strerror}: {own}; choose a place that can be written"
+            ) from None
+        self._num_messages: Counter[tuple[str, Cargo]] = Counter()
+        self._num_bytes: Counter[tuple[str, Cargo]] = Counter()
+        atexit.register(self.close)
+
+    def note(self, way: str, cargo: Cargo, tensor: torch.Tensor, peer: int, place: str) -> None:
+        """Write down one message.
+
+        Args:
+            way: ``"sent"`` or ``"received"``.
+            cargo: what it is.
+            tensor: the memory that is sent, or that will be filled.
+            peer: global rank of the other side.
+            place: boundary and direction.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._num_messages[way, cargo] += 1
+        self._num_bytes[way, cargo] += num_bytes
+        self._write(
+            {
+                "way": way,
+                "cargo": cargo,
+                "peer": peer,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "bytes": num_bytes,
+                "place": place,
+            }
+        )
+
+    def close(self) -> None:
+        """Write the totals; idempotent."""
+        atexit.unregister(self.close)
+        if self._file.closed:
+            return
+        for (way, cargo), count in sorted(self._num_messages.items()):
+            self._write({"total": cargo, "way": way, "messages": count, "bytes": self._num_bytes[way, cargo]})
+        self._file.close()
+
+    def _write(self, entry: dict[str, object]) -> None:
+        self._file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,242 @@
+"""How long this rank computes and how fast its links are: what the order of a U-shaped pipeline is planned for."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PeerError
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.communicator import ExchangeOptions
+from vtp_plugin.runtime.executor import Compute, Link
+from vtp_plugin.runtime.transport import Channel
+from vtp_plugin.schedule import Action, Op, Placement
+from vtp_plugin.schedule import Channel as ChannelName
+
+Report = dict[str, dict[str, float]]
+_NUM_PINGS = 5
+_PING = Action(op=Op.RECV_F, vstage=0, microbatch=0)  # any name: one message is under way at a time
+
+
+def share_reports(
+    store: dist.Store,
+    own: Report,
+    combine: Callable[[Sequence[Report]], str],
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+) -> str:
+    """Make one text of all ranks' reports, on rank 0, and return it on all: two keys' worth of traffic a rank.
+
+    Args:
+        store: reaches all ranks.
+        own: report of this rank.
+        combine: gets the reports in the order of the ranks.
+        rank: own rank.
+        world_size: number of ranks.
+        timeout_s: how long to wait for the others.
+
+    Raises:
+        PeerError: a rank did not post its report, or rank 0 no text, within the timeout.
+    """
+    store = dist.PrefixStore("reports", store)
+    posts = dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)
+    posts.set(str(rank), json.dumps(own))
+    limit = timedelta(seconds=timeout_s)
+    try:
+        if rank == 0:
+            keys = [str(i) for i in range(world_size)]
+            posts.wait(keys, limit)
+            posts.set("text", combine([json.loads(posts.get(key)) for key in keys]))
+        posts.wait(["text"], limit)
+    except dist.DistStoreError as error:
+        raise PeerError(
+            f"exchange of measured durations: waited {timeout_s:g} s for {'another rank' if rank == 0 else 'rank 0'}: "
+            "no answer"
+        ) from error
+    return posts.get("text").decode()
+
+
+class Stopwatch:
+    """Marks points in the work of this rank; on devices in its stream, without holding up the host.
+
+    Args:
+        platform: tells whether the host computes itself.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+
+    def mark(self) -> Any:
+        """Mark what was issued so far: a time, or an event of the device."""
+        if self._platform.host_blocking_wait:
+            return time.perf_counter()
+        event = self._platform.module().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_ms(self, start: Any, end: Any) -> float:
+        """Return the time between two marks; waits until the second one is reached."""
+        if self._platform.host_blocking_wait:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+class TimedCompute:
+    """Computes as another one does and notes how long; see :class:`~vtp_plugin.runtime.executor.Compute`.
+
+    What a device has to wait for before it computes lies before the first mark: the waits of the receives are issued
+    there.
+
+    Attributes:
+        shapes: by virtual stage, the local shape of the first output.
+    """
+
+    def __init__(self, compute: Compute, platform: Platform) -> None:
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self._compute = compute
+        self._watch = Stopwatch(platform)
+        self._marks: defaultdict[tuple[Op, int], list[tuple[Any, Any]]] = defaultdict(list)
+
+    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+        """Run a forward."""
+        start = self._watch.mark()
+        output = self._compute.forward(action, activation)
+        self._marks[Op.F, action.vstage].append((start, self._watch.mark()))
+        self.shapes.setdefault(action.vstage, tuple(output.shape))
+        return output
+
+    def backward(
+        self,
+        action: Action,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor | None:
+        """Run a backward."""
+        start = self._watch.mark()
+        result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
+        self._marks[Op.B, action.vstage].append((start, self._watch.mark()))
+        return result
+
+    def release(self, output: torch.Tensor) -> None:
+        """Let go of an output's data."""
+        self._compute.release(output)
+
+    def report(self) -> Report:
+        """Return the median duration of forwards and backwards, by virtual stage."""
+        report: Report = {"forward_ms": {}, "backward_ms": {}}
+        for (op, vstage), marks in self._marks.items():
+            durations = [self._watch.between_ms(*pair) for pair in marks]
+            report["forward_ms" if op is Op.F else "backward_ms"][str(vstage)] = statistics.median(durations)
+        return report
+
+
+def measure_links(
+    placement: Placement,
+    channels: Mapping[ChannelName, Channel],
+    options: ExchangeOptions,
+    shape: Sequence[int],
+    outputs: Mapping[int, tuple[int, ...]],
+    platform: Platform,
+) -> Report:
+    """Send messages to and fro on every link of this rank; a collective call, while nothing is under way.
+
+    The links take turns, in one order on all ranks. The upstream side sends a header and gets one back, a few times,
+    then a tensor of the run and gets one back, each by the ways that the run uses, completion inside the stage
+    included. The fastest time of the first kind is twice the latency, what the second kind takes more is twice the
+    transfer: the two directions are taken to be alike.
+
+    Args:
+        placement: which stage holds which virtual stage.
+        channels: of this rank.
+        options: how tensors cross.
+        shape: local shape of every tensor; not used with variable shapes.
+        outputs: by virtual stage of this rank, the local shape of an output.
+        platform: where the tensors are.
+
+    Returns:
+        Latency, transfer time and size of the message, of the links that this rank is upstream of.
+    """
+    report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
+    for name in sorted(name for name in channels if not name.is_backward):
+        there, back = channels[name], channels[replace(name, is_backward=True)]
+        upstream, downstream = (placement.place(worker)[0] for worker in (name.upstream, name.downstream))
+        links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
+        if dist.get_rank() not in there.crossing.src.ranks:
+            _Pings(back, there, options, shape, platform).answer()
+            continue
+        pings = _Pings(there, back, options, shape, platform)
+        tensor = torch.zeros(outputs[links[0]], dtype=options.dtype, device=platform.device())
+        header_ms, tensor_ms = (
+            pings.fastest_ms(pings.swap_headers),
+            pings.fastest_ms(lambda t=tensor, p=pings: p.swap(t)),
+        )
+        whole = there.whole_shape(tensor.shape, is_sharded=options.is_sharded)
+        for link in map(str, links):
+            report["latency_ms"][link] = header_ms / 2
+            report["transfer_ms"][link] = max(0.0, tensor_ms - header_ms) / 2
+            report["message_bytes"][link] = torch.Size(whole).numel() * options.dtype.itemsize
+    return report
+
+
+class _Pings:
+    """One end of a link. The end that asks sends first, the other one answers; both do everything equally often."""
+
+    def __init__(
+        self, outgoing: Channel, incoming: Channel, options: ExchangeOptions, shape: Sequence[int], platform: Platform
+    ) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+        self._links = Link(outgoing, options, shape), Link(incoming, options, shape)
+        self._options = options
+        self._platform = platform
+
+    def fastest_ms(self, swap: Callable[[], object]) -> float:
+        """Do something a few times and return the shortest time in ms."""
+        times: list[float] = []
+        for _ in range(_NUM_PINGS):
+            start = time.perf_counter()
+            swap()
+            if not self._platform.host_blocking_wait:
+                self._platform.module().synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        return min(times)
+
+    def swap_headers(self) -> None:
+        """Send a header and get one back."""
+        sent = self._outgoing.post_header_send((1, 1, 1), self._options.dtype)
+        self._incoming.post_header_recv()[1].wait()
+        sent.wait()
+
+    def swap(self, tensor: torch.Tensor) -> None:
+        """Send a tensor and get one back."""
+        outgoing, incoming = self._links
+        works = outgoing.send(tensor)
+        incoming.post(_PING)
+        incoming.take(_PING)
+        for work in works:
+            work.wait()
+
+    def answer(self) -> None:
+        """Give back all that the other end sends."""
+        for _ in range(_NUM_PINGS):
+            self._incoming.post_header_recv()[1].wait()
+            self._outgoing.post_header_send((1, 1, 1), self._options.dtype).wait()
+        outgoing, incoming = self._links
+        for _ in range(_NUM_PINGS):
+            incoming.post(_PING)
+            for work in outgoing.send(incoming.take(_PING)):
+                work.wait()

@@ -1,0 +1,141 @@
+"""Costs as users write them and as a run prints them, and how the measurements of many ranks become one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.schedule.costs import Costs
+from vtp_plugin.schedule.placement import Placement
+
+_BYTES_PER_MS = 125.0  # 1 Mbit/s
+_EXAMPLE = "forward_ms=40,80,40 latency_ms=20"
+
+
+def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: int | None = None) -> Costs:
+    """Read costs; times in the result are in ms.
+
+    Args:
+        words: `name=value,value,...` each:
+            `forward_ms`: duration of a microbatch's forward, by virtual stage; the only one that must be there;
+            `backward_ms`: of its backward, the same way; default twice the forward;
+            `latency_ms`: one way, from each virtual stage to the next, or one number for the ways from and to stage 0;
+            `mbit`: bandwidth of these ways in Mbit/s, written the same way; default no limit;
+            `message_kib`: size of an activation in KiB; one number.
+        placement: Which stage holds which virtual stage.
+        message_bytes: Size of an activation where the words do not say it; None if it is not known.
+
+    Raises:
+        ConfigError: A name is unknown or stands twice, a value is no number, or not as many as there must be.
+
+    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> costs = parse_costs(("forward_ms=40,80,90,40", "latency_ms=20", "mbit=100", "message_kib=256"), u_placement(3))
+    >>> costs.backward, costs.latency, costs.bandwidth
+    ((80.0, 160.0, 180.0, 80.0), (20.0, 0.0, 20.0), (12500.0, inf, 12500.0))
+    """
+    values: dict[str, tuple[float, ...]] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in ("forward_ms", "backward_ms", "latency_ms", "mbit", "message_kib") or name in values:
+            raise ConfigError(
+                f"costs: {word!r} is not one of forward_ms=, backward_ms=, latency_ms=, mbit=, message_kib=, each at "
+                f"most once; write {_EXAMPLE}"
+            )
+        values[name] = _numbers(name, text)
+    num_vstages = placement.num_vstages
+    forward = _entries(values, "forward_ms", num_vstages, "virtual stages")
+    twice = tuple(2 * duration for duration in forward)
+    bandwidth = _by_link(values, "mbit", placement, nothing=math.inf)
+    message_kib = values.get("message_kib", () if message_bytes is None else (message_bytes / 1024,))
+    if len(message_kib) != 1 and min(bandwidth, default=math.inf) < math.inf:
+        raise ConfigError("costs: with mbit the size of an activation counts; give message_kib=, one number in KiB")
+    return Costs(
+        forward=forward,
+        backward=_entries(values, "backward_ms", num_vstages, "virtual stages") if "backward_ms" in values else twice,
+        latency=_by_link(values, "latency_ms", placement, nothing=0.0),
+        bandwidth=tuple(rate * _BYTES_PER_MS for rate in bandwidth),
+        message_bytes=(round(message_kib[0] * 1024) if message_kib else 0,) * (num_vstages - 1),
+    )
+
+
+def format_costs(costs: Costs) -> str:
+    """Write costs in ms so that :func:`parse_costs` reads them, four digits each; the inverse but for rounding.
+
+    >>> from vtp_plugin.schedule.costs import u_costs
+    >>> format_costs(u_costs(2, latency=0.5))
+    'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5 mbit=inf,inf message_kib=0'
+    """
+    rows = {
+        "forward_ms": costs.forward,
+        "backward_ms": costs.backward,
+        "latency_ms": costs.latency,
+        "mbit": tuple(rate / _BYTES_PER_MS for rate in costs.bandwidth),
+        "message_kib": (max(costs.message_bytes, default=0) / 1024,),
+    }
+    return " ".join(f"{name}={','.join(f'{value:.4g}' for value in row)}" for name, row in rows.items())
+
+
+def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placement: Placement) -> Costs:
+    """Make one set of costs of what the ranks measured: of every figure the slowest, in ms.
+
+    Args:
+        reports: One for each rank: by the names `forward_ms`, `backward_ms` (keys: virtual stage), `latency_ms`,
+            `transfer_ms` and `message_bytes` (keys: virtual stage that the message comes from). Keys are text, as in
+            JSON.
+        placement: Which stage holds which virtual stage; every one has been measured by some rank.
+
+    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> edge = {"forward_ms": {"0": 4.0}, "backward_ms": {"0": 8.0}, "latency_ms": {"0": 3.0}}
+    >>> slow = {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}}
+    >>> fast = {"forward_ms": {"1": 4.5}, "backward_ms": {"1": 9.5}}
+    >>> format_costs(combine_reports([edge, slow, fast], plain_placement(2)))
+    'forward_ms=4,5 backward_ms=8,9.5 latency_ms=3 mbit=inf message_kib=0'
+    """
+
+    def slowest(name: str, vstage: int) -> float:
+        return max((report.get(name, {}).get(str(vstage), 0.0) for report in reports), default=0.0)
+
+    vstages = range(placement.num_vstages)
+    transfers = [slowest("transfer_ms", v) for v in vstages[:-1]]
+    sizes = [round(slowest("message_bytes", v)) for v in vstages[:-1]]
+    return Costs(
+        forward=tuple(slowest("forward_ms", v) for v in vstages),
+        backward=tuple(slowest("backward_ms", v) for v in vstages),
+        latency=tuple(slowest("latency_ms", v) for v in vstages[:-1]),
+        bandwidth=tuple(
+            size / time if size and time else math.inf for size, time in zip(sizes, transfers, strict=True)
+        ),
+        message_bytes=(max(sizes, default=0),) * len(sizes),
+    )
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"costs: {name}={text} is not a list of numbers; write {_EXAMPLE}") from None
+    is_positive: Callable[[float], bool] = (
+        (lambda number: number > 0) if name == "mbit" else (lambda number: number >= 0)
+    )
+    if not all(is_positive(number) and (number < math.inf or name == "mbit") for number in numbers):
+        raise ConfigError(f"costs: {name}={text}: no time, size or rate is like that; write {_EXAMPLE}")
+    return numbers
+
+
+def _entries(values: Mapping[str, tuple[float, ...]], name: str, length: int, what: str) -> tuple[float, ...]:
+    found = values.get(name, ())
+    if len(found) != length:
+        raise ConfigError(f"costs: {name} has {len(found)} entries; this pipeline has {length} {what}")
+    return found
+
+
+def _by_link(
+    values: Mapping[str, tuple[float, ...]], name: str, placement: Placement, *, nothing: float
+) -> tuple[float, ...]:
+    """Give every link its value; a single one counts for the links from and to stage 0."""
+    links = list(zip(placement.stages, placement.stages[1:], strict=False))
+    found = values.get(name, (nothing,))
+    if len(found) != 1:
+        return _entries(values, name, len(links), "ways between virtual stages")
+    return tuple(found[0] if 0 in link else nothing for link in links)
