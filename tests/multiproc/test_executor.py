@@ -128,7 +128,7 @@ def test_receives_are_posted_before_compute_and_no_send_blocks(recordings: Recor
 def test_training_script(script_pool: Pool) -> None:
     runs = train(script_pool, "1,2", ["--vtp-schedule", "planned"])
     stock = train(script_pool, "1,2")
-    assert ": 1f1b, microbatches: 4, lookahead: 1" in runs[0].output
+    assert ": 1f1b, microbatches: 4, lookahead: 2" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
 
 

@@ -1,10 +1,19 @@
-"""What a U-shaped run cannot do is refused, before any training, with a way out."""
+"""What a U-shaped run cannot do is refused, before any training, with a way out; what is rare but can be done, works."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.multiproc.training_cases import arguments, assert_refused, launch, num_ranks
+from tests.multiproc.training_cases import (
+    arguments,
+    assert_refused,
+    assert_same_training,
+    launch,
+    num_ranks,
+    train,
+)
 from tests.multiproc.u_shape_cases import u_shaped
 from tests.pool import Pool
 
@@ -50,3 +59,15 @@ def test_packed_samples_are_refused(script_pool: Pool, flag: str) -> None:
 @pytest.mark.full
 def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> None:
     refused(script_pool, *flags)
+
+
+@pytest.mark.full
+def test_experts_on_stages_of_one_size(script_pool: Pool, tmp_path: Path) -> None:
+    """Losses, the routers' own included, and gradients are those of one process, from its checkpoint."""
+    # Megatron's local experts fail with fused activations and with biases.
+    experts = ["--num-experts", "2", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
+    experts += ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
+    reference = train(script_pool, "1", [*experts, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    runs = train(script_pool, "1,1", [*U_SHAPE, *experts, "--load", str(tmp_path)])
+    assert_same_training(runs, reference, first=2)

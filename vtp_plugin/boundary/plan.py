@@ -125,13 +125,13 @@ class BoundaryPlan:
     def sent_from(self, rank: int) -> Holding:
         """Return the memory that the transfers of a source rank read: its own part, or what it gathered."""
         if self.start.kind is CollectiveKind.GATHER and rank in {group[0] for group in self.start.groups}:
-            return Holding(rank=rank, boxes=(self.src.column_box(rank),))
+            return Holding(rank=rank, boxes=(_joint_box(self.src, self.start.group_of(rank) or ()),))
         return Holding(rank=rank, boxes=self.src.boxes_of(rank))
 
     def lands_in(self, rank: int) -> Holding:
         """Return the memory that the transfers to a destination rank fill: its own part, or what it will scatter."""
         if self.finish.kind is CollectiveKind.SCATTER and rank in {group[0] for group in self.finish.groups}:
-            return Holding(rank=rank, boxes=(self.dst.column_box(rank),))
+            return Holding(rank=rank, boxes=(_joint_box(self.dst, self.finish.group_of(rank) or ()),))
         return Holding(rank=rank, boxes=self.dst.boxes_of(rank))
 
     def describe(self) -> str:
@@ -144,6 +144,15 @@ class BoundaryPlan:
         """
         parts = [self.start.describe(), *(str(transfer) for transfer in self.transfers), self.finish.describe()]
         return "\n".join(part for part in parts if part)
+
+
+def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
+    """Return all rows of what ranks hold together; beyond the first dimension as far as their boxes reach."""
+    boxes = [box for rank in ranks for box in spread.boxes_of(rank)]
+    if not boxes:
+        return whole_box(spread.shape)
+    rest = (zip(*intervals, strict=True) for intervals in zip(*(box[1:] for box in boxes), strict=True))
+    return ((0, spread.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
 
 
 type Planner = Callable[[Spread, Spread], BoundaryPlan]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vtp_plugin.errors import ConfigError
@@ -44,8 +45,8 @@ def choose_limits(
     """Return the most microbatches in flight on each stage, and in a few words where the numbers come from.
 
     The default is :func:`~vtp_plugin.schedule.bounds.need` + 2 on every worker: need keeps the busiest stage busy, and
-    two more even out the start and the end of a step. A worker that serves several replicas in turn may need more. No
-    limit is above the number of microbatches.
+    two more even out the start and the end of a step. A worker that serves several replicas in turn may need more, and
+    two more for each of them. No limit is above the number of microbatches.
 
     Args:
         in_flight: What was asked for, see :func:`check_in_flight`; None for the default.
@@ -66,7 +67,10 @@ def choose_limits(
         needs = [need_by_stage(chain, stage) for stage in range(num_stages)]
         needs = [max(needs[0], needed) for needed in needs]
         shown = ",".join(map(str, needs if max(needs) > needs[0] else needs[:1]))
-        asked, reason = tuple(needed + _SLACK for needed in needs), f"need {shown} + {_SLACK}"
+        widest = max(placement.num_replicas)
+        slacks = [_SLACK * math.ceil(widest / number) for number in placement.num_replicas]
+        asked = tuple(needed + slack for needed, slack in zip(needs, slacks, strict=True))
+        reason = f"need {shown} + {','.join(map(str, slacks if widest > 1 else slacks[:1]))}"
     else:
         check_in_flight(in_flight, num_stages)
         asked = tuple(in_flight) if len(in_flight) == num_stages else tuple(in_flight) * num_stages
