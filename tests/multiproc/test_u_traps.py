@@ -1,4 +1,4 @@
-"""What a U-shaped run cannot do is refused, before any training, with a way out; what is rare but can be done, works."""
+"""What a U-shaped run cannot do is refused, before any training, with a way out; rare things that it can do work."""
 
 from __future__ import annotations
 
