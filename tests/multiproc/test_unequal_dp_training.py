@@ -213,3 +213,14 @@ def test_refused(pool: Pool, dp_sizes: str, extra: list[str], words: list[str]) 
     runs = start(pool, "1,1", dp_sizes, extra, timeout_s=LIMIT_S)
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
+
+
+@pytest.mark.full
+def test_replica_that_fails_in_a_step_ends_all(pool: Pool) -> None:
+    """Also the other replica of its stage, which it sends nothing to."""
+    runs = start(pool, "1,1", "1,2", hooks=["fail_on_rank_1"], timeout_s=LIMIT_S)
+    assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
+    assert "RuntimeError: the disk is on fire" in runs[1].output
+    for rank in (0, 2):
+        last = runs[rank].output.rstrip().splitlines()[-1]
+        assert f"[vtp rank {rank}] error: " in last and "rank 1 failed: RuntimeError: the disk is on fire" in last, last

@@ -15,7 +15,6 @@ from vtp_plugin.schedule.plan import Schedule
 from vtp_plugin.schedule.simulate import choose_lookahead
 from vtp_plugin.schedule.u_shape import plan_u_shape
 
-
 # Computes ahead that a receive is posted in plain pipelines. One is enough without latency; over a slow link 1F1B is up
 # to 14 % slower with one, and forward only twice as slow. It costs the memory of one more activation.
 _PLAIN_LOOKAHEAD = 2
