@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
+import pytest
 import torch
 
 Plugin = Literal["on", "forced", "reverted", "stock"]
@@ -319,6 +320,14 @@ def _join(name: str, parts: Sequence[Part]) -> torch.Tensor:
         return torch.cat([part.tensor for part in parts], dim=parts[0].dim)
     assert all(torch.equal(part.tensor, parts[0].tensor) for part in parts), f"copies of {name} differ in a stage"
     return parts[0].tensor
+
+
+def defaults_first(cases: Sequence[Case], num_defaults: int) -> list[Any]:
+    """Let the first cases run by default, the others with the whole grids only."""
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.full] if i >= num_defaults else [])
+        for i, case in enumerate(cases)
+    ]
 
 
 def assert_close(run: Run, oracle: Run, *, rel: float = 1e-5) -> None:

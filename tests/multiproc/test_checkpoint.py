@@ -94,9 +94,9 @@ def _assert_clean(runs: Sequence[ScriptRun]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [
-        pytest.param("1,2", DROPOUT, 1, id="1,2-dropout"),
+        pytest.param("1,2", DROPOUT, 1, id="1,2-dropout", marks=pytest.mark.full),
         pytest.param("2,1", [*DISTRIBUTED, *DROPOUT], 2, id="2,1-distributed"),
-        pytest.param("1,2", [*LEGACY, *DROPOUT], 1, id="1,2-legacy"),
+        pytest.param("1,2", [*LEGACY, *DROPOUT], 1, id="1,2-legacy", marks=pytest.mark.full),
         pytest.param("2,3", DROPOUT, 1, id="2,3-dropout", marks=pytest.mark.full),
         pytest.param("1,2", [*DISTRIBUTED, *DROPOUT], 2, id="1,2-distributed", marks=pytest.mark.full),
         pytest.param("1,2", [*RESHARDABLE, *DROPOUT], 2, id="1,2-reshardable", marks=pytest.mark.full),
@@ -180,7 +180,15 @@ def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer)
 @pytest.mark.parametrize(
     ("source", "target", "extra", "dp", "way_out"),
     [
-        pytest.param("1,1", "1,2", DISTRIBUTED, 2, "--dist-ckpt-optim-fully-reshardable", id="distributed"),
+        pytest.param(
+            "1,1",
+            "1,2",
+            DISTRIBUTED,
+            2,
+            "--dist-ckpt-optim-fully-reshardable",
+            id="distributed",
+            marks=pytest.mark.full,
+        ),
         pytest.param("1,2", "2,1", LEGACY, 1, "--ckpt-format torch_dist", id="legacy"),
         pytest.param("1,1", "1,2", LEGACY, 1, "--ckpt-format torch_dist", id="legacy-missing-file"),
         pytest.param(
@@ -210,7 +218,9 @@ def test_what_only_its_own_list_can_load_is_refused(
     )
 
 
-@pytest.mark.parametrize("extra", [pytest.param([], id="sharded"), pytest.param(LEGACY, id="legacy")])
+@pytest.mark.parametrize(
+    "extra", [pytest.param([], id="sharded", marks=pytest.mark.full), pytest.param(LEGACY, id="legacy")]
+)
 def test_ranks_that_find_different_checkpoints_are_refused(
     pool: Pool, written: Writer, tmp_path: Path, extra: list[str]
 ) -> None:

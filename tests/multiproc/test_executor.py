@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs, assert_identical
+from tests.multiproc.cases import Case, Runs, assert_identical, defaults_first
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
 from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, train
@@ -33,8 +33,6 @@ CASES = [
     planned(2, 1, vpp=2, varying_lengths=True, num_microbatches=4, **PER_TOKEN),
     planned(1, 2, tied=True, **DISTRIBUTED),
     replace(sharded(1, 2, 1), schedule="planned"),
-]
-FULL_CASES = [
     planned(1, 1),
     planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
     planned(2, 1, vpp=2, num_microbatches=4, tied=True, **DISTRIBUTED),
@@ -52,9 +50,7 @@ FULL_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_CASES)], ids=str
-)
+@pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_parity(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
@@ -71,14 +67,13 @@ def test_equals_megatrons_schedule_to_the_last_bit(runs: Runs, case: Case) -> No
     assert_identical(runs.run(replace(case, schedule="planned")), runs.run(case))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        planned(2, 1, num_microbatches=3, num_evaluations=2),
-        planned(1, 2, vpp=2, num_microbatches=4, num_evaluations=1, collects=True, **DISTRIBUTED),
-    ],
-    ids=str,
-)
+EVALUATED = [
+    planned(2, 1, num_microbatches=3, num_evaluations=2),
+    planned(1, 2, vpp=2, num_microbatches=4, num_evaluations=1, collects=True, **DISTRIBUTED),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(EVALUATED, 1))
 def test_evaluation_sees_the_losses_of_the_step_and_changes_nothing(runs: Runs, case: Case) -> None:
     run, plain = runs.run(case), runs.run(replace(case, num_evaluations=0, collects=False))
     assert run.losses == plain.losses
@@ -100,9 +95,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full if i > 1 else []) for i, case in enumerate(RECORDED)], ids=str
-)
+@pytest.mark.parametrize("case", defaults_first(RECORDED, 2))
 def test_recorded_steps_pass_all_models(recordings: Recordings, case: Case) -> None:
     assert check(recordings.of(case), MODELS) == ()
 

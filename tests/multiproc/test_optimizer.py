@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_identical, assert_weights_close
+from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_identical, assert_weights_close, defaults_first
 from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
@@ -41,15 +41,14 @@ def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Cas
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=(2, 3)),
-        Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
-        Case(sizes=(1, 2), dp=2, tied=True),
-    ],
-    ids=str,
-)
+CLIPPED = [
+    Case(sizes=(2, 3)),
+    Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
+    Case(sizes=(1, 2), dp=2, tied=True),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(CLIPPED, 2))
 def test_clip_threshold_below_the_norm(runs: Runs, case: Case) -> None:
     case = replace(case, clip=0.05, wants_weights=True)
     free = runs.oracle(replace(case, clip=0.0))
@@ -59,25 +58,24 @@ def test_clip_threshold_below_the_norm(runs: Runs, case: Case) -> None:
     check(runs, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=(1, 2), inf_at=(1, 1, 1), dtype="fp16"),
-        Case(sizes=(3, 1, 2), inf_at=(0, 2, 1), dtype="fp16"),
-        Case(sizes=(1, 4), inf_at=(1, 3, 1), optimizer="adam", distributed_optimizer=True, loss_scale=1024.0),
-        Case(
-            sizes=(2, 3),
-            vpp=2,
-            num_microbatches=4,
-            inf_at=(0, 1, 1),
-            optimizer="adam",
-            distributed_optimizer=True,
-            loss_scale=1024.0,
-        ),
-        Case(sizes=(2, 1, 1), inf_at=(0, 1, 1), dtype="bf16", loss_scale=1024.0),
-    ],
-    ids=str,
-)
+OVERFLOWING = [
+    Case(sizes=(1, 2), inf_at=(1, 1, 1), dtype="fp16"),
+    Case(sizes=(3, 1, 2), inf_at=(0, 2, 1), dtype="fp16"),
+    Case(sizes=(1, 4), inf_at=(1, 3, 1), optimizer="adam", distributed_optimizer=True, loss_scale=1024.0),
+    Case(
+        sizes=(2, 3),
+        vpp=2,
+        num_microbatches=4,
+        inf_at=(0, 1, 1),
+        optimizer="adam",
+        distributed_optimizer=True,
+        loss_scale=1024.0,
+    ),
+    Case(sizes=(2, 1, 1), inf_at=(0, 1, 1), dtype="bf16", loss_scale=1024.0),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(OVERFLOWING, 2))
 def test_inf_on_a_rank_that_leads_nothing(runs: Runs, case: Case) -> None:
     """All ranks skip the step together, and the next ones are as if it had never been there."""
     assert case.inf_at is not None and 0 < case.inf_at[1] < case.sizes[case.inf_at[0]]
@@ -88,16 +86,15 @@ def test_inf_on_a_rank_that_leads_nothing(runs: Runs, case: Case) -> None:
     check(runs, case, rel={"fp32": 1e-5, "fp16": 2e-3, "bf16": 0.02}[case.dtype])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=(1, 2)),
-        Case(sizes=(2, 3), tied=True),
-        Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
-        Case(sizes=(1, 2), dp=2, optimizer="adam", distributed_optimizer=True, tied=True),
-    ],
-    ids=str,
-)
+COUNTED = [
+    Case(sizes=(1, 2)),
+    Case(sizes=(2, 3), tied=True),
+    Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
+    Case(sizes=(1, 2), dp=2, optimizer="adam", distributed_optimizer=True, tied=True),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(COUNTED, 2))
 def test_zero_count(runs: Runs, case: Case) -> None:
     case = replace(case, count_zeros=True, has_bias=False, num_microbatches=1)
     oracle = runs.oracle(case)
@@ -109,7 +106,7 @@ def test_zero_count(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
-@pytest.mark.parametrize("sizes", [(1, 2), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=str)
 def test_uneven_masks_with_per_token_loss(runs: Runs, sizes: tuple[int, ...], vpp: int) -> None:
     case = Case(sizes=sizes, vpp=vpp, masked=True, loss_tuple=3, per_token_loss=True, num_microbatches=2 * len(sizes))
     if sizes == (1, 2):
@@ -124,22 +121,21 @@ def test_loss_functions(runs: Runs, loss_tuple: int) -> None:
     check(runs, Case(sizes=(2, 1), masked=True, loss_tuple=loss_tuple, dp=2))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(sizes=(2, 3)),
-        Case(sizes=(1, 2, 1, 2), vpp=2, num_microbatches=4, overlap_p2p=True, tied=True),
-        Case(
-            sizes=(1, 2),
-            dp=2,
-            optimizer="adam",
-            distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-        ),
-    ],
-    ids=str,
-)
+EVALUATED = [
+    Case(sizes=(2, 3)),
+    Case(sizes=(1, 2, 1, 2), vpp=2, num_microbatches=4, overlap_p2p=True, tied=True),
+    Case(
+        sizes=(1, 2),
+        dp=2,
+        optimizer="adam",
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(EVALUATED, 1))
 def test_evaluation_changes_nothing(runs: Runs, case: Case) -> None:
     case = replace(case, wants_weights=True)
     plain, evaluated = runs.run(case), runs.run(replace(case, num_evaluations=2))

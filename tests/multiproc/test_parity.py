@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import LR, Case, Run, Runs, assert_close, assert_identical, assert_weights_close, pairwise
+from tests.multiproc.cases import (
+    LR,
+    Case,
+    Run,
+    Runs,
+    assert_close,
+    assert_identical,
+    assert_weights_close,
+    defaults_first,
+    pairwise,
+)
 
 LISTS = [(1, 2), (2, 1), (1, 4), (2, 3), (3, 1, 2), (1, 2, 1, 2)]
 MAX_DEFAULT_WORLD = 8
@@ -151,9 +161,9 @@ TRANSPORT_CASES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
-    # Every third one by default: the machine that tests every change has two cores.
+    # Every fifth one by default: the machine that tests every change has two cores.
     [
-        pytest.param(case, id=str(case), marks=pytest.mark.full if i % 3 else [])
+        pytest.param(case, id=str(case), marks=pytest.mark.full if i % 5 else [])
         for i, case in enumerate(TRANSPORT_CASES)
     ],
 )
@@ -195,10 +205,7 @@ SHARDED_CASES = [
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 4 else []) for i, case in enumerate(SHARDED_CASES)],
-)
+@pytest.mark.parametrize("case", defaults_first(SHARDED_CASES, 3))
 def test_sequence_parallelism(runs: Runs, case: Case) -> None:
     """Replicated and sharded boundaries, with a stage of one rank between sharded ones, and the ring's wrap-around."""
     check_parity(runs, case)
@@ -221,10 +228,7 @@ CONTEXT_CASES = [
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 1 else []) for i, case in enumerate(CONTEXT_CASES)],
-)
+@pytest.mark.parametrize("case", defaults_first(CONTEXT_CASES, 1))
 def test_context_parallelism(runs: Runs, case: Case) -> None:
     """The oracle sees whole sequences; with the attention of the tests it is Megatron's own, as the next test shows."""
     check_parity(runs, case)
@@ -257,10 +261,7 @@ MIXED_CASES = [
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=pytest.mark.full if i > 3 else []) for i, case in enumerate(MIXED_CASES)],
-)
+@pytest.mark.parametrize("case", defaults_first(MIXED_CASES, 2))
 def test_context_parallel_size_per_stage(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
     assert run.num_zeros == runs.oracle(replace(case, wants_weights=True)).num_zeros

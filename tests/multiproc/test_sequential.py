@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_weights_close
+from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_weights_close, defaults_first
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -34,7 +34,7 @@ def saved(request: pytest.FixtureRequest, runs: Runs, tmp_path_factory: pytest.T
     return case
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", defaults_first(CASES, 4))
 def test_equals_the_sequential_model(runs: Runs, saved: Case, case: Case) -> None:
     case = replace(case, tied=saved.tied, load=saved.save, num_microbatches=4, wants_weights=True)
     assert case.num_layers == SEQUENTIAL.num_layers

@@ -77,16 +77,16 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
     ("sizes", "extra", "dp", "options"),
     [
         _case("tied-evaluate", "1,2", EVALUATE),
-        _case("untied-recompute", "2,1", [*UNTIED, *RECOMPUTE, *COUNT_ZEROS]),
+        _case("untied-recompute", "2,1", [*UNTIED, *RECOMPUTE, *COUNT_ZEROS], full=True),
         _case("overlapped", "1,2", OVERLAPPED, dp=2),
         _case("interleaved-per-token", "1,2,1", [*INTERLEAVED_3, *PER_TOKEN], hooks=["mask_losses"]),
-        _case("replica-major-masks", "2,1", [*REPLICA_MAJOR, *EVALUATE], dp=2, hooks=["mask_losses"]),
+        _case("replica-major-masks", "2,1", [*REPLICA_MAJOR, *EVALUATE], dp=2, hooks=["mask_losses"], full=True),
         _case("plain", "2,3", full=True),
         _case("plain", "3,1,2", ["--num-layers", "6"], full=True),
         _case("plain", "1,4", full=True),
         _case("sgd-untied", "1,2,1,2", [*SGD, *UNTIED], full=True),
         _case("distributed", "1,2", DISTRIBUTED, dp=2, full=True),
-        _case("distributed-dp1", "2,1", DISTRIBUTED),
+        _case("distributed-dp1", "2,1", DISTRIBUTED, full=True),
         _case("overlapped", "2,1", [*OVERLAPPED, *EVALUATE], dp=2, full=True),
         _case("overlapped-untied", "1,2", [*OVERLAPPED, *UNTIED, *REPLICA_MAJOR], dp=2, full=True),
         _case("overlapped-interleaved", "1,2", [*INTERLEAVED, *OVERLAPPED, *EVALUATE], dp=2, full=True),
@@ -154,7 +154,7 @@ def test_auto_divides_by_replicas(pool: Pool) -> None:
     assert "world size 6" in runs[0].output
 
 
-@pytest.mark.parametrize("sizes", ["2", pytest.param("1,1", marks=pytest.mark.full), "2,2"])
+@pytest.mark.parametrize("sizes", ["2", *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ("1,1", "2,2"))])
 def test_uniform_list_is_stock_megatron_bit_by_bit(pool: Pool, sizes: str) -> None:
     forced = train(pool, sizes, ["--vtp-force"])
     command = arguments(sizes)

@@ -27,7 +27,7 @@ def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
     activation or a gradient.
 
     >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4))
-    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))
+    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
 
