@@ -98,7 +98,7 @@ def run_ranks[Result](sizes: tuple[int, int], mbit: float | None, job: Callable[
     clock = Clock(sum(sizes))
     with ExitStack() as stack:
         links = stack.enter_context(Links(sizes, mbit)) if mbit is not None else None
-        address = f"tcp://{links.address(0)}:29500" if links is not None else f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://{links.address(0)}:29500" if links is not None else f"tcp://127.0.0.1:{free_port()}"
         reader, writer = context.Pipe(duplex=False)
         ranks = [
             context.Process(target=_rank_main, args=(rank, sizes, address, links, clock, job, writer), daemon=True)
@@ -155,6 +155,6 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -1,7 +1,7 @@
-"""Real steps of a U-shaped pipeline between two sites: compute is sleep, communication is the plugin's own, over gloo.
+"""Real steps of a pipeline between two sites: compute is sleep, communication is the plugin's own, over gloo.
 
-The edge is one process at the site "edge", every cloud stage one at the site "cloud". All are forked, so they share a
-clock and a start time that do not cross the measured line.
+Every replica of a stage is one process, those of stage 0 at the site "edge", all others at the site "cloud". All are
+forked, so they share a clock and a start time that do not cross the measured line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,16 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import TIMEOUT_S, Clock
+from benchmarks.ranks import TIMEOUT_S, Clock, free_port
 from benchmarks.wan.link import ADDRESSES, INTERFACE, WanLink
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
 from vtp_plugin.runtime.executor import Executor, Link
 from vtp_plugin.runtime.measure import measure_links
 from vtp_plugin.runtime.transport import Channel
-from vtp_plugin.schedule import Action, Costs, Schedule
+from vtp_plugin.runtime.workers import own_channels, worker_of
+from vtp_plugin.schedule import Action, Costs, Schedule, split_costs
 from vtp_plugin.schedule import Channel as ChannelName
 
 _OPTIONS = ExchangeOptions(
@@ -43,25 +45,51 @@ class Job:
     """What is run over one line.
 
     Attributes:
-        latency_ms: Of the line, one way.
+        latency_ms: Of the line, one way; None for no line: all over loopback, without root.
         mbit: Its rate, each way.
-        costs: Durations in seconds.
+        costs: Durations in seconds, of one microbatch on one replica.
         schedules: Lowered, by name; a step of each is run in turn.
         num_steps: Measured steps of each; one more comes before.
-        shape: Of every activation, float32.
+        shape: `[S, B, H]` of an activation on the widest stage, float32.
+        dp_sizes: Replicas of every stage; empty for one each.
+        split: Names of the schedules whose narrow stages run larger microbatches, cut at the boundaries.
     """
 
-    latency_ms: float
+    latency_ms: float | None
     mbit: float
     costs: Costs
     schedules: Mapping[str, Schedule]
     num_steps: int
     shape: tuple[int, int, int]
+    dp_sizes: tuple[int, ...] = ()
+    split: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, and of processes."""
+        """Number of stages."""
         return next(iter(self.schedules.values())).placement.num_stages
+
+    @property
+    def layout(self) -> PipelineLayout:
+        """Processes of every stage."""
+        dp_sizes = self.dp_sizes or (1,) * self.num_stages
+        return PipelineLayout.from_sizes((1,) * self.num_stages, world_size=sum(dp_sizes), dp=dp_sizes)
+
+    def replicas(self, name: str) -> ReplicaMap:
+        """Say which replicas work together in a schedule."""
+        mode = DpMode.SPLIT if name in self.split else DpMode.MULTIPLEX
+        return ReplicaMap(dp_sizes=self.layout.dp_sizes, mode=mode)
+
+    def costs_of(self, name: str) -> Costs:
+        """Give the costs of a schedule's microbatches."""
+        if name not in self.split:
+            return self.costs
+        return split_costs(replace(self.schedules[name].placement, num_replicas=self.dp_sizes), self.costs)
+
+    def local_shape(self, name: str, stage: int) -> tuple[int, int, int]:
+        """Give the shape of an activation on one replica of a stage."""
+        length, batch, width = self.shape
+        return length, self.replicas(name).micro_batch(stage, batch), width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +98,14 @@ class Outcome:
 
     Attributes:
         steps_s: By schedule, the time of every step: from the common start until the last stage is through.
-        kept: By schedule, the most activations that were alive at a time, by virtual stage.
+        busy_s: By schedule, the time that the edge computed in every step.
+        kept: By schedule, the most activations that were alive at a time on one replica, by virtual stage.
         links: Latency and transfer time that the run itself would measure, of the way from the edge.
         line: The relay's own figures.
     """
 
     steps_s: dict[str, list[float]]
+    busy_s: dict[str, list[float]]
     kept: dict[str, list[int]]
     links: dict[str, dict[str, float]]
     line: dict[str, Any]
@@ -91,13 +121,14 @@ class Sleeper:
 
     def __init__(self, costs: Costs, shape: Sequence[int]) -> None:
         self.peaks: Counter[int] = Counter()
+        self.busy_s = 0.0
         self._costs = costs
         self._shape = shape
         self._live: Counter[int] = Counter()
 
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         """Sleep for a forward; somebody keeps the output until its backward, or not."""
-        time.sleep(self._costs.forward[action.vstage])
+        self._sleep(self._costs.forward[action.vstage])
         output = torch.zeros(*self._shape)
         self._live[action.vstage] += 1
         self.peaks[action.vstage] = max(self.peaks[action.vstage], self._live[action.vstage])
@@ -114,15 +145,20 @@ class Sleeper:
         is_last: bool,
     ) -> torch.Tensor | None:
         """Sleep for a backward."""
-        time.sleep(self._costs.backward[action.vstage])
+        self._sleep(self._costs.backward[action.vstage])
         return torch.zeros(*self._shape) if action.vstage else None
 
     def release(self, output: torch.Tensor) -> None:
         """Keep everything: memory is counted, not saved."""
 
+    def _sleep(self, duration_s: float) -> None:
+        start_s = time.monotonic()
+        time.sleep(duration_s)
+        self.busy_s += time.monotonic() - start_s
+
 
 def run_jobs(jobs: Sequence[Job]) -> list[Outcome]:
-    """Run jobs at once, each over a line of its own.
+    """Run jobs at once, each over a line of its own, or over loopback.
 
     Raises:
         LinkUnavailableError: This machine cannot make the lines.
@@ -130,13 +166,16 @@ def run_jobs(jobs: Sequence[Job]) -> list[Outcome]:
     """
     context = multiprocessing.get_context("fork")
     with ExitStack() as stack:
-        links = [stack.enter_context(WanLink(job.latency_ms, job.mbit)) for job in jobs]
-        pipes = [[context.Pipe(duplex=False) for _ in range(job.num_stages)] for job in jobs]
+        links = [
+            None if job.latency_ms is None else stack.enter_context(WanLink(job.latency_ms, job.mbit)) for job in jobs
+        ]
+        pipes = [[context.Pipe(duplex=False) for _ in range(job.layout.world_size)] for job in jobs]
         processes = [
-            context.Process(target=_rank_main, args=(rank, job, link, clock, ends[rank][1]), daemon=True)
+            context.Process(target=_rank_main, args=(rank, job, link, address, clock, ends[rank][1]), daemon=True)
             for job, link, ends in zip(jobs, links, pipes, strict=True)
-            for clock in [Clock(job.num_stages)]
-            for rank in range(job.num_stages)
+            for clock in [Clock(job.layout.world_size)]
+            for address in [f"127.0.0.1:{free_port()}" if link is None else f"{ADDRESSES['edge']}:29500"]
+            for rank in range(job.layout.world_size)
         ]
         for process in processes:
             process.start()
@@ -166,62 +205,74 @@ def _wait(processes: Sequence[Any]) -> None:
                 raise RuntimeError(f"a stage ended with {process.exitcode}")
 
 
-def _outcome(job: Job, ranks: Sequence[Any], link: WanLink) -> Outcome:
-    num_vstages = job.num_stages + 1
+def _outcome(job: Job, ranks: Sequence[Any], link: WanLink | None) -> Outcome:
     kept: dict[str, list[int]] = {}
-    for name in job.schedules:
-        peaks = [peaks[name] for _, peaks, _ in ranks]
-        kept[name] = [max(peak[vstage] for peak in peaks) for vstage in range(num_vstages)]
-    steps_s, _, links = ranks[0]
-    return Outcome(steps_s=steps_s, kept=kept, links=links, line=link.stats())
+    for name, schedule in job.schedules.items():
+        peaks = [found[name] for _, _, found, _ in ranks]
+        kept[name] = [max(peak[vstage] for peak in peaks) for vstage in range(schedule.placement.num_vstages)]
+    steps_s, busy_s, _, links = ranks[0]
+    return Outcome(steps_s=steps_s, busy_s=busy_s, kept=kept, links=links, line={} if link is None else link.stats())
 
 
-def _rank_main(rank: int, job: Job, link: WanLink, clock: Clock, writer: Connection) -> None:
-    link.enter("cloud" if rank else "edge")
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: Clock, writer: Connection) -> None:
+    if link is not None:
+        link.enter("cloud" if job.layout.stage_of(rank) else "edge")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if link is None else INTERFACE
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{ADDRESSES['edge']}:29500",
+        init_method=f"tcp://{address}",
         rank=rank,
-        world_size=job.num_stages,
+        world_size=job.layout.world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     platform = CpuPlatform("benchmark")
-    channels = _open_channels(job, rank, platform)
-    placement = next(iter(job.schedules.values())).placement
-    outputs = dict.fromkeys(placement.vstages(rank), job.shape)
-    # This also warms the connections up: whole tensors, five times each way.
-    links = measure_links(placement, channels, _OPTIONS, job.shape, outputs, platform)
-    steps_s: dict[str, list[float]] = {name: [] for name in job.schedules}
-    peaks = dict.fromkeys(job.schedules, Counter[int]())
-    for _ in range(1 + job.num_steps):
-        for name, schedule in job.schedules.items():
-            sleeper = Sleeper(job.costs, job.shape)
-            ends = {channel: Link(channels[channel], _OPTIONS, job.shape) for channel in channels}
-            steps_s[name].append(clock.time(rank, Executor(schedule, rank, ends, sleeper).run))
-            peaks[name] = sleeper.peaks
-    writer.send(({name: times[1:] for name, times in steps_s.items()}, peaks, links))
+    channels: dict[DpMode, dict[ChannelName, Channel]] = {}
+    links: dict[str, dict[str, float]] = {}
+    for name, schedule in job.schedules.items():
+        mode = job.replicas(name).mode
+        if mode not in channels:
+            channels[mode] = _open_channels(job, name, rank, platform)
+            stage = job.layout.stage_of(rank)
+            shape = job.local_shape(name, stage)
+            outputs = dict.fromkeys(schedule.placement.vstages(stage), shape)
+            # This also warms the connections up: whole tensors, five times each way.
+            links = measure_links(schedule.placement, channels[mode], _OPTIONS, shape, outputs, platform)
+    writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _open_channels(job: Job, rank: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
-    """Open the channels that a run of so many stages of one rank each has."""
-    num_stages = job.num_stages
-    layout = PipelineLayout.from_sizes((1,) * num_stages, world_size=num_stages)
+def _run_steps(
+    job: Job, rank: int, channels: Mapping[DpMode, Mapping[ChannelName, Channel]], clock: Clock
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Counter[int]]]:
+    """Run all steps on this rank; return by schedule their times, those of its own compute, and what it kept."""
+    coord = job.layout.coord(rank)
+    steps_s: dict[str, list[float]] = {name: [] for name in job.schedules}
+    busy_s: dict[str, list[float]] = {name: [] for name in job.schedules}
+    peaks: dict[str, Counter[int]] = {}
+    for num_step in range(1 + job.num_steps):
+        for name, schedule in job.schedules.items():
+            replicas, shape = job.replicas(name), job.local_shape(name, coord.stage)
+            worker = worker_of(schedule.placement, replicas, coord.stage, coord.dp_rank)
+            sleeper = Sleeper(job.costs_of(name), shape)
+            ends = {end: Link(channel, _OPTIONS, shape) for end, channel in channels[replicas.mode].items()}
+            step_s = clock.time(rank, Executor(schedule, worker, ends, sleeper).run)
+            peaks[name] = sleeper.peaks
+            if num_step:
+                steps_s[name].append(step_s)
+                busy_s[name].append(sleeper.busy_s)
+    return steps_s, busy_s, peaks
+
+
+def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
+    """Open the channels that a run of such stages has in the mode of a schedule."""
+    placement, replicas = job.schedules[name].placement, job.replicas(name)
     num_bytes = torch.Size(job.shape).numel() * _OPTIONS.dtype.itemsize
-    rules = TransportRules(sites=("edge", *["cloud"] * (num_stages - 1)), tensor_bytes=num_bytes)
-    boundaries = pipeline_boundaries(layout, is_ring=True, rules=rules)
+    rules = TransportRules(sites=("edge", *["cloud"] * (job.num_stages - 1)), tensor_bytes=num_bytes)
+    is_ring = placement.num_vstages > placement.num_stages
+    boundaries = pipeline_boundaries(job.layout, is_ring=is_ring, rules=rules, dp_mode=replicas.mode)
     crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
     opened = open_channels(crossings, stage_group=None, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-    return {
-        ChannelName(
-            upstream=boundary.upstream,
-            downstream=boundary.downstream,
-            is_backward=direction is Direction.BACKWARD,
-        ): opened[boundary.name(direction)]
-        for boundary in boundaries
-        for direction in Direction
-        if rank in (boundary.upstream, boundary.downstream)
-    }
+    own = [boundary for boundary in boundaries if rank in boundary.src.ranks + boundary.dst.ranks]
+    return own_channels(placement, replicas, own, opened)

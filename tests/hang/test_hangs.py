@@ -18,6 +18,7 @@ from tests.hang.ranks import Run, Server, run
 WORLD = 3
 TIMEOUT_S = 8.0
 SLACK_S = 4.0  # a line is printed within the timeout; a busy machine needs some time to end a process
+SETTLE_S = 1.0
 STARTING_S = 15.0  # between the start of a process and its first wait, on a busy machine
 BOUNDARY = r"boundary 0->1, (?:forward|backward), microbatch \d+"
 WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:ranks?|the members ranks) \d"
@@ -61,6 +62,8 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_others(
     with run(tmp_path, rank_server, world_size=WORLD, agent_store=agent_store) as whole:
         start_all(whole, "--moment", moment, "--victim", str(victim))
         whole.reached(victim)
+        # The others come to wait for it; a rank whose peer dies before that fails in what it does then.
+        time.sleep(SETTLE_S)
         whole.ranks[victim].send(EVENTS[event])
         lines = assert_ends(whole, others)
         for line in lines:

@@ -1,0 +1,245 @@
+"""Unequal data parallelism, measured: step time and edge utilisation of multiplex and split, against the simulation.
+
+    python -m benchmarks.unequal_dp_real --output docs    prints the table; writes docs/unequal-dp.md; three minutes
+    python -m benchmarks.unequal_dp_real --quick          two cases, few steps; nothing is written
+
+The edge has one replica, each of the P - 1 cloud stages k, every replica is a process. Real are the executor, the
+channels and gloo; compute is sleep, so that two cores are enough. t_f = 40 ms. As in ``benchmarks/unequal_dp.py`` the
+edge works 6 t_f for a microbatch, 2 t_f of it forward (in the U half of that in each of its two parts), a cloud stage
+k times as long, so all stages are equally busy; a step has 8 microbatches for every replica of the cloud, the same
+samples in both modes. 1f1b is a plain pipeline, u the U-shape; both run the schedules that a run gets by default
+(``vtp_plugin.schedule.step``). At L = 0 all goes over loopback. With L above 0 messages from and to the edge cross the
+line of ``benchmarks/wan`` with that one-way latency, in t_f; these cases need root and are left out without it. A
+message of one microbatch has 16 KiB.
+
+All cases run at once, in each a step of both modes in turn. A step's time is from the start, common to all processes,
+until the last is through; medians count. Simulated is the same lowered schedule, with messages that leave only when
+the receiver has said that it is ready, as gloo has it. Edge use is the time that the edge computes over that of the
+step. Kept are the most activations that the edge keeps at a time, counted, in microbatches of a cloud replica, in the
+U for its first and its last part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.unequal_dp import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
+from benchmarks.wan.link import LinkUnavailableError
+from benchmarks.wan.steps import Job, Outcome, run_jobs
+from vtp_plugin.schedule import Costs, simulate, split_costs
+from vtp_plugin.schedule.step import Step, plan_step
+
+T_F_S = 0.04
+MBIT = 1000.0
+SHAPE = (16, 1, 256)
+NUM_STEPS = 7
+SIZES = ((2, 2), (3, 2), (2, 4))  # P, k
+FAR = (3, 2, 4.0)  # P, k, L
+TARGET = 0.10
+
+_WINNER = """\
+Which mode wins when, simulated by ``benchmarks/unequal_dp.py`` for P = 2, 3, 5, k = 2, 4, 8 and loads 0.5, 1, 2:
+
+* In the U split takes 0 to 3 % longer if the edge may keep what the order asks for, which for split is mostly more, up
+  to 2.1 times as much; with the same memory on the edge it takes up to 6 % longer at L = 0, up to 12 % at L = 8.
+* In a plain pipeline both are equal at L = 0, and with latency split's step is shorter, by up to 16 % at L = 8: its
+  edge keeps k P microbatches, that of multiplex only k (P - 1) + 1, which no flag raises (if it also kept k P, split
+  would take 1 to 22 % longer).
+* Split wins where the edge is the bottleneck and larger microbatches are cheaper there: if they save it a tenth of its
+  time and the cloud has half its work (load 0.5), 1f1b and u are 8 to 10 % shorter at L = 0.
+{measured}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One mode of one case.
+
+    Attributes:
+        case: What was run.
+        mode: In which mode.
+        simulated_s: Time of a step, simulated.
+        steps_s: The measured ones.
+        simulated_use: Share of the step in which the edge computes.
+        uses: The same of each measured step.
+        planned_kept: Most microbatches of the schedule that the edge keeps at a time, by its virtual stages.
+        measured_kept: As counted.
+    """
+
+    case: Case
+    mode: str
+    simulated_s: float
+    steps_s: tuple[float, ...]
+    simulated_use: float
+    uses: tuple[float, ...]
+    planned_kept: tuple[int, ...]
+    measured_kept: tuple[int, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The measured time that counts."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def use(self) -> float:
+        """The measured share that counts."""
+        return statistics.median(self.uses)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two cases, few steps")
+    parser.add_argument("--output", type=Path, help="folder for unequal-dp.md")
+    options = parser.parse_args()
+    sizes, num_steps, far = (SIZES[:1], 2, ()) if options.quick else (SIZES, NUM_STEPS, (FAR,))
+    cases = [_case(order, *where, 0.0) for order in (PLAIN, U) for where in sizes]
+    far_cases = [_case(order, *where) for order in (PLAIN, U) for where in far]
+    load_before = os.getloadavg()
+    notes: list[str] = []
+    try:
+        rows = measure(cases + far_cases, num_steps)
+    except LinkUnavailableError as reason:
+        notes.append(f"no figures with latency: {reason}")
+        rows = measure(cases, num_steps)
+    loads = f"load average {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after"
+    notes.append(f"machine: {os.cpu_count()} cores, {loads}; {num_steps} steps of each mode, medians count")
+    text = "\n".join([*_table(rows), "", *_summary(rows), *notes])
+    print(text, _measured(rows), sep="\n")
+    if options.output:
+        path = options.output / "unequal-dp.md"
+        path.write_text(_document(text, _measured(rows)), encoding="ascii")
+        print(f"wrote {path}")
+
+
+def measure(cases: Sequence[Case], num_steps: int) -> list[Row]:
+    """Run all cases at once, each in both modes.
+
+    Raises:
+        LinkUnavailableError: This machine cannot make the lines of the cases with latency.
+    """
+    jobs = [_job(case, num_steps) for case in cases]
+    outcomes = run_jobs(jobs)
+    return [
+        _row(case, mode, job, outcome)
+        for case, job, outcome in zip(cases, jobs, outcomes, strict=True)
+        for mode in job.schedules
+    ]
+
+
+def _case(order: str, num_stages: int, width: int, latency: float) -> Case:
+    return Case(order=order, num_stages=num_stages, width=width, load=1.0, latency=latency)
+
+
+def _job(case: Case, num_steps: int) -> Job:
+    wide, costs = case.placement, _in_seconds(case.costs)
+    in_turn = Step(placement=wide, num_microbatches=case.width * PER_REPLICA, costs=costs)
+    joined = replace(wide, num_replicas=())
+    at_once = Step(placement=joined, num_microbatches=PER_REPLICA, costs=split_costs(wide, costs))
+    return Job(
+        latency_ms=1e3 * case.latency * T_F_S if case.latency else None,
+        mbit=MBIT,
+        costs=costs,
+        schedules={mode: plan_step(step)[0] for mode, step in ((MULTIPLEX, in_turn), (SPLIT, at_once))},
+        num_steps=num_steps,
+        shape=SHAPE,
+        dp_sizes=wide.num_replicas,
+        split=(SPLIT,),
+    )
+
+
+def _in_seconds(costs: Costs) -> Costs:
+    def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(T_F_S * time for time in times)
+
+    forward, backward, latency = map(scaled, (costs.forward, costs.backward, costs.latency))
+    return replace(costs, forward=forward, backward=backward, latency=latency)
+
+
+def _row(case: Case, mode: str, job: Job, outcome: Outcome) -> Row:
+    timeline = simulate(job.schedules[mode], job.costs_of(mode), mode="rendezvous")
+    edge = case.placement.vstages(0)
+    steps = zip(outcome.busy_s[mode], outcome.steps_s[mode], strict=True)
+    return Row(
+        case=case,
+        mode=mode,
+        simulated_s=timeline.makespan,
+        steps_s=tuple(outcome.steps_s[mode]),
+        simulated_use=timeline.busy[0] / timeline.makespan,
+        uses=tuple(busy_s / step_s for busy_s, step_s in steps),
+        planned_kept=tuple(timeline.activations[v] for v in edge),
+        measured_kept=tuple(outcome.kept[mode][v] for v in edge),
+    )
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    """Write a line for each case and mode, times in t_f."""
+    yield "                          time of a step, t_f                                  edge use, %"
+    yield (
+        "order  P  k  L  mode       simulated  median  (fastest..slowest)  / simulated  simulated  measured  "
+        "split / multiplex  kept"
+    )
+    for case, pair in groupby(rows, lambda row: row.case):
+        in_turn, at_once = pair
+        for row in (in_turn, at_once):
+            simulated, median, least, most = (
+                time_s / T_F_S for time_s in (row.simulated_s, row.median_s, min(row.steps_s), max(row.steps_s))
+            )
+            ratio = f"{at_once.median_s / in_turn.median_s:17.3f}" if row is at_once else " " * 17
+            size = case.width if row is at_once else 1
+            kept = "+".join(str(size * number) for number in row.measured_kept)
+            planned = "" if row.measured_kept == row.planned_kept else f", planned: {row.planned_kept}!"
+            yield (
+                f"{case.order:5}{case.num_stages:3}{case.width:3}{case.latency:3g}  {row.mode:9}  {simulated:9.1f}  "
+                f"{median:6.1f}  ({least:7.1f}..{most:7.1f})  {median / simulated:11.3f}  "
+                f"{100 * row.simulated_use:9.1f}  {100 * row.use:8.1f}  {ratio}  {kept}{planned}"
+            )
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Write how measured and simulated figures agree, and which mode was faster."""
+    apart = 100 * _largest_gap(rows)
+    yield f"steps: measured and simulated differ by at most {apart:.1f} % (wanted: {100 * TARGET:.0f} %)"
+    apart = max(abs(row.use - row.simulated_use) for row in rows)
+    yield f"edge use: measured and simulated differ by at most {100 * apart:.1f} points"
+    num_equal = sum(row.planned_kept == row.measured_kept for row in rows)
+    yield f"the edge keeps as many activations as planned in {num_equal} of {len(rows)} rows"
+
+
+def _largest_gap(rows: Sequence[Row]) -> float:
+    return max(abs(row.median_s / row.simulated_s - 1) for row in rows)
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    """Write split's measured time over multiplex's, by order and latency."""
+    ratios: dict[tuple[str, float], list[float]] = {}
+    for in_turn, at_once in zip(rows[::2], rows[1::2], strict=True):
+        key = in_turn.case.order, in_turn.case.latency
+        ratios.setdefault(key, []).append(at_once.median_s / in_turn.median_s)
+    parts = [
+        f"{' to '.join(f'{ratio:.3f}' for ratio in sorted({min(found), max(found)}))} ({order}, L = {latency:g})"
+        for (order, latency), found in ratios.items()
+    ]
+    apart = 100 * _largest_gap(rows)
+    text = (
+        f"Measured split takes, in steps of multiplex, {', '.join(parts)}; differences below {apart:.1f} % are noise."
+    )
+    return textwrap.fill(text, 120, initial_indent="* ", subsequent_indent="  ")
+
+
+def _document(text: str, measured: str) -> str:
+    """Write the page."""
+    head, _, rest = (__doc__ or "").partition("\n")
+    winner = _WINNER.format(measured=measured)
+    return f"# {head}\n{rest}\n{winner}\n```\n{text}\n```\n\n![Simulated time of a step](unequal-dp.svg)\n"
+
+
+if __name__ == "__main__":
+    main()
