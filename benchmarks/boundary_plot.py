@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, floor, log2, log10
 
+from benchmarks import svg
 from benchmarks.boundary_report import RANK0, SLICED, format_bytes
 from benchmarks.boundary_results import KIB, ONE_LINK, Results
 
 FLOOR, CUT = "floor", "sliced, cut all the same"
-# Colour, width and dashes of each line, in the order of the legend. The background is the reader's, light or dark.
-_LINES = {
-    "bridge pattern": ("#8a63b8", 2.0, ""),
-    "rank0": ("#4a80c4", 2.0, ""),
-    "serial slices": ("#2f9e78", 2.0, ""),
-    "sliced": ("#d9730d", 2.6, ""),
-    "sliced, sharded receiver": ("#d9730d", 1.6, "2 3"),
-    CUT: ("#d9730d", 1.6, "8 3 2 3"),
-    FLOOR: ("#737b85", 1.6, "7 4"),
+# Of each line, in the order of the legend.
+_STROKES = {
+    "bridge pattern": svg.stroke("#8a63b8", 2.0),
+    "rank0": svg.stroke("#4a80c4", 2.0),
+    "serial slices": svg.stroke("#2f9e78", 2.0),
+    "sliced": svg.stroke("#d9730d", 2.6),
+    "sliced, sharded receiver": svg.stroke("#d9730d", 1.6, "2 3"),
+    CUT: svg.stroke("#d9730d", 1.6, "8 3 2 3"),
+    FLOOR: svg.stroke("#737b85", 1.6, "7 4"),
 }
 _MEANING = {
     "bridge pattern": "bridge pattern: Megatron's BridgeCommunicator, imitated over gloo",
@@ -37,15 +38,6 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 216, 214, 44, 64  # of a panel, in pixels
 _LEFT, _TOP = 58, 92
 _LEGEND_WIDTH, _LEGEND_HEIGHT = 510, 22  # of an entry
 _LEAST_WIDTH = _LEFT + 2 * _LEGEND_WIDTH
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
-text.panel { font-size: 13px; font-weight: bold; }
-text.middle { text-anchor: middle; }
-text.end { text-anchor: end; }
-path { fill: none; stroke-linejoin: round; }
-path.grid { stroke: #737b85; stroke-opacity: 0.22; }
-rect { fill: none; stroke: #737b85; stroke-opacity: 0.6; }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +82,18 @@ def draw(results: Results) -> str:
     rows = [panels for row, network in enumerate(_networks(results)) if (panels := _row(results, network, row))]
     width = max(_LEFT + max(len(panels) for panels in rows) * (_WIDTH + _GAP_X), _LEAST_WIDTH)
     legend_top = _TOP + len(rows) * (_HEIGHT + _GAP_Y) + 6
-    names = [name for name in _LINES if any(name in panel.lines for panels in rows for panel in panels)]
+    names = [name for name in _STROKES if any(name in panel.lines for panels in rows for panel in panels)]
     height = legend_top + (len(names) + 1) // 2 * _LEGEND_HEIGHT + 10
     title = "One tensor over a boundary between two stages: time over its size"
-    body = [_text(_LEFT, 30, title, "title"), _text(_LEFT, 49, _subtitle(results))]
+    body = [svg.text(_LEFT, 30, title, "title"), svg.text(_LEFT, 49, _subtitle(results))]
     for network, panels in zip(_networks(results), rows, strict=True):
-        body.append(_text(_LEFT, panels[0].top - 24, _network_text(results, network), "panel"))
+        body.append(svg.text(_LEFT, panels[0].top - 24, _network_text(results, network), "panel"))
         for index, panel in enumerate(panels):
             body += _panel(panel, has_labels=index == 0)
     for index, name in enumerate(names):
-        body += _legend_entry(_LEFT + index % 2 * _LEGEND_WIDTH, legend_top + index // 2 * _LEGEND_HEIGHT, name)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img">',
-        f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+        left, top = _LEFT + index % 2 * _LEGEND_WIDTH, legend_top + index // 2 * _LEGEND_HEIGHT
+        body += svg.legend_entry(left, top, _STROKES[name], _MEANING[name])
+    return svg.document(width, height, title, body)
 
 
 def _networks(results: Results) -> list[str]:
@@ -164,43 +149,28 @@ def _notes(results: Results, sizes: tuple[int, int]) -> tuple[str, ...]:
 def _panel(panel: _Panel, *, has_labels: bool) -> Iterator[str]:
     """Draw frame, grid and lines; times are labelled at the first panel of a row only."""
     bottom, right = panel.top + _HEIGHT, panel.left + _WIDTH
-    yield _text(panel.left + 8, panel.top - 6, panel.title, "panel")
+    yield svg.text(panel.left + 8, panel.top - 6, panel.title, "panel")
     for power in range(panel.time_range[0], panel.time_range[1] + 1):
         y = panel.y(10.0**power)
         yield f'<path class="grid" d="M {panel.left} {y:.1f} L {right} {y:.1f}"/>'
         if has_labels:
-            yield _text(panel.left - 6, y + 4, _format_power(power), "end")
+            yield svg.text(panel.left - 6, y + 4, _format_power(power), "end")
     sizes_bytes = sorted({num_bytes for line in panel.lines.values() for num_bytes, _ in line}, reverse=True)
     for index, num_bytes in enumerate(sizes_bytes):
         x = panel.x(num_bytes)
         yield f'<path class="grid" d="M {x:.1f} {panel.top} L {x:.1f} {bottom}"/>'
         if index % 2 == 0:
-            yield _text(x, bottom + 16, format_bytes(num_bytes), "middle")
+            yield svg.text(x, bottom + 16, format_bytes(num_bytes), "middle")
     for index, note in enumerate(reversed(panel.notes)):
-        yield _text(right - 6, bottom - 8 - 16 * index, note, "end")
+        yield svg.text(right - 6, bottom - 8 - 16 * index, note, "end")
     yield f'<rect x="{panel.left}" y="{panel.top}" width="{_WIDTH}" height="{_HEIGHT}"/>'
     # In the order of the legend, so that `sliced` and the floor lie on top.
-    for name in _LINES:
+    for name, stroke in _STROKES.items():
         if name in panel.lines:
             points = [f"{panel.x(num_bytes):.1f} {panel.y(time_s):.1f}" for num_bytes, time_s in panel.lines[name]]
-            yield f'<path d="M {" L ".join(points)}" {_stroke(name)}><title>{name}, {panel.title}</title></path>'
-
-
-def _legend_entry(left: int, top: int, name: str) -> Iterator[str]:
-    yield f'<path d="M {left} {top} L {left + 34} {top}" {_stroke(name)}/>'
-    yield _text(left + 42, top + 4, _MEANING[name])
-
-
-def _stroke(name: str) -> str:
-    colour, width, dashes = _LINES[name]
-    return f'stroke="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+            yield f'<path d="M {" L ".join(points)}" {stroke}><title>{name}, {panel.title}</title></path>'
 
 
 def _format_power(power: int) -> str:
     """Write a power of ten of seconds: -4 is 0.1 ms."""
     return f"{10**power:g} s" if power >= 0 else f"{10.0 ** (power + 3):g} ms"
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f'<text x="{x:g}" y="{y:g}"' + (f' class="{kind}"' if kind else "") + f">{safe}</text>"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import floor, log2
 from typing import TYPE_CHECKING
 
+from benchmarks import svg
+
 if TYPE_CHECKING:
     from benchmarks.u_shape import Result
 
@@ -14,29 +16,20 @@ OURS, OURS_NEED = "ours, limit m", "ours, limit need+2"
 REFERENCE = "reference"
 INTERLEAVED, INTERLEAVED_M = "interleaved, small", "interleaved, m"
 _BOUND = "bound"
-# Colour, width, dashes and meaning of each line, later ones on top. The background is the reader's, light or dark.
+# Stroke and meaning of each line, later ones on top.
 _LINES = {
-    _BOUND: ("#737b8566", 8.0, "", "bound: no order of the U's placement does better"),
-    INTERLEAVED: ("#8a63b8", 2.0, "", "Megatron's interleaved 1F1B (another placement), smallest groups"),
-    INTERLEAVED_M: ("#8a63b8", 1.6, "2 3", "Megatron's interleaved 1F1B, all m microbatches in one group"),
-    REFERENCE: ("#4a80c4", 2.0, "", "reference: order of MindSpeed's layerwise disaggregated training"),
-    OURS: ("#d9730d", 2.6, "", "ours, any number of microbatches in flight"),
-    OURS_NEED: ("#2f9e78", 1.6, "8 4", "ours, at most need + 2 in flight on each stage"),
+    _BOUND: (svg.stroke("#737b8566", 8.0), "bound: no order of the U's placement does better"),
+    INTERLEAVED: (svg.stroke("#8a63b8", 2.0), "Megatron's interleaved 1F1B (another placement), smallest groups"),
+    INTERLEAVED_M: (svg.stroke("#8a63b8", 1.6, "2 3"), "Megatron's interleaved 1F1B, all m microbatches in one group"),
+    REFERENCE: (svg.stroke("#4a80c4", 2.0), "reference: order of MindSpeed's layerwise disaggregated training"),
+    OURS: (svg.stroke("#d9730d", 2.6), "ours, any number of microbatches in flight"),
+    OURS_NEED: (svg.stroke("#2f9e78", 1.6, "8 4"), "ours, at most need + 2 in flight on each stage"),
 }
 _LEGEND = (OURS, _BOUND, OURS_NEED, INTERLEAVED, REFERENCE, INTERLEAVED_M)  # row by row
 _MICROBATCHES, _LATENCY = 16, 2.0  # what the one row of panels keeps while the other varies it
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 216, 190, 44, 84  # of a panel, in pixels
 _LEFT, _TOP = 58, 104
 _LEGEND_WIDTH, _LEGEND_HEIGHT = 510, 22  # of an entry
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
-text.panel { font-size: 13px; font-weight: bold; }
-text.middle { text-anchor: middle; }
-text.end { text-anchor: end; }
-path { fill: none; stroke-linejoin: round; }
-path.grid { stroke: #737b85; stroke-opacity: 0.22; }
-rect { fill: none; stroke: #737b85; stroke-opacity: 0.6; }"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,59 +99,37 @@ def draw(results: Sequence[Result]) -> str:
         "Nothing here is measured. t_f: forward of one of the edge's two parts; every stage works 6 t_f for a "
         "microbatch, a third of it forward."
     )
-    body = [_text(_LEFT, 30, title, "title"), _text(_LEFT, 50, notes)]
+    body = [svg.text(_LEFT, 30, title, "title"), svg.text(_LEFT, 50, notes)]
     for row in rows:
-        body.append(_text(_LEFT, row.top - 24, row.title, "panel"))
+        body.append(svg.text(_LEFT, row.top - 24, row.title, "panel"))
         for column, num_stages in enumerate(stages):
             body += _panel(row, num_stages, _LEFT + column * (_WIDTH + _GAP_X), has_labels=column == 0)
     for index, name in enumerate(_LEGEND):
-        body += _legend_entry(_LEFT + index % 2 * _LEGEND_WIDTH, legend_top + index // 2 * _LEGEND_HEIGHT, name)
+        left, top = _LEFT + index % 2 * _LEGEND_WIDTH, legend_top + index // 2 * _LEGEND_HEIGHT
+        body += svg.legend_entry(left, top, *_LINES[name])
     height = legend_top + len(_LEGEND) // 2 * _LEGEND_HEIGHT
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img">',
-        f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    return svg.document(width, height, title, body)
 
 
 def _panel(row: _Row, num_stages: int, left: int, *, has_labels: bool) -> Iterator[str]:
     """Draw frame, grid and lines; efficiencies are labelled at the first panel of a row only."""
     bottom = row.top + _HEIGHT
-    yield _text(left + 8, row.top - 6, f"P = {num_stages}", "panel")
+    yield svg.text(left + 8, row.top - 6, f"P = {num_stages}", "panel")
     for tenth in range(round(10 * row.least), 11):
         y = row.y(tenth / 10)
         yield f'<path class="grid" d="M {left} {y:.1f} L {left + _WIDTH} {y:.1f}"/>'
         if has_labels:
-            yield _text(left - 6, y + 4, f"{10 * tenth} %", "end")
+            yield svg.text(left - 6, y + 4, f"{10 * tenth} %", "end")
     for value in sorted({row.value(r) for r in row.results}):
         x = left + row.x(value)
         yield f'<path class="grid" d="M {x:.1f} {row.top} L {x:.1f} {bottom}"/>'
-        yield _text(x, bottom + 16, f"{value:g}", "middle")
-    yield _text(left + _WIDTH / 2, bottom + 33, row.unit, "middle")
+        yield svg.text(x, bottom + 16, f"{value:g}", "middle")
+    yield svg.text(left + _WIDTH / 2, bottom + 33, row.unit, "middle")
     yield f'<rect x="{left}" y="{row.top}" width="{_WIDTH}" height="{_HEIGHT}"/>'
-    for name in _LINES:
+    for name, (stroke, _) in _LINES.items():
         shown = [r for r in row.results if (r.order, r.num_stages) == (OURS if name == _BOUND else name, num_stages)]
         heights = [r.efficiency * r.step / r.bound if name == _BOUND else r.efficiency for r in shown]
         points = [
             f"{left + row.x(row.value(r)):.1f} {row.y(height):.1f}" for r, height in zip(shown, heights, strict=True)
         ]
-        yield f'<path d="M {" L ".join(points)}" {_stroke(name)}><title>{name}, P = {num_stages}</title></path>'
-
-
-def _legend_entry(left: int, top: int, name: str) -> Iterator[str]:
-    yield f'<path d="M {left} {top} L {left + 34} {top}" {_stroke(name)}/>'
-    yield _text(left + 42, top + 4, _LINES[name][-1])
-
-
-def _stroke(name: str) -> str:
-    colour, width, dashes, _ = _LINES[name]
-    return f'stroke="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f'<text x="{x:g}" y="{y:g}"' + (f' class="{kind}"' if kind else "") + f">{safe}</text>"
+        yield f'<path d="M {" L ".join(points)}" {stroke}><title>{name}, P = {num_stages}</title></path>'

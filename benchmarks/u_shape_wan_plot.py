@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
+from benchmarks import svg
+
 if TYPE_CHECKING:
     from benchmarks.u_shape_wan import Row
 
 OURS, REFERENCE = "ours", "reference"
-# The background is the reader's, light or dark.
 _COLOURS = {REFERENCE: "#4a80c4", OURS: "#d9730d"}
 _MEANINGS = {
     OURS: "ours, at most need + 2 microbatches in flight",
@@ -19,15 +20,6 @@ _MEANINGS = {
 _TICK = 20  # t_f
 _WIDTH, _HEIGHT, _GAP = 250, 230, 48
 _LEFT, _TOP = 62, 100
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
-text.panel { font-size: 13px; font-weight: bold; }
-text.middle { text-anchor: middle; }
-text.end { text-anchor: end; }
-path { fill: none; stroke-linejoin: round; }
-path.grid { stroke: #737b85; stroke-opacity: 0.22; }
-rect { fill: none; stroke: #737b85; stroke-opacity: 0.6; }"""
 
 
 def draw(rows: Sequence[Row], t_f_s: float) -> str:
@@ -50,7 +42,7 @@ def draw(rows: Sequence[Row], t_f_s: float) -> str:
         "gloo over an emulated line of 1 Gbit/s.",
         f"Points: medians of {num_steps} steps, with the fastest and the slowest. Lines: simulated.",
     )
-    body = [_text(_LEFT, 26, title, "title"), *(_text(_LEFT, 46 + 17 * i, note) for i, note in enumerate(notes))]
+    body = [svg.text(_LEFT, 26, title, "title"), *(svg.text(_LEFT, 46 + 17 * i, note) for i, note in enumerate(notes))]
     times = [time_s / t_f_s for row in rows for time_s in (*row.steps_s, row.simulated_s)]
     low, high = floor(min(times) / _TICK) * _TICK, ceil(max(times) / _TICK) * _TICK
     for column, num_stages in enumerate(stages):
@@ -58,13 +50,11 @@ def draw(rows: Sequence[Row], t_f_s: float) -> str:
         body += _panel(panel, t_f_s, (low, high), _LEFT + column * (_WIDTH + _GAP))
     for index, (name, meaning) in enumerate(_MEANINGS.items()):
         y = legend_top + 20 * index
-        body.append(f'<path d="M {_LEFT} {y} h 34" stroke="{_COLOURS[name]}" stroke-width="2"/>')
+        body.append(f'<path d="M {_LEFT} {y} h 34" {svg.stroke(_COLOURS[name], 2)}/>')
         body.append(f'<circle cx="{_LEFT + 17}" cy="{y}" r="3.5" fill="{_COLOURS[name]}"/>')
-        body.append(_text(_LEFT + 44, y + 4, meaning))
+        body.append(svg.text(_LEFT + 44, y + 4, meaning))
     height = legend_top + 20 * len(_MEANINGS)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    lines = [f'{head} role="img">', f"<title>{title}</title>", f"<style>\n{_STYLE}\n</style>", *body, "</svg>"]
-    return "\n".join(lines) + "\n"
+    return svg.document(width, height, title, body)
 
 
 def _panel(rows: Sequence[Row], t_f_s: float, ends: tuple[float, float], left: int) -> Iterator[str]:
@@ -77,33 +67,26 @@ def _panel(rows: Sequence[Row], t_f_s: float, ends: tuple[float, float], left: i
     def y(time_s: float) -> float:
         return bottom - _HEIGHT * (time_s / t_f_s - low) / (high - low)
 
-    yield _text(left + 6, _TOP - 6, f"P = {rows[0].num_stages}", "panel")
+    yield svg.text(left + 6, _TOP - 6, f"P = {rows[0].num_stages}", "panel")
     for tick in range(int(low), int(high) + 1, _TICK):
         at = y(tick * t_f_s)
         yield f'<path class="grid" d="M {left} {at:.1f} h {_WIDTH}"/>'
         if left == _LEFT:
-            yield _text(left - 6, at + 4, f"{tick} t_f", "end")
+            yield svg.text(left - 6, at + 4, f"{tick} t_f", "end")
     for latency in sorted({row.latency for row in rows}):
         yield f'<path class="grid" d="M {x(latency):.1f} {_TOP} v {_HEIGHT}"/>'
-        yield _text(x(latency), bottom + 16, f"{latency:g}", "middle")
-    yield _text(left + _WIDTH / 2, bottom + 33, "one-way latency L, in t_f", "middle")
+        yield svg.text(x(latency), bottom + 16, f"{latency:g}", "middle")
+    yield svg.text(left + _WIDTH / 2, bottom + 33, "one-way latency L, in t_f", "middle")
     yield f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}"/>'
     for name, colour in _COLOURS.items():
         shown = [row for row in rows if row.order == name]
         points = " L ".join(f"{x(row.latency):.1f} {y(row.simulated_s):.1f}" for row in shown)
-        yield f'<path d="M {points}" stroke="{colour}" stroke-width="2"><title>{name}, simulated</title></path>'
+        yield f'<path d="M {points}" {svg.stroke(colour, 2)}><title>{name}, simulated</title></path>'
         for row in shown:
             at = x(row.latency)
-            yield (
-                f'<path d="M {at:.1f} {y(min(row.steps_s)):.1f} V {y(max(row.steps_s)):.1f}" stroke="{colour}" '
-                'stroke-width="1.5"/>'
-            )
+            low_y, high_y = y(min(row.steps_s)), y(max(row.steps_s))
+            yield f'<path d="M {at:.1f} {low_y:.1f} V {high_y:.1f}" {svg.stroke(colour, 1.5)}/>'
             yield (
                 f'<circle cx="{at:.1f}" cy="{y(row.median_s):.1f}" r="3.5" fill="{colour}">'
                 f"<title>{name}: {row.median_s / t_f_s:.1f} t_f</title></circle>"
             )
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f'<text x="{x:g}" y="{y:g}"' + (f' class="{kind}"' if kind else "") + f">{safe}</text>"

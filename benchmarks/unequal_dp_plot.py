@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
+from benchmarks import svg
+
 if TYPE_CHECKING:
     from benchmarks.unequal_dp import Result
 
 NUM_STAGES = 3  # of what is drawn
-# Kind of order, mode, whether split saves a tenth; colour, width, dashes and meaning. The background is the reader's.
+# Kind of order, mode, whether split saves a tenth; colour, width, dashes and meaning.
 _LINES = (
     ("u", "multiplex", False, "#d9730d", 2.6, "", "multiplex, any number of microbatches in flight on the edge"),
     ("u", "split", False, "#4a80c4", 2.0, "", "split, any number in flight"),
@@ -21,15 +23,6 @@ _LINES = (
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y = 270, 150, 44, 92  # of a panel, in pixels
 _LEFT, _TOP = 66, 124
 _LEGEND_HEIGHT = 22
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
-text.panel { font-size: 13px; font-weight: bold; }
-text.middle { text-anchor: middle; }
-text.end { text-anchor: end; }
-path { fill: none; stroke-linejoin: round; }
-path.grid { stroke: #737b85; stroke-opacity: 0.22; }
-rect { fill: none; stroke: #737b85; stroke-opacity: 0.6; }"""
 _ROWS = {
     0.5: "Load 0.5: the edge is the busiest stage, the cloud is busy half the time",
     1.0: "Load 1: all stages have equal work",
@@ -64,30 +57,21 @@ def draw(results: Sequence[Result]) -> str:
         f"{per_replica} microbatches for each cloud replica. L: one-way latency, in t_f; the edge works 6 t_f for a "
         "microbatch, 2 t_f of it forward.",
     )
-    body = [_text(_LEFT, 30, title, "title"), *(_text(_LEFT, 50 + 18 * i, note) for i, note in enumerate(notes))]
+    body = [svg.text(_LEFT, 30, title, "title"), *(svg.text(_LEFT, 50 + 18 * i, note) for i, note in enumerate(notes))]
     for row, (load, heading) in enumerate(_ROWS.items()):
         top = _TOP + row * (_HEIGHT + _GAP_Y)
         inside = [r for r in shown if r.case.load == load]
-        body.append(_text(_LEFT, top - 24, heading, "panel"))
+        body.append(svg.text(_LEFT, top - 24, heading, "panel"))
         for column, width in enumerate(widths):
             panel = [r for r in inside if r.case.width == width]
             left = _LEFT + column * (_WIDTH + _GAP_X)
             body += _panel(panel, left, top, low, high, relative)
     legend_top = _TOP + len(_ROWS) * (_HEIGHT + _GAP_Y) - 30
-    for index, (*_, colour, stroke, dashes, meaning) in enumerate(_LINES):
-        y = legend_top + index * _LEGEND_HEIGHT
-        body.append(f'<path d="M {_LEFT} {y} L {_LEFT + 34} {y}" {_stroke(colour, stroke, dashes)}/>')
-        body.append(_text(_LEFT + 42, y + 4, meaning))
+    for index, (*_, colour, line_width, dashes, meaning) in enumerate(_LINES):
+        stroke = svg.stroke(colour, line_width, dashes)
+        body += svg.legend_entry(_LEFT, legend_top + index * _LEGEND_HEIGHT, stroke, meaning)
     full_width, full_height = _LEFT + len(widths) * (_WIDTH + _GAP_X), legend_top + len(_LINES) * _LEGEND_HEIGHT
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{full_width}" height="{full_height}" '
-        f'viewBox="0 0 {full_width} {full_height}" role="img">',
-        f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    return svg.document(full_width, full_height, title, body)
 
 
 def _panel(
@@ -103,26 +87,18 @@ def _panel(
     def y(value: float) -> float:
         return bottom - _HEIGHT * (value - low) / (high - low)
 
-    yield _text(left + 8, top - 6, f"k = {panel[0].case.width}", "panel")
+    yield svg.text(left + 8, top - 6, f"k = {panel[0].case.width}", "panel")
     for twentieth in range(round(20 * (high - low)) + 1):
         value = low + twentieth / 20
         yield f'<path class="grid" d="M {left} {y(value):.1f} L {left + _WIDTH} {y(value):.1f}"/>'
-        yield _text(left - 6, y(value) + 4, f"{value:.2f}", "end")
+        yield svg.text(left - 6, y(value) + 4, f"{value:.2f}", "end")
     for latency in latencies:
         yield f'<path class="grid" d="M {x(latency):.1f} {top} L {x(latency):.1f} {bottom}"/>'
-        yield _text(x(latency), bottom + 16, f"{latency:g}", "middle")
-    yield _text(left + _WIDTH / 2, bottom + 33, "L, in t_f", "middle")
+        yield svg.text(x(latency), bottom + 16, f"{latency:g}", "middle")
+    yield svg.text(left + _WIDTH / 2, bottom + 33, "L, in t_f", "middle")
     yield f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}"/>'
-    for order, mode, has_gain, colour, stroke, dashes, meaning in _LINES:
+    for order, mode, has_gain, colour, line_width, dashes, meaning in _LINES:
         row = [r for r in panel if (r.case.order, r.mode) == (order, mode)]
         points = " L ".join(f"{x(r.case.latency):.1f} {y(relative(r, has_gain=has_gain)):.1f}" for r in row)
-        yield f'<path d="M {points}" {_stroke(colour, stroke, dashes)}><title>{meaning}</title></path>'
-
-
-def _stroke(colour: str, width: float, dashes: str) -> str:
-    return f'stroke="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f'<text x="{x:g}" y="{y:g}"' + (f' class="{kind}"' if kind else "") + f">{safe}</text>"
+        stroke = svg.stroke(colour, line_width, dashes)
+        yield f'<path d="M {points}" {stroke}><title>{meaning}</title></path>'
