@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 from tests.hang.ranks import Server
 from tests.pool import Pool
+
+# Every connection to a rendezvous store has the resolver look up the name of 127.0.0.1, where /etc/hosts does not help:
+# a name server that drops one of many such queries in a row costs its timeout each time, five seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 _OF_PROCESSES = ("hang", "multiproc")
 

@@ -1,7 +1,8 @@
 """A pool of worker processes for tests that need several ranks over gloo.
 
-Importing torch and Megatron costs seconds and hundreds of megabytes per process, so workers live on between jobs and
-serve every world size: worker i is rank i of each job. One job runs in four phases, all ranks together:
+Importing torch and Megatron costs seconds and hundreds of megabytes per process, so workers are forked from one process
+that has imported them (``multiprocessing``'s fork server), live on between jobs and serve every world size: worker i is
+rank i of each job. One job runs in three phases, all ranks together:
 
 1. load: the workers get their environment and import the module of the job's function; not part of the job's timeout;
 2. run: every worker calls the function;
@@ -19,23 +20,24 @@ import contextlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe, connection
+from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from tests.pool_worker import serve
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parent.parent
+PRELOAD = "tests.pool_preload"
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 120.0  # eight processes that import torch and Megatron on two busy cores
+START_TIMEOUT_S = 120.0  # a module that is not preloaded, imported by twelve processes on two busy cores
 CLEAN_UP_TIMEOUT_S = 30.0
 GRACE_S = 3.0  # after the first failure, for the other ranks to return or to raise on their own
 POLL_S = 0.1  # a death is seen by polling, as a grandchild may hold the connection open
@@ -62,10 +64,7 @@ class PoolError(Exception):
 
 
 class Pool:
-    """Up to ``max_workers`` processes, started when a job first needs them.
-
-    The workers die with the thread that started them, so use a pool from the main thread.
-    """
+    """Up to ``max_workers`` processes, started when a job first needs them; they end when this process does."""
 
     def __init__(self, *, max_workers: int = 8) -> None:
         self._max_workers = max_workers
@@ -203,14 +202,18 @@ class _Worker:
         folder.mkdir()
         self._log = folder / "output"
         self._stacks = folder / "stacks"
+        self._log.touch()
         self._conn, child = Pipe()
-        command = [sys.executable, "-m", "tests.pool_worker", str(child.fileno()), str(os.getpid()), str(self._stacks)]
-        with child, self._log.open("wb") as log:
-            self._process = _start(command, child.fileno(), log)
+        context = get_context("forkserver")
+        context.set_forkserver_preload([PRELOAD])
+        self._process = context.Process(target=serve, args=(child, str(self._log), str(self._stacks)))
+        with child:
+            self._process.start()
         self._log_start = 0
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
@@ -218,7 +221,7 @@ class _Worker:
         return self._conn
 
     def returncode(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     def post(self, message: tuple[object, ...]) -> None:
         """Send a message; a worker that is dead is found out when its answer is due."""
@@ -235,17 +238,15 @@ class _Worker:
             return None
 
     def death(self, rank: int) -> RankFailure:
-        try:
-            code = self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            code = None
+        self._process.join(timeout=5.0)
+        code = self._process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
         return RankFailure(rank=rank, kind="died", summary=f"{how}; the end of its output:", text=self._log_tail())
 
     def ask_for_stacks(self) -> None:
         """Have faulthandler write the stacks of all threads; it does so even while the process blocks in C++."""
         if self.returncode() is None:
-            self._process.send_signal(signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGUSR1)
 
     def hang(self, rank: int, elapsed_s: float) -> RankFailure:
         """Describe a worker that was asked for its stacks."""
@@ -255,11 +256,13 @@ class _Worker:
 
     def stop(self, wait_s: float = 0.0) -> None:
         """End the process and what it started, at the latest after ``wait_s``."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=wait_s)
-        if self._process.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)  # the worker leads a session of its own
-            self._process.wait()
+        self._process.join(timeout=wait_s)
+        if self.returncode() is None:
+            with contextlib.suppress(ProcessLookupError):  # the worker leads a session of its own, once it has begun
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join()
+        self._process.close()
         self._conn.close()
 
     def _read_stacks(self) -> str:
@@ -277,24 +280,6 @@ class _Worker:
         with self._log.open("rb") as log:
             log.seek(max(self._log_start, self._log.stat().st_size - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace") or "(no output)"
-
-
-def _start(command: list[str], fd: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a worker with one thread per process, gloo on the loopback device and no accelerator in sight."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    # Connect pairs when they first talk: with 25 groups a job, connecting every pair of each at once costs seconds,
-    # and now and then (seen with 6 ranks on 2 cores) a connection attempt waits for its 20 s retry.
-    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**env, "PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        pass_fds=(fd,),
-        start_new_session=True,
-    )
 
 
 def _ready(workers: Sequence[_Worker], ranks: Sequence[int]) -> list[int]:

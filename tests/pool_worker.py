@@ -19,18 +19,33 @@ from typing import Any
 PARENT_POLL_S = 0.5
 
 
-def main() -> None:
-    """Serve the parent named on the command line: connection's descriptor, parent's pid, file for stack dumps."""
-    fd, parent_pid, stacks_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    _die_with(parent_pid)
-    os.set_inheritable(fd, False)
+def serve(conn: Connection[Any, Any], log: str, stacks: str) -> None:
+    """Serve the other end of a connection in a process that was just forked.
+
+    Args:
+        conn: brings messages and takes answers.
+        log: file for standard output and error.
+        stacks: file for the stacks of all threads, written on SIGUSR1.
+    """
+    os.setsid()
+    _die_with(os.getppid())
+    _write_to(log)
     faulthandler.enable()
-    with open(stacks_path, "w") as stacks, Connection(fd) as conn:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    with open(stacks, "w") as stream, conn:
+        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+        importlib.import_module("tests.pool_preload")  # sets the environment, wherever the fork server could not
         import torch
 
         torch.set_num_threads(1)
-        _serve(conn)
+        _answer(conn)
+
+
+def _write_to(log: str) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(fd, stream.fileno())
+        stream.reconfigure(write_through=True)
+    os.close(fd)
 
 
 class _Job:
@@ -43,7 +58,10 @@ class _Job:
     def load(self, target: str, env: dict[str, str]) -> None:
         os.environ.update(env)
         module, _, function = target.partition(":")
+        is_new = module not in sys.modules
         self._function = getattr(importlib.import_module(module), function)
+        if is_new:
+            gc.freeze()  # no collection looks at what an import made
 
     def run(self, kwargs: dict[str, Any]) -> object:
         assert self._function is not None
@@ -60,7 +78,7 @@ class _Job:
         gc.collect()  # a store or a group in a reference cycle would keep its sockets into the next job
 
 
-def _serve(conn: Connection[Any, Any]) -> None:
+def _answer(conn: Connection[Any, Any]) -> None:
     job = _Job()
     while True:
         try:
@@ -90,7 +108,3 @@ def _die_with(parent_pid: int) -> None:
         os.killpg(0, signal.SIGKILL)  # this worker leads a session of its own
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main()
