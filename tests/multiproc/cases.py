@@ -20,6 +20,10 @@ VOCAB = 36
 SEQ = 9
 MICRO_BATCH = 2
 LR = {"sgd": 0.1, "adam": 0.01}
+# Fields of a case that go together.
+DISTRIBUTED: dict[str, Any] = {"optimizer": "adam", "distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

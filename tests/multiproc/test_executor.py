@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs, assert_identical, defaults_first
+from tests.multiproc.cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
 from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, train
@@ -21,21 +21,13 @@ def planned(*sizes: int, **fields: Any) -> Case:
     return Case(sizes=sizes, schedule="planned", **fields)
 
 
-DISTRIBUTED: dict[str, Any] = {
-    "optimizer": "adam",
-    "distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "dp": 2,
-}
-PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
 CASES = [
     planned(2, 1, vpp=2, varying_lengths=True, num_microbatches=4, **PER_TOKEN),
-    planned(1, 2, tied=True, **DISTRIBUTED),
+    planned(1, 2, tied=True, dp=2, **OVERLAPPED),
     replace(sharded(1, 2, 1), schedule="planned"),
     planned(1, 1),
     planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
-    planned(2, 1, vpp=2, num_microbatches=4, tied=True, **DISTRIBUTED),
+    planned(2, 1, vpp=2, num_microbatches=4, tied=True, dp=2, **OVERLAPPED),
     replace(sharded(2, 3, vpp=2, num_microbatches=4), schedule="planned"),
     planned(1, 2, num_microbatches=1, deallocate=True),
     planned(2, 1, vpp=2, num_microbatches=4, deallocate=True, recompute=True),
@@ -44,7 +36,7 @@ CASES = [
     planned(1, 2, vpp=3, num_microbatches=4, **PER_TOKEN),
     planned(1, 2, 1, num_microbatches=2, dtype="bf16", optimizer="adam", transport="rank0"),
     planned(1, 2, dp=2, overlap_grad_reduce=True, align_grad_reduce=False),
-    planned(2, 1, vpp=2, num_microbatches=4, **DISTRIBUTED, align_grad_reduce=False),
+    planned(2, 1, vpp=2, num_microbatches=4, dp=2, **OVERLAPPED, align_grad_reduce=False),
     replace(sharded(1, 2, 1, 2, transport="rank0", varying_lengths=True), schedule="planned"),
     replace(contextual(1, 2), schedule="planned"),
 ]
@@ -69,7 +61,7 @@ def test_equals_megatrons_schedule_to_the_last_bit(runs: Runs, case: Case) -> No
 
 EVALUATED = [
     planned(2, 1, num_microbatches=3, num_evaluations=2),
-    planned(1, 2, vpp=2, num_microbatches=4, num_evaluations=1, collects=True, **DISTRIBUTED),
+    planned(1, 2, vpp=2, num_microbatches=4, num_evaluations=1, collects=True, dp=2, **OVERLAPPED),
 ]
 
 
@@ -91,7 +83,7 @@ RECORDED = [
     planned(1, 2, 1, num_steps=2, num_microbatches=6, vpp=2, transport="rank0"),
     planned(2, 3, num_steps=2, num_microbatches=4, varying_lengths=True),
     planned(2, 1, num_steps=2, num_microbatches=4, vpp=2, varying_lengths=True),
-    planned(1, 2, num_steps=2, num_microbatches=2, **DISTRIBUTED),
+    planned(1, 2, num_steps=2, num_microbatches=2, dp=2, **OVERLAPPED),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs, assemble, assert_close, assert_weights_close
+from tests.multiproc.cases import PER_TOKEN, Case, Runs, assemble, assert_close, assert_weights_close
 from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.pool import Pool
 
@@ -20,7 +20,7 @@ def by_hand(pool: Pool, case: Case, style: str, is_async: bool) -> Any:
 
 CASES: list[tuple[str, bool, Case]] = [
     ("vtp", True, u_shaped(1, 2, num_microbatches=3, num_evaluations=1, tied=True)),
-    ("reqs", False, u_shaped(1, 2, num_microbatches=3, masked=True, per_token_loss=True, loss_tuple=3)),
+    ("reqs", False, u_shaped(1, 2, num_microbatches=3, **PER_TOKEN)),
 ]
 FULL_CASES: list[tuple[str, bool, Case]] = [
     (style, is_async, u_shaped(*sizes, num_microbatches=1, rampup=True, num_steps=6, transport=transport))

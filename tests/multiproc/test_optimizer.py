@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_identical, assert_weights_close, defaults_first
+from tests.multiproc.cases import (
+    DISTRIBUTED,
+    LR,
+    OVERLAPPED,
+    Case,
+    Runs,
+    assert_close,
+    assert_identical,
+    assert_weights_close,
+    defaults_first,
+)
 from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(240)
@@ -25,7 +35,7 @@ def check(runs: Runs, case: Case, *, rel: float = 1e-5) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(sizes=(1, 2), optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True),
+        Case(sizes=(1, 2), **DISTRIBUTED, overlap_grad_reduce=True),
         pytest.param(
             Case(sizes=(1, 1), cp_list=(1, 2), gathered_attention=True, seq=4), id="cp 1,2", marks=pytest.mark.full
         ),
@@ -43,7 +53,7 @@ def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Cas
 
 CLIPPED = [
     Case(sizes=(2, 3)),
-    Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
+    Case(sizes=(3, 1, 2), **DISTRIBUTED),
     Case(sizes=(1, 2), dp=2, tied=True),
 ]
 
@@ -61,14 +71,13 @@ def test_clip_threshold_below_the_norm(runs: Runs, case: Case) -> None:
 OVERFLOWING = [
     Case(sizes=(1, 2), inf_at=(1, 1, 1), dtype="fp16"),
     Case(sizes=(3, 1, 2), inf_at=(0, 2, 1), dtype="fp16"),
-    Case(sizes=(1, 4), inf_at=(1, 3, 1), optimizer="adam", distributed_optimizer=True, loss_scale=1024.0),
+    Case(sizes=(1, 4), inf_at=(1, 3, 1), **DISTRIBUTED, loss_scale=1024.0),
     Case(
         sizes=(2, 3),
         vpp=2,
         num_microbatches=4,
         inf_at=(0, 1, 1),
-        optimizer="adam",
-        distributed_optimizer=True,
+        **DISTRIBUTED,
         loss_scale=1024.0,
     ),
     Case(sizes=(2, 1, 1), inf_at=(0, 1, 1), dtype="bf16", loss_scale=1024.0),
@@ -89,8 +98,8 @@ def test_inf_on_a_rank_that_leads_nothing(runs: Runs, case: Case) -> None:
 COUNTED = [
     Case(sizes=(1, 2)),
     Case(sizes=(2, 3), tied=True),
-    Case(sizes=(3, 1, 2), optimizer="adam", distributed_optimizer=True),
-    Case(sizes=(1, 2), dp=2, optimizer="adam", distributed_optimizer=True, tied=True),
+    Case(sizes=(3, 1, 2), **DISTRIBUTED),
+    Case(sizes=(1, 2), dp=2, **DISTRIBUTED, tied=True),
 ]
 
 
@@ -127,10 +136,7 @@ EVALUATED = [
     Case(
         sizes=(1, 2),
         dp=2,
-        optimizer="adam",
-        distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **OVERLAPPED,
     ),
 ]
 

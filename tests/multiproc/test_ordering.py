@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs
+from tests.multiproc.cases import OVERLAPPED, Case, Runs
 from tests.pool import Pool
 from vtp_plugin.ordering import (
     BUFFERED,
@@ -42,10 +42,7 @@ OPTIONS = {
     "distributed": Case(
         sizes=(2, 1),
         dp=2,
-        optimizer="adam",
-        distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **OVERLAPPED,
     ),
     "context-parallel": Case(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, tied=True),
 }

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases import (
+    DISTRIBUTED,
     LR,
+    PER_TOKEN,
     Case,
     Run,
     Runs,
@@ -147,14 +149,13 @@ TRANSPORT_CASES = [
         order="tp-cp-ep-pp-dp",
         vpp=2,
         num_microbatches=4,
-        optimizer="adam",
-        distributed_optimizer=True,
+        **DISTRIBUTED,
     ),
     Case(sizes=(1, 2, 1, 2), num_microbatches=1),
     Case(sizes=(1, 2, 1, 2), num_microbatches=2),
     Case(sizes=(3, 1, 2), num_microbatches=2, deallocate=True),
     Case(sizes=(2,)),
-    Case(sizes=(3,), tied=True, optimizer="adam", distributed_optimizer=True, dp=2),
+    Case(sizes=(3,), tied=True, **DISTRIBUTED, dp=2),
 ]
 
 
@@ -182,20 +183,19 @@ SHARDED_CASES = [
     sharded(2, 4, transport="rank0"),
     sharded(2, 3, vpp=2, num_microbatches=4, overlap_p2p=True),
     sharded(1, 2, 1, 2, transport="rank0", vpp=2, num_microbatches=4),
-    sharded(4, 2, optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True, tied=True),
+    sharded(4, 2, **DISTRIBUTED, overlap_grad_reduce=True, tied=True),
     sharded(2, 3, varying_lengths=True, transport="rank0", batch_p2p=True),
     sharded(2, 2, 1, varying_lengths=True),
     sharded(2, 4),
     sharded(4, 2, transport="rank0", vpp=2, num_microbatches=4, batch_p2p=True),
     sharded(2, 3, transport="rank0"),
     sharded(1, 2, 1, 2, varying_lengths=True, vpp=2, num_microbatches=4),
-    sharded(1, 2, transport="rank0", dp=2, masked=True, per_token_loss=True, loss_tuple=3),
+    sharded(1, 2, transport="rank0", dp=2, **PER_TOKEN),
     sharded(
         1,
         2,
         dtype="bf16",
-        optimizer="adam",
-        distributed_optimizer=True,
+        **DISTRIBUTED,
         dp=2,
         overlap_param_gather=True,
         overlap_grad_reduce=True,
@@ -220,9 +220,9 @@ def contextual(*sizes: int, **fields: Any) -> Case:
 CONTEXT_CASES = [
     contextual(1, 2),
     contextual(2, 1, sequence_parallel=True, vpp=2, num_microbatches=4, tied=True),
-    contextual(1, 2, transport="rank0", masked=True, per_token_loss=True, loss_tuple=3),
-    contextual(2, 3, sequence_parallel=True, optimizer="adam", distributed_optimizer=True),
-    contextual(1, 2, dp=2, overlap_grad_reduce=True, optimizer="adam", distributed_optimizer=True),
+    contextual(1, 2, transport="rank0", **PER_TOKEN),
+    contextual(2, 3, sequence_parallel=True, **DISTRIBUTED),
+    contextual(1, 2, dp=2, overlap_grad_reduce=True, **DISTRIBUTED),
     contextual(2, 2, plugin="forced", sequence_parallel=True, masked=True),
 ]
 
@@ -245,11 +245,11 @@ MIXED_CASES = [
     # A wrong scale of a stage's gradients shows in the weights after SGD.
     mixed((1, 1), (1, 2)),
     mixed((1, 2), (2, 1), tied=True),
-    mixed((2, 1), (1, 2), sequence_parallel=True, optimizer="adam", distributed_optimizer=True, tied=True),
-    mixed((1, 1, 1), (1, 2, 1), masked=True, per_token_loss=True, loss_tuple=3, num_microbatches=3),
-    mixed((1, 1), (2, 1), masked=True, per_token_loss=True, loss_tuple=3),
+    mixed((2, 1), (1, 2), sequence_parallel=True, **DISTRIBUTED, tied=True),
+    mixed((1, 1, 1), (1, 2, 1), **PER_TOKEN, num_microbatches=3),
+    mixed((1, 1), (2, 1), **PER_TOKEN),
     mixed((1, 1), (1, 2), count_zeros=True, has_bias=False, num_microbatches=1, clip=0.05),
-    mixed((1, 1), (1, 2), dp=2, optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True, clip=0.05),
+    mixed((1, 1), (1, 2), dp=2, **DISTRIBUTED, overlap_grad_reduce=True, clip=0.05),
     mixed((1, 1), (2, 1), dp=2, overlap_grad_reduce=True, tied=True, masked=True),
     mixed((2, 1), (1, 3), vpp=2, num_microbatches=4, sequence_parallel=True),
     mixed((1, 1), (4, 2), varying_lengths=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiproc.cases import LR, Case, Runs, assert_close, assert_weights_close, defaults_first
+from tests.multiproc.cases import DISTRIBUTED, LR, Case, Runs, assert_close, assert_weights_close, defaults_first
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,8 +19,8 @@ CASES = [
     Case(sizes=(1, 2, 1, 2)),
     # Stock Megatron mixes up lengths on two stages here (over gloo), so there is no uniform run to compare with.
     Case(sizes=(1, 2), vpp=2, varying_lengths=True),
-    Case(sizes=(1, 4), vpp=2, overlap_p2p=True, optimizer="adam", distributed_optimizer=True),
-    Case(sizes=(1, 2), dp=2, layers_per_chunk=2, optimizer="adam", distributed_optimizer=True),
+    Case(sizes=(1, 4), vpp=2, overlap_p2p=True, **DISTRIBUTED),
+    Case(sizes=(1, 2), dp=2, layers_per_chunk=2, **DISTRIBUTED),
 ]
 TIED = [pytest.param(False, id="untied"), pytest.param(True, id="tied", marks=pytest.mark.full)]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.multiproc.cases import VOCAB, Case, Run, Runs, assert_close, defaults_first
+from tests.multiproc.cases import DISTRIBUTED, OVERLAPPED, VOCAB, Case, Run, Runs, assert_close, defaults_first
 
-DISTRIBUTED: dict[str, Any] = {"optimizer": "adam", "distributed_optimizer": True}
-OVERLAPPED: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES = [
     Case(sizes=(1, 2), dp=2),
     Case(sizes=(1, 2), dp=2, **OVERLAPPED),

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Row, Run, Runs, assemble, assert_identical, pairwise
+from tests.multiproc.cases import (
+    DISTRIBUTED,
+    OVERLAPPED,
+    PER_TOKEN,
+    Case,
+    Row,
+    Run,
+    Runs,
+    assemble,
+    assert_identical,
+    defaults_first,
+    pairwise,
+)
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.u_shape_cases import Saved, check_u_shape, sequential, u_shaped
 from tests.pool import Pool
@@ -21,13 +33,6 @@ JOBS = "tests.multiproc.u_shape_job"
 MAX_WORLD = 8
 # Microbatches 1 to 8: fewer than stages, as many, and more.
 RAMPUP: dict[str, Any] = {"num_microbatches": 1, "rampup": True, "num_steps": 8}
-DISTRIBUTED: dict[str, Any] = {
-    "optimizer": "adam",
-    "distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
-PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
 LISTS = [(1, 1), (1, 2), (1, 2, 2), (2, 1, 3), (1, 1, 1, 1), (1, 2, 1, 2, 1)]
 AXES: dict[str, Mapping[str, dict[str, Any]]] = {
     "steps": {"rampup": RAMPUP, "few": {"num_microbatches": 2}, "evaluated": {"num_evaluations": 1}},
@@ -45,7 +50,7 @@ AXES: dict[str, Mapping[str, dict[str, Any]]] = {
         "adam": {"optimizer": "adam"},
         "overlapped": {"overlap_grad_reduce": True},
         "unaligned": {"overlap_grad_reduce": True, "align_grad_reduce": False},
-        "distributed": DISTRIBUTED,
+        "distributed": OVERLAPPED,
         "bf16": {"optimizer": "adam", "dtype": "bf16"},
     },
 }
@@ -78,7 +83,7 @@ CASES = [
     u_shaped(1, 2, 2, **RAMPUP),
     u_shaped(1, 2, tied=True, recompute=True, deallocate=True, masked=True),
     # Between sites a sum over the model joins all replicas, whose token counts differ.
-    u_shaped(1, 1, tied=True, dp=2, sites=("edge", "cloud"), **DISTRIBUTED, **PER_TOKEN),
+    u_shaped(1, 1, tied=True, dp=2, sites=("edge", "cloud"), **OVERLAPPED, **PER_TOKEN),
     u_shaped(1, 2, 2, sequence_parallel=True, seq=6, transport="rank0", num_microbatches=2),
 ]
 FULL_CASES = [
@@ -94,11 +99,11 @@ FULL_CASES = [
     u_shaped(1, 2, 2, overlap_grad_reduce=True, num_microbatches=2),
     u_shaped(1, 1, 1, 1, dp=2, overlap_grad_reduce=True, num_microbatches=2, align_grad_reduce=False),
     u_shaped(1, 2, partial_batches=True, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
-    u_shaped(1, 2, 2, optimizer="adam", distributed_optimizer=True, loss_scale=1024.0, inf_at=(2, 1, 1)),
+    u_shaped(1, 2, 2, **DISTRIBUTED, loss_scale=1024.0, inf_at=(2, 1, 1)),
     u_shaped(1, 2, count_zeros=True, has_bias=False, num_microbatches=1, clip=0.05),
     contextual(1, 2, cp_list=(2, 1), tied=True),
     contextual(1, 2, cp_list=(1, 2), sequence_parallel=True, **PER_TOKEN),
-    contextual(1, 2, 1, cp_list=(2, 1, 1), optimizer="adam", distributed_optimizer=True, overlap_grad_reduce=True),
+    contextual(1, 2, 1, cp_list=(2, 1, 1), **DISTRIBUTED, overlap_grad_reduce=True),
     contextual(1, 1, cp_list=(2, 2), tied=True, recompute=True),
 ]
 
@@ -124,7 +129,7 @@ def assert_evaluations_repeat_the_losses(run: Run, num_evaluations: int) -> None
     [
         u_shaped(1, 2, num_microbatches=2, num_evaluations=2),
         pytest.param(u_shaped(1, 2, 2, **RAMPUP, num_evaluations=1, collects=True), marks=pytest.mark.full),
-        pytest.param(u_shaped(1, 1, dp=2, num_evaluations=1, **DISTRIBUTED), marks=pytest.mark.full),
+        pytest.param(u_shaped(1, 1, dp=2, num_evaluations=1, **OVERLAPPED), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -188,13 +193,11 @@ RECORDED = [
     u_shaped(1, 1, num_steps=1, num_microbatches=1),
     u_shaped(1, 2, 2, num_steps=2, varying_lengths=True, tied=True),
     u_shaped(1, 2, 2, num_steps=2, transport="rank0", sequence_parallel=True, seq=6, num_evaluations=1),
-    u_shaped(1, 1, 1, dp=2, num_steps=2, num_microbatches=2, **DISTRIBUTED),
+    u_shaped(1, 1, 1, dp=2, num_steps=2, num_microbatches=2, **OVERLAPPED),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full if i > 1 else []) for i, case in enumerate(RECORDED)], ids=str
-)
+@pytest.mark.parametrize("case", defaults_first(RECORDED, 2))
 def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
     traces = Recordings(pool).of(case)
     assert check(traces, MODELS) == ()

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Case, Run, Runs, assert_close, assert_identical
+from tests.multiproc.cases import (
+    DISTRIBUTED,
+    OVERLAPPED,
+    PER_TOKEN,
+    Case,
+    Run,
+    Runs,
+    assert_close,
+    assert_identical,
+    defaults_first,
+)
 from tests.multiproc.test_optimizer import check as check_optimizer
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity
@@ -20,13 +30,6 @@ from vtp_plugin.ordering.trace import Kind
 
 pytestmark = pytest.mark.timeout(240)
 
-DISTRIBUTED: dict[str, Any] = {
-    "optimizer": "adam",
-    "distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
-PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
 SHARDED: dict[str, Any] = {"sequence_parallel": True, "seq": 6}
 LAYERS = {2: (1, 2, 1), 3: (1, 1, 1, 1), 4: (1, 1, 1, 1, 1)}
 LISTS = [
@@ -59,7 +62,7 @@ def check_case(runs: Runs, saved: Saved, case: Case) -> Run:
 CASES = [
     unequal((1, 2), (1, 2), **PER_TOKEN),
     unequal((2, 1), (2, 1), dp_mode="split", tied=True, transport="rank0"),
-    u_shaped((1, 2), (1, 2), tied=True, **DISTRIBUTED),
+    u_shaped((1, 2), (1, 2), tied=True, **OVERLAPPED),
     u_shaped((1, 2), (2, 1), dp_mode="split", masked=True, clip=0.05),
 ]
 GRID = [
@@ -73,10 +76,10 @@ FULL_CASES = [
     unequal((1, 2), (1, 2), **SHARDED, optimizer="adam"),
     unequal((1, 2), (1, 2), **SHARDED, transport="rank0", dp_mode="split"),
     unequal((2, 1, 2), (1, 2, 1), **SHARDED, dp_mode="split"),
-    unequal((2, 1, 2), (1, 2, 1), **SHARDED, tied=True, **DISTRIBUTED),
-    unequal((1, 2), (1, 2), tied=True, **DISTRIBUTED, dp_mode="split"),
-    unequal((1, 2), (2, 1), tied=True, **DISTRIBUTED),
-    unequal((1, 2), (2, 4), tied=True, **DISTRIBUTED, align_grad_reduce=False),
+    unequal((2, 1, 2), (1, 2, 1), **SHARDED, tied=True, **OVERLAPPED),
+    unequal((1, 2), (1, 2), tied=True, **OVERLAPPED, dp_mode="split"),
+    unequal((1, 2), (2, 1), tied=True, **OVERLAPPED),
+    unequal((1, 2), (2, 4), tied=True, **OVERLAPPED, align_grad_reduce=False),
     unequal((1, 1), (2, 4), dp_mode="split", overlap_grad_reduce=True),
     unequal((1, 1), (1, 3), num_microbatches=1, recompute=True, deallocate=True),
     unequal((1, 1, 1), (2, 1, 3), num_microbatches=2, clip=0.05, masked=True),
@@ -84,11 +87,11 @@ FULL_CASES = [
     unequal((2, 1), (1, 2), optimizer="adam", **PER_TOKEN, dp_mode="split"),
     u_shaped((1, 2), (1, 2), varying_lengths=True, num_microbatches=4, **PER_TOKEN),
     u_shaped((1, 2), (1, 2), **SHARDED, dp_mode="split", overlap_grad_reduce=True),
-    u_shaped((1, 2, 2), (1, 2, 1), **DISTRIBUTED),
+    u_shaped((1, 2, 2), (1, 2, 1), **OVERLAPPED),
     u_shaped((1, 2, 2), (2, 1, 2), rampup=True, num_microbatches=1),
     contextual((1, 1), (1, 2), (1, 2)),
     Case(sizes=(1, 2), dp=2, sites=("edge", "cloud"), **PER_TOKEN),
-    unequal((1, 2), (1, 2), sites=("edge", "cloud"), **DISTRIBUTED),
+    unequal((1, 2), (1, 2), sites=("edge", "cloud"), **OVERLAPPED),
     contextual((2, 1), (2, 1), (1, 2), dp_mode="split", **PER_TOKEN),
 ]
 
@@ -131,7 +134,7 @@ def test_inf_in_one_replica_stops_all(runs: Runs, case: Case, rel: float) -> Non
     [
         pytest.param(unequal((1, 2), (1, 2), num_microbatches=1), marks=pytest.mark.full),
         pytest.param(unequal((2, 1), (2, 1), num_microbatches=2, tied=True), marks=pytest.mark.full),
-        unequal((1, 2), (1, 2), num_microbatches=2, optimizer="adam", distributed_optimizer=True, dp_mode="split"),
+        unequal((1, 2), (1, 2), num_microbatches=2, **DISTRIBUTED, dp_mode="split"),
     ],
     ids=str,
 )
@@ -144,7 +147,7 @@ def test_zero_count(runs: Runs, case: Case) -> None:
     [
         unequal((1, 2), (1, 2), num_evaluations=1),
         pytest.param(unequal((2, 1), (2, 1), num_evaluations=2, dp_mode="split"), marks=pytest.mark.full),
-        pytest.param(unequal((1, 2), (1, 2), num_evaluations=2, **DISTRIBUTED), marks=pytest.mark.full),
+        pytest.param(unequal((1, 2), (1, 2), num_evaluations=2, **OVERLAPPED), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -167,20 +170,18 @@ RECORDED = [
     unequal((1, 2), (1, 2)),
     unequal((1, 1, 1), (1, 2, 2), varying_lengths=True),
     unequal((2, 1), (2, 1), dp_mode="split", tied=True),
-    unequal((1, 2), (1, 2), **DISTRIBUTED),
-    unequal((2, 1), (2, 1), tied=True, **DISTRIBUTED, transport="rank0"),
+    unequal((1, 2), (1, 2), **OVERLAPPED),
+    unequal((2, 1), (2, 1), tied=True, **OVERLAPPED, transport="rank0"),
     unequal((1, 1, 1, 1), (1, 2, 2, 2)),
     unequal((1, 1, 1), (1, 4, 4), overlap_grad_reduce=True),
     unequal((1, 1, 1), (2, 1, 3), num_microbatches=2),
     u_shaped((1, 2), (1, 2)),
-    u_shaped((1, 2, 2), (2, 2, 1), **DISTRIBUTED),
+    u_shaped((1, 2, 2), (2, 2, 1), **OVERLAPPED),
     u_shaped((1, 2), (1, 2), dp_mode="split", overlap_grad_reduce=True),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full if i else []) for i, case in enumerate(RECORDED)], ids=str
-)
+@pytest.mark.parametrize("case", defaults_first(RECORDED, 1))
 def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
     assert check(Recordings(pool).of(replace(case, num_steps=2)), MODELS) == ()
 
@@ -189,7 +190,7 @@ def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
     "case",
     [
         unequal((1, 2), (1, 2), **PER_TOKEN),
-        pytest.param(unequal((1, 2), (1, 2), **DISTRIBUTED), marks=pytest.mark.full),
+        pytest.param(unequal((1, 2), (1, 2), **OVERLAPPED), marks=pytest.mark.full),
         pytest.param(unequal((1, 2, 1), (2, 2, 2), **PER_TOKEN), marks=pytest.mark.full),
     ],
     ids=str,
