@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import Crossing, Shape
+from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
@@ -233,6 +234,31 @@ class PipelineCommunicator:
         if len(self._open_sends) > _MAX_OPEN_SENDS:
             self._open_sends[0].wait()
         return work
+
+
+def join_channels(
+    boundaries: Sequence[PipelineBoundary], stage: int, channels: Mapping[str, Channel]
+) -> tuple[PipelineCommunicator, ...]:
+    """Make one communicator for every replica of the pipeline that this rank works in.
+
+    Args:
+        boundaries: those that this rank has a part in, in the order of the replicas.
+        stage: the own one.
+        channels: of this rank, by name.
+    """
+    befores = [b for b in boundaries if b.downstream == stage] or [None]
+    afters = [b for b in boundaries if b.upstream == stage] or [None]
+    return tuple(
+        PipelineCommunicator(
+            forward_in=channels[before.name(Direction.FORWARD)] if before else None,
+            forward_out=channels[after.name(Direction.FORWARD)] if after else None,
+            backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
+            backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
+        )
+        for before, after in (
+            (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
+        )
+    )
 
 
 def _receive(
