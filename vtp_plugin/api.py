@@ -150,7 +150,7 @@ def apply(
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
         activate()
-        session.meet(os.environ)
+        session.meet()
 
 
 def revert() -> None:
@@ -161,7 +161,7 @@ def revert() -> None:
         sys.excepthook = sys.__excepthook__
     if session is None:
         return
-    session.stop_monitor()
+    session.ranks.stop()
     for applied in reversed(session.applied):
         applied.revert()
     if session.platform is not None:
@@ -255,7 +255,7 @@ def _refuse_late() -> None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print errors of the plugin as one line, others as a traceback with such a line, and tell the other ranks."""
     session = _Holder.session
-    monitor = None if session is None else session.monitor
+    monitor = None if session is None else session.ranks.monitor
     _Holder.has_failed = session is not None
     position = ""
     if monitor is not None:

@@ -242,6 +242,8 @@ def _schedule(options: argparse.Namespace) -> tuple[Schedule, Costs, list[str]]:
 
 def _replicas(options: argparse.Namespace) -> tuple[int, ...]:
     """Return the replicas of every stage in one of the independent copies of the pipeline that a run consists of."""
+    from vtp_plugin.layout.replicas import ReplicaMap
+
     sizes = VtpConfig(dp_list=parse_dp_list(options.vtp_dp_list), dp_mode=options.vtp_dp_mode).dp_list
     if sizes is None:
         return ()
@@ -249,7 +251,7 @@ def _replicas(options: argparse.Namespace) -> tuple[int, ...]:
         raise ConfigError(
             f"--vtp-dp-list {options.vtp_dp_list} has {len(sizes)} entries: {options.num_stages} stages need one each"
         )
-    return tuple(size // math.gcd(*sizes) for size in sizes)
+    return tuple(map(ReplicaMap(dp_sizes=sizes).num_replicas, range(len(sizes))))
 
 
 def _in_mode(options: argparse.Namespace, placement: Placement, costs: Costs) -> tuple[int, Placement, Costs]:

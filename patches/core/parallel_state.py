@@ -75,9 +75,9 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         bound.apply_defaults()
         options = bound.arguments
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        if dist.get_backend() != "fake" and (session.monitor is None or session.layout is None):
-            store = session.store or _get_default_store()
-            session.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
+        if dist.get_backend() != "fake" and (session.ranks.monitor is None or session.layout is None):
+            store = session.ranks.store or _get_default_store()
+            session.ranks.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
         else:
             _plan(session, options, world_size)
         layout, own = session.layout, session.own

@@ -75,9 +75,10 @@ def require_common_folder(session: Session, args: Any) -> None:
     Raises:
         ConfigError: a rank does not find in its folder what rank 0 has put into its own.
     """
-    if session.store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
+    store = session.ranks.store
+    if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
         return
-    folder, store = Path(args.save), session.store
+    folder = Path(args.save)
 
     def put() -> dict[str, object]:
         if args.rank == 0:
@@ -96,7 +97,7 @@ def require_common_folder(session: Session, args: Any) -> None:
             )
         return {}
 
-    agree = functools.partial(session.agree, store, rank=args.rank, world_size=args.world_size, name="check of --save")
+    agree = functools.partial(session.ranks.agree_again, name="check of --save")
     agree(prepare=put)
     try:
         agree(prepare=look)
@@ -134,7 +135,7 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
         is_first = rank0 or args.ckpt_format == "torch"
         if is_first:
             # Megatron looks again, in a collective of the ranks that see one.
-            _agree(session, args, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
+            _agree(session, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
         is_read = True
         try:
             result = original(load_dir, args, rank0=rank0, **kwargs)
@@ -144,7 +145,7 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
             if result is None:
                 raise
         if is_first:
-            _agree(session, args, functools.partial(_judge, session, load_dir, args, result, is_read))
+            _agree(session, functools.partial(_judge, session, load_dir, args, result, is_read))
         stored = _stored_arguments(result)
         if stored is not None and session.layout is not None:
             is_same = stored_sizes(stored) == session.layout.tp_sizes
@@ -156,12 +157,12 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
     return _load_base_checkpoint
 
 
-def _agree(session: Session, args: Any, prepare: Callable[[], dict[str, object]]) -> None:
+def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
     """Go on only if the check succeeds with equal results on all ranks."""
-    if session.store is None:
+    if session.ranks.store is None:
         prepare()
     else:
-        session.agree(session.store, prepare, rank=args.rank, world_size=args.world_size, name="checkpoint check")
+        session.ranks.agree_again(prepare, name="checkpoint check")
 
 
 def _read_of_rank_0(load_dir: str | None) -> tuple[Any, ...] | None:

@@ -80,7 +80,7 @@ class NoTokenizer:
 def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) -> Callable[[argparse.Namespace], Any]:
     @functools.wraps(original)
     def _build_tokenizer(args: argparse.Namespace) -> Any:
-        layout, store = session.layout, session.store
+        layout, store = session.layout, session.ranks.store
         assert layout is not None and store is not None
         is_edge = layout.stage_of(args.rank) == 0
         built: list[Any] = []
@@ -94,9 +94,7 @@ def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) ->
                 store.set(_VOCABULARY, sizes)
             return {_VOCABULARY: sizes}
 
-        session.agree(
-            store, prepare, rank=args.rank, world_size=args.world_size, name="the edge's tokenizer", is_partial=True
-        )
+        session.ranks.agree_again(prepare, name="the edge's tokenizer", is_partial=True)
         if is_edge:
             return built[0]
         args.vocab_size, args.padded_vocab_size = json.loads(store.get(_VOCABULARY))

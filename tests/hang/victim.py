@@ -82,7 +82,7 @@ def train(script: Script) -> None:
         dist.barrier()
         begin_s = time.monotonic()
         assert _Holder.session is not None
-        _Holder.session.stop_monitor()
+        _Holder.session.ranks.stop()
         print(f"stopped within {time.monotonic() - begin_s:.3f} s", flush=True)
 
 

@@ -1,5 +1,6 @@
-"""Megatron's options against the stage sizes: a table of what works, and the sizes that every stage must share.
+"""The command line: the plugin's flags, and Megatron's options against the stage sizes.
 
+Of Megatron's options there is a table of what works, and a list of the sizes that every stage must share.
 ``check_options`` and ``check_sizes`` read Megatron's arguments as its parser returns them, before ``validate_args`` has
 run: every rank then sees the same values and reports the same lines. Nothing here needs torch or Megatron.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 from vtp_plugin.options.batch import check_batches, describe_batches, own_batches
 from vtp_plugin.options.check import check_config, check_options
+from vtp_plugin.options.flags import add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.rule import OptionContext, OptionRule, Verdict
+from vtp_plugin.options.schedules import check_one_chunk, check_u_shaped
 from vtp_plugin.options.show import format_markdown, format_table
-from vtp_plugin.options.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
+from vtp_plugin.options.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, check_site, shared_arguments
 from vtp_plugin.options.sizes import check_sizes
 from vtp_plugin.options.table import CONFIG_RULES, RULES
 
@@ -22,13 +25,19 @@ __all__ = [
     "OptionContext",
     "OptionRule",
     "Verdict",
+    "add_vtp_arguments",
     "check_batches",
     "check_config",
+    "check_one_chunk",
     "check_options",
+    "check_site",
     "check_sizes",
+    "check_u_shaped",
+    "check_without_stages",
     "describe_batches",
     "format_markdown",
     "format_table",
     "own_batches",
+    "read_flags",
     "shared_arguments",
 ]

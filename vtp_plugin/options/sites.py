@@ -6,8 +6,11 @@ are stated by the plugin itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import PipelineLayout
 
 LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -130,3 +133,30 @@ def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict
     }
     given = {name: arguments[name] is not None for name in _SAVING_AND_LOADING if name in arguments}
     return told | {f"whether --{name.replace('_', '-')} is given": is_given for name, is_given in given.items()}
+
+
+def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Sequence[str]) -> None:
+    """Refuse ranks on a machine of another site than their stage's: the launcher has numbered the machines otherwise.
+
+    Args:
+        site: Of this machine; None leaves it unchecked.
+        rank: The own one.
+        layout: Says which stage it belongs to.
+        sites: Of every stage; empty if none were named.
+
+    Raises:
+        ConfigError: The site is unknown, or it is not the own stage's.
+    """
+    if site is None:
+        return
+    if site not in sites:
+        raise ConfigError(
+            f"--vtp-site {site} is none of --vtp-sites {','.join(sites) or '(not given)'}; name the site of "
+            "every stage there, and this machine's here"
+        )
+    stage = layout.stage_of(rank)
+    if sites[stage] != site:
+        raise ConfigError(
+            f"stage {stage} belongs to site {sites[stage]}, but its rank {rank} runs on a machine of site "
+            f"{site}; number the machines in the order of the stages, with a static rendezvous (--node-rank)"
+        )

@@ -10,20 +10,19 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
-from typing import Any, Final, NoReturn
+from types import ModuleType
+from typing import Final, NoReturn
 
 from packaging.version import InvalidVersion
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.patching.objects import attributes, chain, describe, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.patching.record import PatchRecord, PatchStatus, Target, namespace, resolve_target
 
 MARKER: Final = "__vtp_record__"
 """Attribute of every replacement (of a property: of its accessors); holds the id of its record."""
 
 _ABSENT: Final = object()
-# These packages do not patch the host: their decorators are part of how it writes its own functions.
-_DECORATOR_LIBRARIES: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +130,10 @@ class AppliedPatches:
         for patch in self._patches:
             for slot in patch.slots:
                 if (current := slot.current()) is not slot.new:
+                    now = "deleted" if current is _ABSENT else describe(current)
                     self._host.fail(
                         patch.record,
-                        f"cannot revert: {slot.where} is now {_describe(current)}; undo that first, then revert",
+                        f"cannot revert: {slot.where} is now {now}; undo that first, then revert",
                     )
         known = {slot.key for slot in slots}
         for patch, bindings in self._bindings():
@@ -262,56 +262,15 @@ def _check_target(record: PatchRecord, target: Target, host: _Host) -> str:
     value = target.value
     if not (callable(value) or isinstance(value, classmethod | property)):
         host.fail(record, f"it is a {type(value).__name__}, not a function, class, method or property; set it directly")
-    for link in _chain(value):
-        if (other := _attributes(link).get(MARKER)) is not None:
+    for link in chain(value):
+        if (other := attributes(link).get(MARKER)) is not None:
             host.fail(record, f"it is patched already (by record {other}); revert that first")
-    foreign = _foreign_wrapper(target, host)
+    foreign = foreign_wrapper(target, host.owns)
     if foreign and record.refuse_foreign:
         host.fail(
             record, f"{foreign} has replaced or wrapped it; switch off that feature or load this plugin without it"
         )
     return foreign
-
-
-def _functions(value: Any) -> list[Any]:
-    """Return what a raw attribute runs: the function inside a descriptor, the accessors of a property, or itself."""
-    if isinstance(value, property):
-        return [accessor for accessor in (value.fget, value.fset, value.fdel) if accessor is not None]
-    return [value.__func__] if isinstance(value, staticmethod | classmethod) else [value]
-
-
-def _attributes(obj: Any) -> Mapping[str, Any]:
-    """Return the object's own attributes; of a class not the inherited ones, of a proxy those behind it."""
-    return getattr(obj, "__dict__", {})
-
-
-def _chain(value: Any) -> Iterator[Any]:
-    """Yield the functions of a raw attribute and everything below them along `__wrapped__`, outermost first."""
-    for link in _functions(value):
-        seen: set[int] = set()
-        while link is not None and id(link) not in seen:
-            seen.add(id(link))
-            yield link
-            link = _attributes(link).get("__wrapped__")
-
-
-def _foreign_wrapper(target: Target, host: _Host) -> str:
-    """Name the module of another package that wrapped the target, or return an empty string.
-
-    functools.wraps copies `__module__`, so the module whose globals the code runs with counts as well.
-    """
-    if isinstance(target.defined_in, type) and not host.owns(target.defined_in.__module__):
-        return ""  # inherited from another package as it is
-    for link in _chain(target.value):
-        for home in (getattr(link, "__module__", None), _code_home(link)):
-            if isinstance(home, str) and not host.owns(home) and home.partition(".")[0] not in _DECORATOR_LIBRARIES:
-                return home
-    return ""
-
-
-def _code_home(obj: Any) -> str | None:
-    """Return the module in which a Python function was written, whatever it says about itself."""
-    return obj.__globals__.get("__name__") if isinstance(obj, FunctionType) else None
 
 
 def _build(record: PatchRecord, target: Target, host: _Host) -> object:
@@ -323,29 +282,15 @@ def _build(record: PatchRecord, target: Target, host: _Host) -> object:
         new = record.build(inner)
     except Exception as error:
         host.fail(record, f"building its replacement fails with {error!r}; this is a bug in the patch", error)
-    if (wrong := _wrong_kind(inner, new)) is not None:
+    if (wrong := wrong_kind(inner, new)) is not None:
         host.fail(record, f"its build returned {wrong}; this is a bug in the patch")
     try:
-        for carrier in _functions(new):
-            if not any(carrier is function for function in _functions(inner)):
+        for carrier in functions(new):
+            if not any(carrier is function for function in functions(inner)):
                 setattr(carrier, MARKER, record.id)
     except (AttributeError, TypeError) as error:
         host.fail(record, f"a {type(new).__name__} cannot carry the marker; return a function or a class", error)
     return type(old)(new) if wrapped else new
-
-
-def _wrong_kind(old: object, new: object) -> str | None:
-    """Say what is wrong with a replacement, or return None when it can stand in for the original."""
-    if new is old:
-        return "the original itself"
-    if isinstance(old, property):
-        changed = isinstance(new, property) and any(all(n is not o for o in _functions(old)) for n in _functions(new))
-        return None if changed else "no property with a new accessor"
-    if isinstance(old, type):
-        return None if isinstance(new, type) else "no class in place of a class"
-    if not callable(new) or isinstance(new, staticmethod | classmethod):
-        return f"a {type(new).__name__} instead of a plain function"
-    return None
 
 
 def _plan(built: Sequence[tuple[PatchRecord, Target, str, object]], host: _Host) -> list[_Patch]:
@@ -399,12 +344,3 @@ def _holds(place: str, obj: object) -> bool:
     module_name, _, name = place.partition(":")
     module = sys.modules.get(module_name)
     return module is None or namespace(module).get(name) is obj
-
-
-def _describe(obj: Any) -> str:
-    """Name an object and the module that it really comes from, for messages."""
-    if obj is _ABSENT:
-        return "deleted"
-    function = next(iter(_functions(obj)), obj)
-    home = _code_home(function) or getattr(function, "__module__", None) or type(function).__module__
-    return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import Crossing, Shape
+from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.transport import Channel, _VTPRecvWork, _VTPSendWork
+from vtp_plugin.runtime.transport import Channel
+from vtp_plugin.runtime.work import RecvWork, SendWork
 
-Work = _VTPSendWork | _VTPRecvWork
+Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
 # More than the microbatches that a schedule has under way between two stages: waiting for the oldest of so many sends
 # cannot deadlock, and keeps a rank that only sends, as in evaluation, from running far ahead.
@@ -127,7 +129,7 @@ class PipelineCommunicator:
         self._forward_out = forward_out
         self._backward_in = backward_in
         self._backward_out = backward_out
-        self._open_sends: list[_VTPSendWork] = []
+        self._open_sends: list[SendWork] = []
 
     @property
     def num_allocations(self) -> int:
@@ -181,7 +183,7 @@ class PipelineCommunicator:
         """
         posted: dict[str, Work] = {}
         received: dict[str, torch.Tensor] = {}
-        headers: dict[str, tuple[Channel, torch.Tensor, _VTPRecvWork]] = {}
+        headers: dict[str, tuple[Channel, torch.Tensor, RecvWork]] = {}
         tensors = {"send_next": send_next, "send_prev": send_prev}
         for name, channel in self._in_order(recv_prev, recv_next, send_next is not None, send_prev is not None):
             tensor = tensors.get(name)
@@ -224,7 +226,7 @@ class PipelineCommunicator:
                 chosen.append((name, channel))
         return sorted(chosen, key=lambda pair: pair[1].order)
 
-    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> _VTPSendWork:
+    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> SendWork:
         whole = channel.whole_shape(tensor.shape, is_sharded=options.is_sharded)
         if options.has_variable_shapes:
             self._open_sends.append(channel.post_header_send(whole, options.dtype))
@@ -235,9 +237,32 @@ class PipelineCommunicator:
         return work
 
 
-def _receive(
-    channel: Channel, local_shape: Sequence[int], options: ExchangeOptions
-) -> tuple[torch.Tensor, _VTPRecvWork]:
+def join_channels(
+    boundaries: Sequence[PipelineBoundary], stage: int, channels: Mapping[str, Channel]
+) -> tuple[PipelineCommunicator, ...]:
+    """Make one communicator for every replica of the pipeline that this rank works in.
+
+    Args:
+        boundaries: those that this rank has a part in, in the order of the replicas.
+        stage: the own one.
+        channels: of this rank, by name.
+    """
+    befores = [b for b in boundaries if b.downstream == stage] or [None]
+    afters = [b for b in boundaries if b.upstream == stage] or [None]
+    return tuple(
+        PipelineCommunicator(
+            forward_in=channels[before.name(Direction.FORWARD)] if before else None,
+            forward_out=channels[after.name(Direction.FORWARD)] if after else None,
+            backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
+            backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
+        )
+        for before, after in (
+            (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
+        )
+    )
+
+
+def _receive(channel: Channel, local_shape: Sequence[int], options: ExchangeOptions) -> tuple[torch.Tensor, RecvWork]:
     whole = channel.whole_shape(local_shape, is_sharded=options.is_sharded)
     return channel.post_recv(_plan(channel, whole, options), options.dtype, batched=options.is_batched)
 

@@ -28,7 +28,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.startup import EXIT_CODE, describe_error, report
+from vtp_plugin.runtime.startup import EXIT_CODE, describe_error, open_round, report
 
 # Added to a sign of life by a rank that ends; more than any number of beats.
 _DONE = 1 << 40
@@ -95,9 +95,8 @@ class Monitor:
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """Prepare; the threads run after :meth:`start`."""
-        own_store = dist.PrefixStore("monitor", store)
         # The same store may have carried an earlier run of this process.
-        self._store = dist.PrefixStore(str(own_store.add(f"rounds of {rank}", 1)), own_store)
+        self._store = open_round(dist.PrefixStore("monitor", store), rank)
         self._rank = rank
         self._world_size = world_size
         self.timeout_s = timeout_s

@@ -126,6 +126,16 @@ def gather_node_sizes(
     return sizes
 
 
+def open_round(store: dist.Store, rank: int) -> dist.Store:
+    """Give the part of a store for the next exchange between all ranks; each counts its own, so all get the same part.
+
+    Args:
+        store: for exchanges of one kind.
+        rank: own rank.
+    """
+    return dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)
+
+
 class Agreement:
     """One collective check. All ranks of the world construct it with the same name and call :meth:`settle` once.
 
@@ -178,7 +188,7 @@ class Agreement:
 
     def _exchange(self, own: str, begin_s: float) -> str:
         """Post, judge on rank 0, and return the verdict; the empty string means agreement."""
-        posts = dist.PrefixStore(str(self._store.add(f"rounds of {self._rank}", 1)), self._store)
+        posts = open_round(self._store, self._rank)
         posts.set(str(self._rank), own)
         if self._rank != 0:
             verdict = self._read_verdict(posts, begin_s)

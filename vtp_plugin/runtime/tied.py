@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import Crossing, Side
@@ -93,6 +95,20 @@ def tied_weight_crossings(layout: PipelineLayout) -> tuple[Crossing, ...]:
                 )
                 crossings.append(crossing)
     return tuple(crossings)
+
+
+def join_tied_weight(crossings: Sequence[Crossing], channels: Mapping[str, Channel], *, is_first: bool) -> TiedWeight:
+    """Make this rank's side of the shared embedding.
+
+    Args:
+        crossings: from :func:`tied_weight_crossings`.
+        channels: of this rank, by name.
+        is_first: the rank is in the first stage, not in the last.
+    """
+    rank = dist.get_rank()
+    (incoming,) = (channels[crossing.name] for crossing in crossings if rank in crossing.dst.ranks)
+    outgoing = tuple(channels[crossing.name] for crossing in crossings if rank in crossing.src.ranks)
+    return TiedWeight(is_first=is_first, outgoing=outgoing, incoming=incoming)
 
 
 def _tp_ranks(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The applied plugin: what was asked for, what was planned, and what runs.
+"""The state of the applied plugin.
 
 One :class:`Session` exists between ``apply()`` and ``revert()``. The patches are built around it; nothing else of the
 plugin keeps state.
@@ -6,45 +6,36 @@ plugin keeps state.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
-import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version as distribution_version
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-import vtp_plugin
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
-from vtp_plugin.config import VtpConfig, choose_cp_sizes
-from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
-from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, open_channels
-from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.planned import PlannedPipeline, Planning
-from vtp_plugin.runtime.startup import agree, gather_node_sizes, open_store
-from vtp_plugin.runtime.tied import TiedWeight, tied_weight_crossings
+from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, join_channels, open_channels
+from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.startup import gather_node_sizes
+from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
-from vtp_plugin.schedule import plain_placement, u_placement
-from vtp_plugin.schedule.limits import check_in_flight
-from vtp_plugin.schedule.stated import parse_costs
+from vtp_plugin.session.plan import plan_layout, plan_orders, stage_boundaries
+from vtp_plugin.session.ranks import AllRanks
+from vtp_plugin.session.statement import state_request, state_run
 
 if TYPE_CHECKING:
     import torch
 
     from vtp_plugin.patching import AppliedPatches
-
-_ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 
 
 class Session:
@@ -54,18 +45,16 @@ class Session:
         config: what was asked for, so far.
         platform: where it runs; known once the device option is.
         layout: who is where; known once the list and the world size are.
-        communicator: moves activations; None while Megatron's own is in use.
-        communicators: one for every replica of the pipeline that this rank works in; several only where a neighbour has
-            more replicas than the own stage.
+        ranks: what this rank does together with all others, outside the process groups.
+        communicators: they move activations, one for every replica of the pipeline that this rank works in; several
+            only where a neighbour has more replicas than the own stage, none while Megatron's own is in use.
         pipeline_groups: own pipeline group in each of these replicas.
         pipeline: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
         embedding: word embedding of the model that was built last, on the edge of a U-shaped pipeline.
-        monitor: keeps the time; None before the ranks have agreed.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
-        has_agreed_on_exchange: all ranks' model configurations were compared.
-        exchange_options: what they said here then; None before.
+        exchange_options: how tensors cross, by the model configuration; None before all ranks' were compared.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
         audit: record of what crosses; None unless asked for, or before the channels are open.
     """
@@ -75,21 +64,23 @@ class Session:
         self.config = config
         self.platform: Platform | None = None
         self.layout: PipelineLayout | None = None
-        self.communicator: PipelineCommunicator | None = None
+        self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
         self.communicators: tuple[PipelineCommunicator, ...] = ()
         self.pipeline_groups: tuple[dist.ProcessGroup, ...] = ()
         self.pipeline: PlannedPipeline | None = None
         self.tied_weight: TiedWeight | None = None
-        self.monitor: Monitor | None = None
         self.applied: list[AppliedPatches] = []
         self.stage_group: dist.ProcessGroup | None = None
-        self.store: dist.Store | None = None
         self.is_activated = False
-        self.has_agreed_on_exchange = False
         self.exchange_options: ExchangeOptions | None = None
         self.tensor_bytes: int | None = None
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
+
+    @property
+    def communicator(self) -> PipelineCommunicator | None:
+        """Communicator of the first replica of the pipeline; None while Megatron's own is in use."""
+        return self.communicators[0] if self.communicators else None
 
     @property
     def is_active(self) -> bool:
@@ -122,11 +113,8 @@ class Session:
 
     @property
     def _boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Neighbouring stages, the way from the end of a U back to its edge included."""
         assert self.layout is not None
-        num_stages = self.layout.num_stages
-        is_u_shaped = self.config.layerwise_disaggregated and num_stages > 1
-        return (u_placement(num_stages) if is_u_shaped else plain_placement(num_stages)).boundaries
+        return stage_boundaries(self.config, self.layout.num_stages)
 
     @property
     def transport_rules(self) -> TransportRules:
@@ -161,129 +149,33 @@ class Session:
         Raises:
             ConfigError: the sizes contradict each other or the world.
         """
-        sizes = self.config.size_list
-        assert isinstance(sizes, tuple)
-        shown = ",".join(str(size) for size in sizes)
-        if pipeline_size not in (1, len(sizes)):
-            raise ConfigError(
-                f"--pipeline-model-parallel-size {pipeline_size} contradicts --vtp-size-list {shown} with {len(sizes)} "
-                "stages; leave it out or make both equal"
-            )
-        if tensor_size not in (None, max(sizes)):
-            raise ConfigError(
-                f"--tensor-model-parallel-size {tensor_size} contradicts --vtp-size-list {shown}; leave it out or give "
-                f"the largest size of the list, {max(sizes)}"
-            )
-        if order not in _ORDERS:
-            raise ConfigError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
-        cp_sizes = choose_cp_sizes(self.config.cp_list, cp, num_stages=len(sizes))
-        layout = PipelineLayout.from_sizes(
-            sizes, world_size=world_size, cp=cp_sizes, dp=self.config.dp_list, order=_ORDERS[order]
+        layout = plan_layout(
+            self.config,
+            world_size=world_size,
+            pipeline_size=pipeline_size,
+            tensor_size=tensor_size,
+            cp=cp,
+            order=order,
         )
-        dp = layout.stages[0].dp
-        if self.config.data_parallel_size not in (None, dp):
-            raise ConfigError(
-                f"--vtp-data-parallel-size {self.config.data_parallel_size} contradicts the world: {world_size} ranks "
-                f"/ {world_size // dp} ranks a replica (sum of tp * cp over the stages) = {dp} replicas; change one of "
-                "them"
-            )
         self.layout = layout
         self.replicas.check(self._boundaries)
-        self._planning(0)  # the size of an activation is not known yet
+        plan_orders(self.config, layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self._boundaries:
             self.transport_rules.choose(layout, upstream, downstream)
 
     def statement(self) -> dict[str, object]:
         """Say what this rank is about to run; every rank must say the same."""
         assert self.layout is not None and self.platform is not None
-        return {
-            "vtp_plugin version": vtp_plugin.__version__,
-            "megatron-core version": distribution_version("megatron-core"),
-            "vtp_size_list": ",".join(str(size) for size in self.layout.tp_sizes),
-            "world size": self.layout.world_size,
-            "rank order": self.layout.order.value,
-            "vtp_cp_list": ",".join(str(size) for size in self.layout.cp_sizes),
-            "vtp_dp_list": ",".join(str(size) for size in self.layout.dp_sizes),
-            "dp mode": self.config.dp_mode,
-            "transport": self.config.transport,
-            "sites": ",".join(self.config.sites or ()),
-            "platform": self.platform.name,
-            "forced": self.config.force,
-            "timeout_s": self.config.timeout_s,
-            "schedule": self.config.schedule,
-            "layerwise disaggregated": self.config.layerwise_disaggregated,
-            "vtp_in_flight": ",".join(map(str, self.config.in_flight or ())),
-            "vtp_costs": " ".join(self.config.costs or ()),
-        }
+        return state_run(self.config, self.layout, self.platform.name)
 
-    def request_statement(self) -> dict[str, object]:
-        """Say what this rank was started with, before any layout is known."""
-        sizes, cp_sizes, dp_sizes = self.config.size_list, self.config.cp_list, self.config.dp_list
-        return {
-            "vtp_plugin version": vtp_plugin.__version__,
-            "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
-            "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
-            "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
-            "timeout_s": self.config.timeout_s,
-        }
-
-    def meet(self, environment: Mapping[str, str]) -> None:
+    def meet(self) -> None:
         """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
 
         Raises:
             ConfigError: a rank was told something else.
             PeerError: a rank did not come within the timeout.
         """
-        rank, world_size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-        is_launched = rank.isdigit() and world_size.isdigit() and "MASTER_ADDR" in environment
-        if dist.is_initialized() or not is_launched or int(world_size) < 2:
-            return
-        store = open_store(int(rank), int(world_size), self.config.timeout_s)
-        self.agree(store, self.request_statement, rank=int(rank), world_size=int(world_size), name="start")
-
-    def agree(
-        self,
-        store: dist.Store,
-        prepare: Callable[[], Mapping[str, object]],
-        *,
-        rank: int,
-        world_size: int,
-        name: str = "start-up check",
-        timeout_s: float | None = None,
-        is_partial: bool = False,
-    ) -> None:
-        """Run a check on all ranks, go on only if all succeed and agree, then begin to watch the others.
-
-        Args:
-            store: reaches all ranks.
-            prepare: the check; what it returns must be equal on all ranks.
-            rank: own rank.
-            world_size: number of ranks.
-            name: of the check, for error messages.
-            timeout_s: for the check; default is the configured one, which the check itself may change.
-            is_partial: a rank need not state every value that another one states.
-        """
-        limit_s = self.config.timeout_s if timeout_s is None else timeout_s
-        monitor_store = store.clone() if self.monitor is None else None
-        self.store = store  # the check may use it
-        agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s, is_partial=is_partial)
-        if monitor_store is not None:
-            self.monitor = Monitor(monitor_store, rank=rank, world_size=world_size, timeout_s=self.config.timeout_s)
-            self.monitor.start()
-            atexit.register(self.stop_monitor)
-
-    def stop_monitor(self) -> None:
-        """End the watch over the other ranks; they are told that this rank is done."""
-        atexit.unregister(self.stop_monitor)
-        monitor, self.monitor = self.monitor, None
-        if monitor is None:
-            return
-        monitor.stop()
-        if self.communicator is not None and not monitor.is_failing:
-            # The last pass may have been an evaluation, whose sends nobody has waited for: what is still under way when
-            # the process ends is lost.
-            with contextlib.suppress(PeerError):
-                self.finish_step()
+        self.ranks.meet(os.environ, lambda: state_request(self.config))
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
@@ -293,9 +185,9 @@ class Session:
         """
         if self.config.size_list != "auto":
             return
-        assert self.store is not None
+        assert self.ranks.store is not None
         dp = self.config.data_parallel_size or 1
-        sizes = gather_node_sizes(self.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)
+        sizes = gather_node_sizes(self.ranks.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)
         self.config = dataclasses.replace(self.config, size_list=sizes)
 
     def open_audit(self, rank: int) -> None:
@@ -341,81 +233,20 @@ class Session:
             crossings,
             stage_group=stage_group,
             platform=self.platform,
-            monitor=self.monitor,
+            monitor=self.ranks.monitor,
             timeout_s=self.config.timeout_s,
             audit=self.audit,
         )
         rank = dist.get_rank()
         mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
-        befores = [b for b in mine if b.downstream == own.stage] or [None]
-        afters = [b for b in mine if b.upstream == own.stage] or [None]
-        self.communicators = tuple(
-            PipelineCommunicator(
-                forward_in=channels[before.name(Direction.FORWARD)] if before else None,
-                forward_out=channels[after.name(Direction.FORWARD)] if after else None,
-                backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
-                backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
-            )
-            for before, after in (
-                (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
-            )
-        )
-        self.communicator = self.communicators[0]
+        self.communicators = join_channels(mine, own.stage, channels)
         if self.config.has_planned_schedule and num_stages > 1:
             by_name = own_channels(placement, replicas, mine, channels)
             worker = worker_of(placement, replicas, own.stage, own.dp_rank)
-            planning = self._planning(self.tensor_bytes)
-            self.pipeline = PlannedPipeline(placement, worker, by_name, self, self.platform, planning)
-        if tied and own.stage in (0, layout.num_stages - 1):
-            (incoming,) = (channels[crossing.name] for crossing in tied if rank in crossing.dst.ranks)
-            self.tied_weight = TiedWeight(
-                is_first=own.stage == 0,
-                outgoing=tuple(channels[crossing.name] for crossing in tied if rank in crossing.src.ranks),
-                incoming=incoming,
-            )
-
-    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
-        """Run a function on all ranks; go on only if it returns the same everywhere."""
-        assert self.store is not None
-        world_size = dist.get_world_size()
-        self.agree(self.store, prepare, rank=dist.get_rank(), world_size=world_size, name="planning of a step")
-
-    def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
-        """Make one text of all ranks' reports, on rank 0, and return it on all."""
-        assert self.store is not None
-        return share_reports(
-            self.store,
-            own,
-            combine,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            timeout_s=self.config.timeout_s,
-        )
-
-    def _planning(self, message_bytes: int | None) -> Planning:
-        """Read what the orders are to be planned for.
-
-        Args:
-            message_bytes: size of an activation, if it is known.
-
-        Raises:
-            ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
-        """
-        config = self.config
-        if config.in_flight is None and config.costs is None:
-            return Planning()
-        if not config.layerwise_disaggregated:
-            raise ConfigError(
-                "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
-                "leave them out, or add --layerwise-disaggregated-training"
-            )
-        assert self.layout is not None
-        num_stages = self.layout.num_stages
-        if config.in_flight is not None:
-            check_in_flight(config.in_flight, num_stages)
-        words = config.costs
-        costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
-        return Planning(costs=costs, in_flight=config.in_flight)
+            planning = plan_orders(self.config, num_stages, self.tensor_bytes)
+            self.pipeline = PlannedPipeline(placement, worker, by_name, self.ranks, self.platform, planning)
+        if tied and own.stage in (0, num_stages - 1):
+            self.tied_weight = join_tied_weight(tied, channels, is_first=own.stage == 0)
 
     def finish_step(self) -> None:
         """Wait for the sends that nobody waited for."""
@@ -425,7 +256,7 @@ class Session:
     def close(self) -> None:
         """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
         self.finish_step()
-        self.communicator, self.communicators, self.pipeline_groups = None, (), ()
+        self.communicators, self.pipeline_groups = (), ()
         self.pipeline = None
         self.tied_weight = None
         self.stage_group = None
@@ -458,9 +289,9 @@ class Session:
         Raises:
             ConfigError: a rank's configuration is wrong, or two differ.
         """
-        if self.has_agreed_on_exchange or dist.get_backend() == "fake":
+        if self.exchange_options is not None or dist.get_backend() == "fake":
             return read()
-        assert self.layout is not None and self.store is not None
+        assert self.layout is not None
         tp_size = self.layout.tp_sizes[self.own.stage]
         found: list[ExchangeOptions] = []
 
@@ -468,15 +299,7 @@ class Session:
             found.append(read())
             return found[0].statement(tp_size)
 
-        self.agree(
-            self.store,
-            prepare,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            name="the first step's check",
-            is_partial=True,
-        )
-        self.has_agreed_on_exchange = True
+        self.ranks.agree_again(prepare, name="the first step's check", is_partial=True)
         self.exchange_options = found[0]
         return found[0]
 

@@ -1,0 +1,163 @@
+"""Start and finish of a boundary's plan: the collectives inside the sending and the receiving stage."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.boundary.pipeline import Shape
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, local_slices
+from vtp_plugin.boundary.spread import even_cuts
+from vtp_plugin.runtime.work import TimedWaits, ranks_text
+
+
+class StageCollectives:
+    """Collectives of the own stage for one channel. Every member of the stage calls them at the same program point.
+
+    Args:
+        name: of the channel.
+        stage_group: tensor-parallel group of the own stage; None where it has one rank.
+        pieces_group: group of the receiving stage for point-to-point messages only, for an all-gather by messages;
+            None where the backend's own is used.
+        waits: times the collectives.
+        empty: gives memory for a tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stage_group: dist.ProcessGroup | None,
+        pieces_group: dist.ProcessGroup | None,
+        waits: TimedWaits,
+        empty: Callable[[Shape, torch.dtype], torch.Tensor],
+    ) -> None:
+        self._name = name
+        self._stage_group = stage_group
+        self._pieces_group = pieces_group
+        self._waits = waits
+        self._empty = empty
+        self._rank = dist.get_rank()
+        self._open_finishes: deque[torch.Tensor] = deque()
+
+    def start(self, plan: BoundaryPlan, tensor: torch.Tensor, place: str) -> torch.Tensor:
+        """Do the plan's start inside the sending stage and return the memory that the transfers read.
+
+        Args:
+            plan: of the exchange.
+            tensor: the own part.
+            place: for error messages.
+        """
+        ranks = plan.start.group_of(self._rank)
+        if ranks is None:
+            return tensor
+        assert plan.start.kind is CollectiveKind.GATHER, plan.start
+        root, parts, whole = ranks[0], None, tensor
+        if self._rank == root:
+            holding = plan.sent_from(root)
+            whole = self._empty(holding.local_shape, tensor.dtype)
+            parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
+        part = tensor.contiguous()
+        self._run("gather", ranks, place, lambda: dist.gather(part, parts, root, self._stage_group))
+        return whole
+
+    def post_finish(
+        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, place: str
+    ) -> Callable[[], None]:
+        """Prepare the plan's finish inside the receiving stage and return what carries it out, once all has landed.
+
+        Args:
+            plan: of the exchange.
+            landed: memory that the transfers fill.
+            tensor: memory to complete, the same except for the root of a scatter.
+            place: for error messages.
+        """
+        arriving = self._post_pieces(plan, tensor)
+        return functools.partial(self._finish, plan, landed, tensor, arriving, place)
+
+    def _post_pieces(self, plan: BoundaryPlan, tensor: torch.Tensor) -> list[dist.Work]:
+        """Post the receives of an all-gather by messages: before anything is waited for, so no sender ever waits."""
+        ranks = plan.finish.group_of(self._rank)
+        if ranks is None or plan.finish.kind is not CollectiveKind.ALL_GATHER or self._pieces_group is None:
+            return []
+        self._open_finishes.append(tensor)
+        pieces = _pieces(tensor, ranks)
+        sources = [rank for rank in _others(ranks, self._rank, -1) if len(pieces[rank])]
+        works = [dist.irecv(pieces[rank], rank, self._pieces_group) for rank in sources]
+        return [work for work in works if work is not None]
+
+    def _send_pieces(self, tensor: torch.Tensor, ranks: tuple[int, ...], arriving: list[dist.Work]) -> None:
+        """Complete a tensor of which each rank has one even cut of the rows, by messages to all others."""
+        # Messages carry no tags: the finishes of a channel must be done in the order in which they were posted.
+        assert self._open_finishes.popleft() is tensor, f"{self._name}: receives are waited for out of order"
+        piece = _pieces(tensor, ranks)[self._rank]
+        sends = [dist.isend(piece, rank, self._pieces_group) for rank in _others(ranks, self._rank, 1) if len(piece)]
+        for work in (*sends, *arriving):
+            assert work is not None
+            work.wait()
+
+    def _finish(
+        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, arriving: list[dist.Work], place: str
+    ) -> None:
+        """Do the finish; arguments as for :meth:`post_finish`, and the receives from :meth:`_post_pieces`."""
+        ranks = plan.finish.group_of(self._rank)
+        if ranks is None:
+            return
+        kind, root, group = plan.finish.kind, ranks[0], self._stage_group
+        if kind is CollectiveKind.BROADCAST:
+            self._run(kind, ranks, place, lambda: dist.broadcast(tensor, root, group))
+        elif kind is CollectiveKind.SCATTER:
+            parts = None
+            if self._rank == root:
+                holding = plan.lands_in(root)
+                parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
+            self._run(kind, ranks, place, lambda: dist.scatter(tensor, parts, root, group))
+        else:
+            assert kind is CollectiveKind.ALL_GATHER, plan.finish
+            if self._pieces_group is not None:
+                self._run(kind, ranks, place, lambda: self._send_pieces(tensor, ranks, arriving))
+            else:
+                index = ranks.index(self._rank)
+                self._run(kind, ranks, place, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+
+    def _run(self, kind: str, ranks: Sequence[int], place: str, run: Callable[[], object]) -> None:
+        """Run a collective, timed."""
+        assert self._stage_group is not None, "a stage of several ranks has a group"
+        peer = f"the members {ranks_text(ranks)} of this stage"
+        with self._waits.timed(place, peer, f"{kind} among {peer}"):
+            run()
+
+
+def _pieces(tensor: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Cut a tensor evenly along the rows: each rank's piece, as a view."""
+    cuts = even_cuts(len(tensor), len(ranks))
+    return {rank: tensor[start:stop] for rank, (start, stop) in zip(ranks, cuts, strict=True)}
+
+
+def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
+    """List the other ranks round the ring from the own one, so that not all talk to the same one at once."""
+    index = ranks.index(own)
+    return [ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks))]
+
+
+def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Complete a tensor of which each rank has one even cut of the rows, in its place.
+
+    Pieces of equal size are gathered in place. Otherwise they are padded to the largest one: backends gather equal
+    pieces only.
+    """
+    cuts = even_cuts(len(tensor), num_ranks)
+    start, stop = cuts[index]
+    if len(tensor) % num_ranks == 0:
+        dist.all_gather_into_tensor(tensor, tensor[start:stop], group)
+        return
+    longest = cuts[0][1] - cuts[0][0]
+    padded = tensor.new_empty((num_ranks * longest, *tensor.shape[1:]))
+    own = tensor.new_zeros((longest, *tensor.shape[1:]))
+    own[: stop - start] = tensor[start:stop]
+    dist.all_gather_into_tensor(padded, own, group)
+    for piece, (start, stop) in zip(padded.split(longest), cuts, strict=True):
+        tensor[start:stop] = piece[: stop - start]

@@ -1,0 +1,151 @@
+"""Handles of messages under way, and the timed wait for other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PeerError
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.monitor import Monitor
+
+
+class TimedWaits:
+    """Waits for other ranks: the monitor keeps the time, and a connection that breaks is an error of one line.
+
+    Args:
+        platform: tells how to wait.
+        monitor: keeps the time; None in single-process use.
+    """
+
+    def __init__(self, platform: Platform, monitor: Monitor | None) -> None:
+        self._platform = platform
+        self._monitor = monitor
+
+    @contextlib.contextmanager
+    def timed(self, place: str, peer: str, what: str) -> Iterator[None]:
+        """Keep the time of a block that waits.
+
+        Args:
+            place: boundary, direction and microbatch.
+            peer: who is waited for.
+            what: is broken if the backend fails.
+
+        Raises:
+            PeerError: the backend failed.
+        """
+        wait = self._monitor.begin(place, peer) if self._monitor is not None else None
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(f"{place}: {what} broke ({str(error).splitlines()[0]})") from error
+        if wait is None:
+            return
+        if self._platform.host_blocking_wait:
+            wait.ended = True
+        else:
+            event = self._platform.module().Event()
+            event.record()
+            wait.event = event
+
+    def wait_for(self, works: Sequence[dist.Work], place: str, peer: str) -> None:
+        """Wait for handles of the backend; arguments and error as for :meth:`timed`."""
+        with self.timed(place, peer, f"connection to {peer}"):
+            for work in works:
+                work.wait()
+
+
+class SendWork:
+    """A send under way: keeps the tensor and the backend's handles until it is waited for.
+
+    ``wait`` is idempotent: the second wait on a gloo receive or send would block until the timeout.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        tensors: Sequence[torch.Tensor],
+        wait_for: Callable[[Sequence[dist.Work]], None],
+    ) -> None:
+        self._works = list(works)
+        self._tensors = list(tensors)
+        self._wait_for = wait_for
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for: it was waited for, or this rank sends nothing."""
+        return not self._works
+
+    def reap(self) -> bool:
+        """Let go of the tensor if all is sent; tell whether it is. Never blocks.
+
+        Gloo's handles of messages do not know before they are waited for, so there only an earlier wait counts.
+        """
+        if self._works and all(work.is_completed() for work in self._works):
+            self.wait()
+        return not self._works
+
+    def wait(self) -> None:
+        """Return when the tensor may be reused: at once for the host on device backends.
+
+        Raises:
+            PeerError: the connection to the receiver broke.
+        """
+        works, self._works = self._works, []
+        if works:
+            self._wait_for(works)
+        self._tensors = []
+
+
+class RecvWork:
+    """A receive under way: the own transfers, then the deferred finish inside the stage.
+
+    All tensor-parallel ranks of the receiving stage own such a handle, also those that receive nothing themselves, and
+    wait for it at the same program point.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        finish: Callable[[], None],
+        wait_for: Callable[[Sequence[dist.Work]], None],
+    ) -> None:
+        self._works = list(works)
+        self._copies = list(copies)
+        self._finish: Callable[[], None] | None = finish
+        self._wait_for = wait_for
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Return when the tensor holds the local part of what was sent; idempotent.
+
+        Raises:
+            PeerError: the connection to the sender, or to a member of the own stage, broke.
+        """
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return
+        if self._works:
+            self._wait_for(self._works)
+        for target, piece in self._copies:
+            target.copy_(piece)
+        finish()
+        self._works, self._copies = [], []
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks in a message.
+
+    >>> ranks_text({3}), ranks_text((1, 0))
+    ('rank 3', 'ranks 0, 1')
+    """
+    numbers = sorted(ranks)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))

@@ -1,0 +1,97 @@
+"""What follows from the configuration before anything is opened: the layout, its boundaries, what orders are for."""
+
+from __future__ import annotations
+
+from vtp_plugin.config import VtpConfig, choose_cp_sizes
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+from vtp_plugin.runtime.planned import Planning
+from vtp_plugin.schedule import plain_placement, u_placement
+from vtp_plugin.schedule.limits import check_in_flight
+from vtp_plugin.schedule.stated import parse_costs
+
+_ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
+
+
+def plan_layout(
+    config: VtpConfig, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str
+) -> PipelineLayout:
+    """Make the layout from the list and Megatron's own size options.
+
+    Args:
+        config: what was asked for, with a list of sizes.
+        world_size: number of ranks.
+        pipeline_size: Megatron's pipeline size; 1 counts as not given.
+        tensor_size: Megatron's tensor size; None counts as not given.
+        cp: Megatron's context-parallel size; with a list of our own, 1 counts as not given.
+        order: Megatron's rank order.
+
+    Raises:
+        ConfigError: the sizes contradict each other or the world.
+
+    >>> config = VtpConfig(size_list=(1, 2))
+    >>> plan_layout(config, world_size=6, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp").dp_sizes
+    (2, 2)
+    """
+    sizes = config.size_list
+    assert isinstance(sizes, tuple)
+    shown = ",".join(str(size) for size in sizes)
+    if pipeline_size not in (1, len(sizes)):
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pipeline_size} contradicts --vtp-size-list {shown} with {len(sizes)} "
+            "stages; leave it out or make both equal"
+        )
+    if tensor_size not in (None, max(sizes)):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tensor_size} contradicts --vtp-size-list {shown}; leave it out or give "
+            f"the largest size of the list, {max(sizes)}"
+        )
+    if order not in _ORDERS:
+        raise ConfigError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
+    cp_sizes = choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
+    layout = PipelineLayout.from_sizes(
+        sizes, world_size=world_size, cp=cp_sizes, dp=config.dp_list, order=_ORDERS[order]
+    )
+    dp = layout.stages[0].dp
+    if config.data_parallel_size not in (None, dp):
+        raise ConfigError(
+            f"--vtp-data-parallel-size {config.data_parallel_size} contradicts the world: {world_size} ranks "
+            f"/ {world_size // dp} ranks a replica (sum of tp * cp over the stages) = {dp} replicas; change one of "
+            "them"
+        )
+    return layout
+
+
+def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """List the neighbouring stages, the way from the end of a U back to its edge included.
+
+    >>> stage_boundaries(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=True), 3)
+    ((0, 1), (1, 2), (2, 0))
+    """
+    is_u_shaped = config.layerwise_disaggregated and num_stages > 1
+    return (u_placement(num_stages) if is_u_shaped else plain_placement(num_stages)).boundaries
+
+
+def plan_orders(config: VtpConfig, num_stages: int, message_bytes: int | None) -> Planning:
+    """Read what the orders are to be planned for.
+
+    Args:
+        config: what was asked for.
+        num_stages: number of pipeline stages.
+        message_bytes: size of an activation, if it is known.
+
+    Raises:
+        ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
+    """
+    if config.in_flight is None and config.costs is None:
+        return Planning()
+    if not config.layerwise_disaggregated:
+        raise ConfigError(
+            "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
+            "leave them out, or add --layerwise-disaggregated-training"
+        )
+    if config.in_flight is not None:
+        check_in_flight(config.in_flight, num_stages)
+    words = config.costs
+    costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
+    return Planning(costs=costs, in_flight=config.in_flight)

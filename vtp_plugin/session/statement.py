@@ -1,0 +1,44 @@
+"""What a rank states in the start-up checks: every rank must say the same."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as distribution_version
+
+import vtp_plugin
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.layout.pipeline import PipelineLayout
+
+
+def state_request(config: VtpConfig) -> dict[str, object]:
+    """Say what this rank was started with, before any layout is known."""
+    sizes, cp_sizes, dp_sizes = config.size_list, config.cp_list, config.dp_list
+    return {
+        "vtp_plugin version": vtp_plugin.__version__,
+        "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
+        "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
+        "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
+        "timeout_s": config.timeout_s,
+    }
+
+
+def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> dict[str, object]:
+    """Say what this rank is about to run."""
+    return {
+        "vtp_plugin version": vtp_plugin.__version__,
+        "megatron-core version": distribution_version("megatron-core"),
+        "vtp_size_list": ",".join(str(size) for size in layout.tp_sizes),
+        "world size": layout.world_size,
+        "rank order": layout.order.value,
+        "vtp_cp_list": ",".join(str(size) for size in layout.cp_sizes),
+        "vtp_dp_list": ",".join(str(size) for size in layout.dp_sizes),
+        "dp mode": config.dp_mode,
+        "transport": config.transport,
+        "sites": ",".join(config.sites or ()),
+        "platform": platform_name,
+        "forced": config.force,
+        "timeout_s": config.timeout_s,
+        "schedule": config.schedule,
+        "layerwise disaggregated": config.layerwise_disaggregated,
+        "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
+        "vtp_costs": " ".join(config.costs or ()),
+    }
