@@ -16,9 +16,9 @@ from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transport import Channel
-from vtp_plugin.runtime.work import RecvWork, SendWork
+from vtp_plugin.runtime.work import _VTPRecvWork, _VTPSendWork
 
-Work = SendWork | RecvWork
+Work = _VTPSendWork | _VTPRecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
 # More than the microbatches that a schedule has under way between two stages: waiting for the oldest of so many sends
 # cannot deadlock, and keeps a rank that only sends, as in evaluation, from running far ahead.
@@ -129,7 +129,7 @@ class PipelineCommunicator:
         self._forward_out = forward_out
         self._backward_in = backward_in
         self._backward_out = backward_out
-        self._open_sends: list[SendWork] = []
+        self._open_sends: list[_VTPSendWork] = []
 
     @property
     def num_allocations(self) -> int:
@@ -183,7 +183,7 @@ class PipelineCommunicator:
         """
         posted: dict[str, Work] = {}
         received: dict[str, torch.Tensor] = {}
-        headers: dict[str, tuple[Channel, torch.Tensor, RecvWork]] = {}
+        headers: dict[str, tuple[Channel, torch.Tensor, _VTPRecvWork]] = {}
         tensors = {"send_next": send_next, "send_prev": send_prev}
         for name, channel in self._in_order(recv_prev, recv_next, send_next is not None, send_prev is not None):
             tensor = tensors.get(name)
@@ -226,7 +226,7 @@ class PipelineCommunicator:
                 chosen.append((name, channel))
         return sorted(chosen, key=lambda pair: pair[1].order)
 
-    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> SendWork:
+    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> _VTPSendWork:
         whole = channel.whole_shape(tensor.shape, is_sharded=options.is_sharded)
         if options.has_variable_shapes:
             self._open_sends.append(channel.post_header_send(whole, options.dtype))
@@ -262,7 +262,7 @@ def join_channels(
     )
 
 
-def _receive(channel: Channel, local_shape: Sequence[int], options: ExchangeOptions) -> tuple[torch.Tensor, RecvWork]:
+def _receive(channel: Channel, local_shape: Sequence[int], options: ExchangeOptions) -> tuple[torch.Tensor, _VTPRecvWork]:
     whole = channel.whole_shape(local_shape, is_sharded=options.is_sharded)
     return channel.post_recv(_plan(channel, whole, options), options.dtype, batched=options.is_batched)
 

@@ -23,7 +23,7 @@ from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit, require_allowed
 from vtp_plugin.runtime.collectives import StageCollectives
 from vtp_plugin.runtime.memory import HostMemory
 from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.work import RecvWork, SendWork, TimedWaits, ranks_text
+from vtp_plugin.runtime.work import _VTPRecvWork, _VTPSendWork, TimedWaits, ranks_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -105,7 +105,7 @@ class Channel:
         *,
         batched: bool = False,
         cargo: Cargo | None = None,
-    ) -> SendWork:
+    ) -> _VTPSendWork:
         """Post the transfers of this rank, after the plan's start inside the stage.
 
         Args:
@@ -133,7 +133,7 @@ class Channel:
         transfers = plan.sends_of(self._rank)
         pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
         works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched, cargo or self.crossing.cargo)
-        return SendWork(works, pieces, functools.partial(self._waits.wait_for, place=place, peer=self.destinations))
+        return _VTPSendWork(works, pieces, functools.partial(self._waits.wait_for, place=place, peer=self.destinations))
 
     def post_recv(
         self,
@@ -143,7 +143,7 @@ class Channel:
         requires_grad: bool = True,
         batched: bool = False,
         cargo: Cargo | None = None,
-    ) -> tuple[torch.Tensor, RecvWork]:
+    ) -> tuple[torch.Tensor, _VTPRecvWork]:
         """Post the receives of this rank and return the fresh local tensor with its handle.
 
         Args:
@@ -175,9 +175,9 @@ class Channel:
         works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched, cargo or self.crossing.cargo)
         finish = self._stage.post_finish(plan, landing, tensor.detach(), place)
         wait_for = functools.partial(self._waits.wait_for, place=place, peer=self.sources)
-        return tensor.requires_grad_(requires_grad), RecvWork(works, copies, finish, wait_for)
+        return tensor.requires_grad_(requires_grad), _VTPRecvWork(works, copies, finish, wait_for)
 
-    def post_header_send(self, shape: Shape, dtype: torch.dtype) -> SendWork:
+    def post_header_send(self, shape: Shape, dtype: torch.dtype) -> _VTPSendWork:
         """Post shape and type of the tensor that follows: an int64 tensor, never a pickled object.
 
         Raises:
@@ -193,7 +193,7 @@ class Channel:
         self._num_sent -= 1
         return work
 
-    def post_header_recv(self) -> tuple[torch.Tensor, RecvWork]:
+    def post_header_recv(self) -> tuple[torch.Tensor, _VTPRecvWork]:
         """Post the receive of a header, for :meth:`read_header`."""
         header, work = self.post_recv(self._header_plan, torch.int64, requires_grad=False, cargo=Cargo.SHAPE_HEADER)
         self._num_received -= 1

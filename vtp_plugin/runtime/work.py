@@ -58,7 +58,7 @@ class TimedWaits:
                 work.wait()
 
 
-class SendWork:
+class _VTPSendWork:
     """A send under way: keeps the tensor and the backend's handles until it is waited for.
 
     ``wait`` is idempotent: the second wait on a gloo receive or send would block until the timeout.
@@ -100,7 +100,7 @@ class SendWork:
         self._tensors = []
 
 
-class RecvWork:
+class _VTPRecvWork:
     """A receive under way: the own transfers, then the deferred finish inside the stage.
 
     All tensor-parallel ranks of the receiving stage own such a handle, also those that receive nothing themselves, and
