@@ -3,9 +3,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
-# One thread per process: tests and demo start several processes on few cores. Two workers: one runs the tests of many
-# processes, which leave the cores idle while they wait for each other, the other one all the rest.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses=2 --dist=loadgroup --durations=15
+# One thread per process: tests and demo start several processes on few cores. Two workers take files in turn: processes
+# leave the cores idle while they wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
+	--durations=15
 
 .DEFAULT_GOAL := help
 .PHONY: help env check test test-full demo clean

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,18 +13,6 @@ from tests.pool import Pool
 # Every connection to a rendezvous store has the resolver look up the name of 127.0.0.1, where /etc/hosts does not help:
 # a name server that drops one of many such queries in a row costs its timeout each time, five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
-
-_OF_PROCESSES = ("hang", "multiproc")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each kind of process tests in one worker of pytest-xdist: they share their processes, and the memory."""
-    here = Path(__file__).parent
-    for item in items:
-        folder = item.path.relative_to(here).parts[0]
-        if folder in _OF_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group(folder))
 
 
 @pytest.fixture(scope="session")

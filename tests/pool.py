@@ -21,6 +21,7 @@ import os
 import pickle
 import signal
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,12 @@ class Pool:
             title = f"{title} failed on {len(failures)} of {len(workers)} ranks after {elapsed_s:.1f} s"
             raise PoolError(title, [failures[rank] for rank in sorted(failures)])
         return [results[rank] for rank in range(len(workers))]
+
+
+def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = None) -> None:
+    """Run code in processes that have imported torch and Megatron already, and that end with it; it may raise."""
+    with Pool(max_workers=world_size) as own:
+        own.run(world_size, "tests.pool_jobs:run_code", {"code": textwrap.dedent(code)}, 120.0, env=env)
 
 
 def init_gloo(timeout_s: float = 20.0) -> int:

@@ -17,6 +17,11 @@ def rank_and_pid(scale: int = 1) -> tuple[int, int]:
     return int(os.environ["RANK"]) * scale, os.getpid()
 
 
+def run_code(code: str) -> None:
+    """Run code as a script would; the job fails if it raises."""
+    exec(compile(code, "<job>", "exec"), {"__name__": "__main__"})
+
+
 def variables(names: list[str]) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 

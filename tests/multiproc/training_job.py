@@ -31,6 +31,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.utils import Split
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models import backends
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
@@ -109,6 +110,9 @@ def run_script(
                 "stock": lambda: _run_stock(script, arguments),
             }[how]
             os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
+            if "--save" in arguments:
+                # Megatron's default is a fresh interpreter behind this queue: four seconds of a core for every rank.
+                filesystem_async.get_write_results_queue("fork")
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
         # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.

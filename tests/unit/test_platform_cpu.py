@@ -12,21 +12,24 @@ from typing import Any
 
 import pytest
 
+from tests.pool import run_code
+
 STEPS = 3
 
 
+# A C++ compiler must never be needed: if torch.compile called one, this would fail.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "CXX": "false", "CC": "false"}
+
+
 def run_python(*arguments: str) -> str:
-    """Run Python with ``arguments`` on a machine where no CUDA device is visible and return its standard output."""
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        # A C++ compiler must never be needed: if torch.compile called one, this would fail.
-        "CXX": "false",
-        "CC": "false",
-    }
+    """Run a fresh Python where no CUDA device is visible and return its standard output."""
     process = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *arguments],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
@@ -35,7 +38,7 @@ def run_python(*arguments: str) -> str:
 def run_installed(code: str) -> None:
     """Run ``code`` with the mapping installed; its asserts are the test. ``platform`` is the installed platform."""
     prologue = "import torch\nfrom vtp_plugin.platform import detect\nplatform = detect('cpu')\nplatform.install()\n"
-    run_python("-c", prologue + textwrap.dedent(code))
+    run_code(prologue + textwrap.dedent(code), env=ENVIRONMENT)
 
 
 # --- Megatron trains -------------------------------------------------------------------------------------------------
@@ -311,31 +314,29 @@ def test_megatron_rng_tracker_uses_the_device_generator() -> None:
 
 def test_compiled_functions_run_uncompiled_while_installed() -> None:
     """Functions compiled before and after install() never reach their backend until uninstall()."""
-    run_python(
-        "-c",
-        textwrap.dedent(
-            """
-            import torch
-            from vtp_plugin.platform import detect
-            compiled = []
-            def backend(graph, inputs):
-                compiled.append(graph)
-                return graph.forward
-            before = torch.compile(lambda x: x + 1, backend=backend)
-            native = torch.compile(lambda x: x * 3)
-            platform = detect("cpu")
-            platform.install()
-            after = torch.compile(lambda x: x + 2, backend=backend)
-            x = torch.ones(2)
-            assert before(x).tolist() == [2, 2] and after(x).tolist() == [3, 3] and native(x).tolist() == [3, 3]
-            assert compiled == []
-            platform.uninstall()
-            before(x), after(x)
-            assert len(compiled) == 2
-            whole = torch.compile(lambda x: x + torch.zeros(2), backend=backend, fullgraph=True)
-            assert whole(x).tolist() == [1, 1] and len(compiled) == 3
-            """
-        ),
+    run_code(
+        """
+        import torch
+        from vtp_plugin.platform import detect
+        compiled = []
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph.forward
+        before = torch.compile(lambda x: x + 1, backend=backend)
+        native = torch.compile(lambda x: x * 3)
+        platform = detect("cpu")
+        platform.install()
+        after = torch.compile(lambda x: x + 2, backend=backend)
+        x = torch.ones(2)
+        assert before(x).tolist() == [2, 2] and after(x).tolist() == [3, 3] and native(x).tolist() == [3, 3]
+        assert compiled == []
+        platform.uninstall()
+        before(x), after(x)
+        assert len(compiled) == 2
+        whole = torch.compile(lambda x: x + torch.zeros(2), backend=backend, fullgraph=True)
+        assert whole(x).tolist() == [1, 1] and len(compiled) == 3
+        """,
+        env=ENVIRONMENT,
     )
 
 
@@ -402,27 +403,25 @@ def test_install_is_idempotent_exclusive_and_visible() -> None:
 
 def test_install_refuses_beside_a_working_accelerator() -> None:
     """The mapping never hides a device that works, and leaves torch alone when it refuses."""
-    run_python(
-        "-c",
-        textwrap.dedent(
-            """
-            import torch
-            from vtp_plugin.errors import ConfigError
-            from vtp_plugin.platform import detect
-            platform = detect("cpu")
-            torch.cuda.is_available = lambda: True
-            empty = torch.empty
-            for attempt in (platform.install, lambda: detect("cpu")):
-                try:
-                    attempt()
-                except ConfigError as error:
-                    assert "refuses to replace a working accelerator" in str(error)
-                    assert 'CUDA_VISIBLE_DEVICES=""' in str(error)
-                else:
-                    raise AssertionError("not refused")
-            assert torch.empty is empty and not platform.is_installed
-            """
-        ),
+    run_code(
+        """
+        import torch
+        from vtp_plugin.errors import ConfigError
+        from vtp_plugin.platform import detect
+        platform = detect("cpu")
+        torch.cuda.is_available = lambda: True
+        empty = torch.empty
+        for attempt in (platform.install, lambda: detect("cpu")):
+            try:
+                attempt()
+            except ConfigError as error:
+                assert "refuses to replace a working accelerator" in str(error)
+                assert 'CUDA_VISIBLE_DEVICES=""' in str(error)
+            else:
+                raise AssertionError("not refused")
+        assert torch.empty is empty and not platform.is_installed
+        """,
+        env=ENVIRONMENT,
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+
+from tests.pool import run_code
 
 torch_registration = pytest.importorskip("torch.utils.backend_registration")
 
@@ -32,13 +30,13 @@ STUB_DEVICE = """
 """
 
 HCCL_ALIAS = """
-    import sys
+    import os
     from datetime import timedelta
     import torch
     import torch.distributed as dist
     from vtp_plugin.platform.npu import NpuPlatform
 
-    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["RANK"])
 
     def create(options, group_options):
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
@@ -46,9 +44,7 @@ HCCL_ALIAS = """
     dist.Backend.register_backend("hccl", create, extended_api=True, devices=["cpu"])
     platform = NpuPlatform("stub")
     timeout = timedelta(seconds=30)
-    dist.init_process_group(
-        platform.backend, store=dist.FileStore(rendezvous, 2), rank=rank, world_size=2, timeout=timeout
-    )
+    dist.init_process_group(platform.backend, timeout=timeout)
     assert dist.get_backend() == "hccl"
     # No torch_npu, no HCCL options: the channel is made with the defaults and carries tensors.
     channel = dist.new_group([0, 1], timeout=timeout, pg_options=platform.group_options(1 << 20))
@@ -61,27 +57,6 @@ HCCL_ALIAS = """
     dist.barrier()
     dist.destroy_process_group()
 """
-
-
-def start(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start Python on ``code``, with no CUDA device visible."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    """Wait for a process and show its output if it failed."""
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
 
 
 @pytest.mark.skipif(
@@ -113,33 +88,29 @@ def test_detect_finds_the_npu_module(num_devices: int) -> None:
         """,
     }
     setup = f"npu.num_devices = {num_devices}\n_setup_privateuseone_for_python_backend('npu', npu)\n"
-    finish(start(textwrap.dedent(STUB_DEVICE) + setup + textwrap.dedent(checks[num_devices])))
+    run_code(textwrap.dedent(STUB_DEVICE) + setup + textwrap.dedent(checks[num_devices]))
 
 
 def test_hccl_options_carry_the_buffer_size() -> None:
     """torch_npu's options object gets the message size in whole MB; without a size, HCCL's default stays."""
-    finish(
-        start(
-            """
-            import sys, types
-            from vtp_plugin.platform.npu import NpuPlatform
-            class Options:
-                pass
-            bindings = types.ModuleType("torch_npu._C._distributed_c10d")
-            bindings.ProcessGroupHCCL = type("ProcessGroupHCCL", (), {"Options": Options})
-            platform = NpuPlatform("stub")
-            assert platform.group_options(1) is None
-            sys.modules[bindings.__name__] = bindings
-            options = platform.group_options(5 * 2**20 + 1)
-            assert isinstance(options, Options) and options.hccl_config == {"hccl_buffer_size": 6}
-            assert platform.group_options() is None
-            """
-        )
+    run_code(
+        """
+        import sys, types
+        from vtp_plugin.platform.npu import NpuPlatform
+        class Options:
+            pass
+        bindings = types.ModuleType("torch_npu._C._distributed_c10d")
+        bindings.ProcessGroupHCCL = type("ProcessGroupHCCL", (), {"Options": Options})
+        platform = NpuPlatform("stub")
+        assert platform.group_options(1) is None
+        sys.modules[bindings.__name__] = bindings
+        options = platform.group_options(5 * 2**20 + 1)
+        assert isinstance(options, Options) and options.hccl_config == {"hccl_buffer_size": 6}
+        assert platform.group_options() is None
+        """
     )
 
 
-def test_two_ranks_talk_over_a_backend_named_hccl(tmp_path: Path) -> None:
+def test_two_ranks_talk_over_a_backend_named_hccl() -> None:
     """Nothing in the platform depends on the backend's name being one that torch knows."""
-    processes = [start(HCCL_ALIAS, str(rank), str(tmp_path / "store")) for rank in range(2)]
-    for process in processes:
-        finish(process)
+    run_code(HCCL_ALIAS, world_size=2)

@@ -158,6 +158,8 @@ class CpuDevice:
             **{method.__name__: method for method in methods},
             **{name: _returning(None) for name in _NOTHING_TO_DO},
             **{name: _returning(0) for name in _ZERO},
+            # True in a fork of a process that has asked for a driver; torch.manual_seed() would leave the device out.
+            "_is_in_bad_fork": _returning(False),
             "manual_seed_all": lambda seed: generator.manual_seed(seed),
             "seed_all": lambda: generator.seed(),
             "default_generators": DefaultGenerators(generator),
