@@ -262,7 +262,9 @@ def join_channels(
     )
 
 
-def _receive(channel: Channel, local_shape: Sequence[int], options: ExchangeOptions) -> tuple[torch.Tensor, _VTPRecvWork]:
+def _receive(
+    channel: Channel, local_shape: Sequence[int], options: ExchangeOptions
+) -> tuple[torch.Tensor, _VTPRecvWork]:
     whole = channel.whole_shape(local_shape, is_sharded=options.is_sharded)
     return channel.post_recv(_plan(channel, whole, options), options.dtype, batched=options.is_batched)
 

@@ -23,7 +23,7 @@ from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit, require_allowed
 from vtp_plugin.runtime.collectives import StageCollectives
 from vtp_plugin.runtime.memory import HostMemory
 from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.work import _VTPRecvWork, _VTPSendWork, TimedWaits, ranks_text
+from vtp_plugin.runtime.work import TimedWaits, _VTPRecvWork, _VTPSendWork, ranks_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

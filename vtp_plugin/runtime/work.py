@@ -12,6 +12,8 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.monitor import Monitor
 
+__all__ = ["TimedWaits", "_VTPRecvWork", "_VTPSendWork", "ranks_text"]
+
 
 class TimedWaits:
     """Waits for other ranks: the monitor keeps the time, and a connection that breaks is an error of one line.
