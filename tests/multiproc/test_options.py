@@ -20,7 +20,7 @@ def pool(script_pool: Pool) -> Pool:
 
 INTERLEAVED_3 = ["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "6", "--global-batch-size", "12"]
 OVERLAPPED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-INTERLEAVED_2 = ["--num-virtual-stages-per-pipeline-rank", "2", "--overlap-p2p-communication"]
+INTERLEAVED_2 = ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) -> Any:
