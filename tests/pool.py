@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import signal
+import socket
 import tempfile
 import textwrap
 import time
@@ -177,6 +179,14 @@ class Pool:
             title = f"{title} failed on {len(failures)} of {len(workers)} ranks after {elapsed_s:.1f} s"
             raise PoolError(title, [failures[rank] for rank in sorted(failures)])
         return [results[rank] for rank in range(len(workers))]
+
+
+def free_port() -> int:
+    """Return a port that is free now, and that no connection will get: the kernel gives these ports from 32768 up."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
 
 
 def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = None) -> None:

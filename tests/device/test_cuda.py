@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import ROOT
+from tests.pool import ROOT, free_port
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.runtime.monitor import Monitor
@@ -108,10 +107,8 @@ def test_one_stage_on_nccl_is_bitwise_stock_megatron() -> None:
 
 
 def _train(kind: str) -> list[list[float]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     process = subprocess.run(
-        [sys.executable, "-c", TRAINING, kind, str(port)],
+        [sys.executable, "-c", TRAINING, kind, str(free_port())],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,

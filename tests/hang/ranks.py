@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,9 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.pool import HOST, ROOT, free_port
+
 VICTIM = str(Path(__file__).with_name("victim.py"))
-HOST = "127.0.0.1"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -82,13 +81,6 @@ def wait_until(is_true: object, limit_s: float, what: str) -> float:
         assert time.monotonic() - begin_s < limit_s, f"waited {limit_s} s for {what}"
         time.sleep(0.02)
     return time.monotonic() - begin_s
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 class Server:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pool import ROOT
+from tests.pool import ROOT, free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
 
 
 def _run(folder: Path, steps: int) -> dict[str, str]:
     """Start both sites at once and return what each printed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    known = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "STEPS": str(steps), "MASTER_PORT": str(port)}
+    known = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "STEPS": str(steps), "MASTER_PORT": str(free_port())}
     known |= {"EDGE_DIR": str(folder / "edge"), "CLOUD_DIR": str(folder / "cloud"), "GLOO_SOCKET_IFNAME": "lo"}
     sites = ("edge", "cloud")
     logs = {site: folder / f"{site}-{steps}.log" for site in sites}
