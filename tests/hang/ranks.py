@@ -28,6 +28,11 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "PYTHONPATH": str(ROOT),
 }
+# Torch's report of a broken connection to the store, line by line.
+_LOST_STORE = re.compile(
+    r"(\[rank\d+\]:)?\[W\S+ \S+ TCPStore\.cpp:\d+\] \[c10d\] |"
+    r"Exception raised from |frame #\d+: |<omitting python frames>"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,8 +73,12 @@ class Rank:
         return self.output.read_text() if self.output.exists() else ""
 
     def last_line(self) -> str:
-        """Return the last line of output, without the prefix that torch adds to what an exception hook prints."""
-        lines = [line for line in self.text().splitlines() if line.strip()]
+        """Return the last line of output, without the prefix that torch adds to what an exception hook prints.
+
+        Torch reports at length when the store's connection breaks, from C++ and on any thread: where the process that
+        keeps the store has died, this may come between our line and the end of the process.
+        """
+        lines = [line for line in self.text().splitlines() if line.strip() and not _LOST_STORE.match(line)]
         return re.sub(r"^(\[rank\d+\]: )+", "", lines[-1]) if lines else ""
 
 
