@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import run_code
+from tests.pool import ROOT, run_code
 
 STEPS = 3
 
@@ -25,6 +25,7 @@ def run_python(*arguments: str) -> str:
     """Run a fresh Python where no CUDA device is visible and return its standard output."""
     process = subprocess.run(
         [sys.executable, *arguments],
+        cwd=ROOT,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
@@ -56,7 +57,7 @@ CASES: dict[str, dict[str, bool]] = {
 @cache
 def training_report() -> dict[str, Any]:
     """Train every case twice in one process, uninstall, and return what it measured."""
-    return json.loads(run_python(__file__).splitlines()[-1])
+    return json.loads(run_python("-m", "tests.unit.test_platform_cpu").splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", CASES)
