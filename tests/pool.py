@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = "tests.pool_preload"
+# Of every process of a test: one thread, gloo on the loopback device, no accelerator in sight.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+}
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0  # a module that is not preloaded, imported by twelve processes on two busy cores
 CLEAN_UP_TIMEOUT_S = 30.0

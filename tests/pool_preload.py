@@ -9,13 +9,9 @@ import gc
 import os
 import warnings
 
-os.environ.update(
-    # One thread per process, gloo on the loopback device and no accelerator in sight.
-    OMP_NUM_THREADS="1",
-    GLOO_SOCKET_IFNAME="lo",
-    CUDA_VISIBLE_DEVICES="",
-    PYTHONUNBUFFERED="1",
-)
+from tests.pool import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
 # Connect pairs when they first talk: with 25 groups a job, connecting every pair of each at once costs seconds,
 # and now and then (seen with 6 ranks on 2 cores) a connection attempt waits for its 20 s retry.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -17,17 +17,10 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.pool import HOST, ROOT, free_port
+from tests.pool import ENVIRONMENT, HOST, ROOT, free_port
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONWARNINGS": "ignore",
-    "PYTHONPATH": str(ROOT),
-}
+_ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
 # Torch's report of a broken connection to the store, line by line.
 _LOST_STORE = re.compile(
     r"(\[rank\d+\]:)?\[W\S+ \S+ TCPStore\.cpp:\d+\] \[c10d\] |"

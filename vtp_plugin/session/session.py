@@ -137,17 +137,10 @@ class Session:
         return self.platform
 
     def plan(self, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str) -> None:
-        """Make the layout from the list and Megatron's own size options.
-
-        Args:
-            world_size: number of ranks.
-            pipeline_size: Megatron's pipeline size; 1 counts as not given.
-            tensor_size: Megatron's tensor size; None counts as not given.
-            cp: Megatron's context-parallel size; with a list of our own, 1 counts as not given.
-            order: Megatron's rank order.
+        """Make the layout; arguments as for :func:`plan_layout`.
 
         Raises:
-            ConfigError: the sizes contradict each other or the world.
+            ConfigError: the sizes contradict each other or the world, or the stages do not fit together.
         """
         layout = plan_layout(
             self.config,
