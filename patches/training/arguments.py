@@ -70,11 +70,21 @@ def _parse(session: Session, original: Callable[..., argparse.Namespace]) -> Cal
                 parser = extra_args_provider(parser)
             # Unset, to tell "not given" from 1.
             parser.set_defaults(tensor_model_parallel_size=None)
+            _mend_help(parser)
             return add_vtp_arguments(parser)
 
         return original(provider, ignore_unknown_args)
 
     return parse_args
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape percent signs in help texts that argparse cannot format: one of Megatron 0.19's makes ``--help`` fail."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def _validate(session: Session, activate: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,9 @@ from tests.import_rules import ROOT
 from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options import RULES
+from vtp_plugin.options import RULES, VTP_FLAGS, Flag
 from vtp_plugin.schedule import draw_svg, plan_u_shape, simulate, u_costs
+from vtp_plugin.schedule.stated import COST_KEYS
 
 U = ("--schedule", "u", "--num-stages", "3", "--num-microbatches", "8")
 SCRIPT = """\
@@ -238,6 +239,19 @@ def test_run_gives_the_script_its_arguments_and_its_neighbours(tmp_path: Path) -
     output = output_of("run", *arguments, cwd=tmp_path)
     assert output.splitlines()[-1] == f"neighbour {arguments}"
     assert "usage" not in output
+
+
+def test_run_shows_the_help_of_a_script_with_megatrons_parser(tmp_path: Path) -> None:
+    """One of Megatron 0.19's help texts has a percent sign that argparse cannot format."""
+    (tmp_path / "train.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
+    output = " ".join(output_of("run", "train.py", "--help", cwd=tmp_path).split())
+    assert "(e.g. 1.10 = 10%)" in output and "default 100%" in output and "100%%" not in output
+    assert all(flag.name in output and group_title(flag) in output for flag in VTP_FLAGS)
+    assert all(f"{name} ({key.unit})" in output for name, key in COST_KEYS.items())
+
+
+def group_title(flag: Flag) -> str:
+    return f"{flag.group.value}:"
 
 
 def test_run_reports_the_error_of_a_script(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import inspect
 import re
 import warnings
 from dataclasses import replace
@@ -13,15 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vtp_plugin
 from tests.import_rules import ROOT
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options import (
     CONFIG_RULES,
     RULES,
+    VTP_FLAGS,
     OptionContext,
     OptionRule,
     Verdict,
+    add_vtp_arguments,
     check_batches,
     check_config,
     check_options,
@@ -29,6 +35,7 @@ from vtp_plugin.options import (
     format_markdown,
     format_table,
     own_batches,
+    read_flags,
 )
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
@@ -380,3 +387,22 @@ def test_evidence_names_tests_that_exist() -> None:
         file, _, function = rule.evidence.partition("::")
         source = (ROOT / file).read_text()
         assert f"def {function}(" in source, f"{rule.option}: {rule.evidence} does not exist"
+
+
+def test_every_flag_is_declared_once_and_reaches_the_config() -> None:
+    """A field of the configuration has one flag and one keyword of apply()."""
+    fields = [flag.field for flag in VTP_FLAGS if flag.field is not None]
+    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(VtpConfig))
+    keywords = [flag.keyword for flag in VTP_FLAGS if flag.keyword is not None]
+    assert sorted(keywords) == sorted(inspect.signature(vtp_plugin.apply).parameters)
+    assert {flag.name for flag in VTP_FLAGS if flag.field is None} == {"--num-layer-list", "--vtp-site"}
+    parser = add_vtp_arguments(argparse.ArgumentParser(add_help=False))
+    assert sorted(name for action in parser._actions for name in action.option_strings) == sorted(
+        flag.name for flag in VTP_FLAGS
+    )
+    assert read_flags(parser.parse_args([]), VtpConfig()) == VtpConfig(), "what is not given changes nothing"
+
+
+def test_flags_that_do_not_collide_with_megatrons(parser: argparse.ArgumentParser) -> None:
+    theirs = {name for action in parser._actions for name in action.option_strings}
+    assert not theirs & {flag.name for flag in VTP_FLAGS}

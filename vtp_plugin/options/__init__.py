@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vtp_plugin.options.batch import check_batches, describe_batches, own_batches
 from vtp_plugin.options.check import check_config, check_options
-from vtp_plugin.options.flags import add_vtp_arguments, check_without_stages, read_flags
+from vtp_plugin.options.flags import VTP_FLAGS, Flag, FlagGroup, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.rule import OptionContext, OptionRule, Verdict
 from vtp_plugin.options.schedules import check_one_chunk, check_u_shaped
 from vtp_plugin.options.show import format_markdown, format_table
@@ -22,6 +22,9 @@ __all__ = [
     "EDGE_ARGUMENTS",
     "LOCAL_ARGUMENTS",
     "RULES",
+    "VTP_FLAGS",
+    "Flag",
+    "FlagGroup",
     "OptionContext",
     "OptionRule",
     "Verdict",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.costs import Costs
@@ -11,6 +13,38 @@ from vtp_plugin.schedule.placement import Placement
 
 _BYTES_PER_MS = 125.0  # 1 Mbit/s
 _EXAMPLE = "forward_ms=40,80,40 latency_ms=20"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostKey:
+    """What a `name=value` word says, for people.
+
+    Attributes:
+        unit: Of its numbers.
+        meaning: Of its numbers, with how many there are and the default.
+    """
+
+    unit: str
+    meaning: str
+
+
+COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
+    {
+        "forward_ms": CostKey(
+            unit="milliseconds",
+            meaning="forward of one microbatch, one number for each part of the model in its order; of a U that is the "
+            "edge's first part, every cloud stage, the edge's last part; must be given",
+        ),
+        "backward_ms": CostKey(unit="milliseconds", meaning="its backward, likewise; default twice the forward"),
+        "latency_ms": CostKey(
+            unit="milliseconds",
+            meaning="one way, from each part to the next; or one number for the ways from and to the edge; default 0",
+        ),
+        "mbit": CostKey(unit="Mbit/s", meaning="bandwidth of the same ways, written likewise; default no limit"),
+        "message_kib": CostKey(unit="KiB", meaning="size of an activation, one number; default as in the run"),
+    }
+)
+"""The words of :func:`parse_costs`, in the order in which they are printed."""
 
 
 def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: int | None = None) -> Costs:
@@ -37,11 +71,9 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     values: dict[str, tuple[float, ...]] = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in ("forward_ms", "backward_ms", "latency_ms", "mbit", "message_kib") or name in values:
-            raise ConfigError(
-                f"costs: {word!r} is not one of forward_ms=, backward_ms=, latency_ms=, mbit=, message_kib=, each at "
-                f"most once; write {_EXAMPLE}"
-            )
+        if name not in COST_KEYS or name in values:
+            names = ", ".join(f"{key}=" for key in COST_KEYS)
+            raise ConfigError(f"costs: {word!r} is not one of {names}, each at most once; write {_EXAMPLE}")
         values[name] = _numbers(name, text)
     num_vstages = placement.num_vstages
     forward = _entries(values, "forward_ms", num_vstages, "virtual stages")
