@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in ("vtp_plugin", "patches"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", str(copy)]
@@ -76,6 +76,7 @@ def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
         message = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA"))).metadata
     [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/__init__.py").read_text(), re.MULTILINE)
     assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, ">=3.12")
+    assert (message["License-Expression"], message.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
     needed = {re.split(r"[<>=]", line)[0] for line in message.get_all("Requires-Dist") or [] if "extra" not in line}
     assert needed == {"megatron-core", "numpy", "packaging", "psutil", "torch"}
 
