@@ -19,10 +19,11 @@ from tests.multiproc.train_job import train
 from tests.pool import init_gloo
 from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.plan import Planning
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.planned import PlannedPipeline, Planning
+from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import agree
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement

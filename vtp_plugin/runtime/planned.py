@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin.options.plan import Planning
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Executor, Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Channel as ChannelName
-from vtp_plugin.schedule import Costs, Placement, Schedule
+from vtp_plugin.schedule import Placement, Schedule
 from vtp_plugin.schedule.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.step import Step, is_u_shaped, plan_step
 
@@ -32,19 +32,6 @@ class Ranks(Protocol):
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         """Make one text of all ranks' reports, on one of them, and return it on all."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """What the orders are planned for, as far as there is a choice: in the U.
-
-    Attributes:
-        costs: in ms; None lets the first steps measure them.
-        in_flight: most microbatches in flight, for all stages or for each; None for the default.
-    """
-
-    costs: Costs | None = None
-    in_flight: tuple[int, ...] | None = None
 
 
 class PlannedPipeline:

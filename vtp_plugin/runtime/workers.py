@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule import Placement, interleaved_placement, plain_placement, u_placement
+
+if TYPE_CHECKING:
+    from vtp_plugin.runtime.transport import Channel
 
 
 def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -> Placement:

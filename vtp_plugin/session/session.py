@@ -20,6 +20,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.options.plan import plan_layout, plan_orders, stage_boundaries
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
@@ -28,7 +29,6 @@ from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
-from vtp_plugin.session.plan import plan_layout, plan_orders, stage_boundaries
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.statement import state_request, state_run
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
-from vtp_plugin.runtime.planned import Planning
-from vtp_plugin.schedule import plain_placement, u_placement
+from vtp_plugin.schedule import Costs, plain_placement, u_placement
 from vtp_plugin.schedule.limits import check_in_flight
 from vtp_plugin.schedule.stated import parse_costs
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What the orders are planned for, as far as there is a choice: in the U.
+
+    Attributes:
+        costs: in ms; None lets the first steps measure them.
+        in_flight: most microbatches in flight, for all stages or for each; None for the default.
+    """
+
+    costs: Costs | None = None
+    in_flight: tuple[int, ...] | None = None
 
 
 def plan_layout(
