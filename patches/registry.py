@@ -44,7 +44,7 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
     from vtp_plugin.patches.core.models.common.language_module import language_module
     from vtp_plugin.patches.core.pipeline_parallel import p2p_communication, schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
-    from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, vocab_utils
+    from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
     modules = (
         parallel_state,
@@ -59,6 +59,8 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         checkpointing,
     )
     records = tuple(record for module in modules for record in module.records(session))
+    if session.has_sites:
+        records += training.site_records(session)
     return records + (u_shape_records(session) if session.config.layerwise_disaggregated else ())
 
 

@@ -13,9 +13,11 @@ from importlib.metadata import version as distribution_version
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from vtp_plugin import log
 from vtp_plugin.config import (
     DeviceName,
     DpModeName,
+    LogLevelName,
     ScheduleName,
     TransportName,
     VtpConfig,
@@ -62,6 +64,7 @@ def apply(
     audit: str | None = None,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
+    log_level: LogLevelName = "INFO",
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
@@ -90,6 +93,7 @@ def apply(
         audit: file that records every message between stages; each rank puts its number into the name.
         in_flight: most microbatches in flight then, on all stages or on each.
         costs: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures it.
+        log_level: least level of what the plugin says: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -116,6 +120,7 @@ def apply(
         audit=audit,
         in_flight=parse_in_flight(in_flight),
         costs=parse_cost_words(costs),
+        log_level=log_level,
     )
     if _Holder.session is not None:
         if request == _Holder.request:
@@ -149,6 +154,7 @@ def apply(
     session.applied.append(apply_records(argument_records(session, activate), host_version))
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
+        session.open_log()
         activate()
         session.meet()
 
@@ -166,6 +172,8 @@ def revert() -> None:
         applied.revert()
     if session.platform is not None:
         session.platform.uninstall()
+    if session.close_log is not None:
+        session.close_log()
 
 
 def status() -> tuple[PatchStatus, ...]:
@@ -269,7 +277,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.__excepthook__(kind, error, trace)
         text = "this rank failed with the error above"
     if monitor is not None or isinstance(error, VtpError):
-        print(f"{_prefix()} error: {text}{position}", file=sys.stderr, flush=True)
+        log.error(f"{text}{position}")
 
 
 def _leave_after_failure() -> None:
@@ -282,8 +290,3 @@ def _leave_after_failure() -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(1)
-
-
-def _prefix() -> str:
-    rank = os.environ.get("RANK")
-    return "[vtp]" if rank is None else f"[vtp rank {rank}]"

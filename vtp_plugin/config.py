@@ -13,6 +13,7 @@ DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 TransportName = Literal["auto", "rank0", "sliced"]
 ScheduleName = Literal["stock", "planned"]
 DpModeName = Literal["multiplex", "split"]
+LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class VtpConfig:
             busiest stage busy, and two.
         costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
             :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
+        log_level: least level of what the plugin says, see :mod:`vtp_plugin.log`.
     """
 
     size_list: tuple[int, ...] | Literal["auto"] | None = None
@@ -60,6 +62,7 @@ class VtpConfig:
     audit: str | None = None
     in_flight: tuple[int, ...] | None = None
     costs: tuple[str, ...] | None = None
+    log_level: LogLevelName = "INFO"
 
     def __post_init__(self) -> None:
         """Check every value that can be checked alone.
@@ -67,21 +70,20 @@ class VtpConfig:
         Raises:
             ConfigError: a value breaks its rule.
         """
-        if self.device not in get_args(DeviceName):
-            raise ConfigError(f"device {self.device!r} is unknown; use one of {', '.join(get_args(DeviceName))}")
-        if self.transport not in get_args(TransportName):
-            raise ConfigError(
-                f"transport {self.transport!r} is unknown; use one of {', '.join(get_args(TransportName))}"
-            )
-        if self.schedule not in get_args(ScheduleName):
-            raise ConfigError(f"schedule {self.schedule!r} is unknown; use one of {', '.join(get_args(ScheduleName))}")
+        for what, value, names in (
+            ("device", self.device, DeviceName),
+            ("transport", self.transport, TransportName),
+            ("schedule", self.schedule, ScheduleName),
+            ("dp mode", self.dp_mode, DpModeName),
+            ("log level", self.log_level, LogLevelName),
+        ):
+            if value not in get_args(names):
+                raise ConfigError(f"{what} {value!r} is unknown; use one of {', '.join(get_args(names))}")
         if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
             raise ConfigError(
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
-        if self.dp_mode not in get_args(DpModeName):
-            raise ConfigError(f"dp mode {self.dp_mode!r} is unknown; use one of {', '.join(get_args(DpModeName))}")
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
         if self.dp_list is not None and self.data_parallel_size is not None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import _get_default_store
 
+from vtp_plugin import log
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.patching import PatchRecord
@@ -98,6 +99,8 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
             stage_group=parallel_state.get_tensor_model_parallel_group(),
             num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
         )
+        session.open_log(rank)
+        log.info(session.describe())
 
     return initialize_model_parallel
 

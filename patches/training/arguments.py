@@ -95,6 +95,8 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             platform = session.choose_platform()
             if platform.name == "cpu":
                 args.distributed_backend = platform.backend
+            if session.config.size_list is not None:
+                session.open_log()
             if session.config.size_list is None:
                 check_without_stages(session.config)
                 activate()
@@ -131,13 +133,14 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             from vtp_plugin.patches.training.checkpointing import require_common_folder
 
             require_common_folder(session, args)
-        if args.rank == 0 and session.layout is not None:
-            print(session.describe(), flush=True)
+        if session.layout is not None:
             if not session.replicas.is_equal:
-                # Rank 0 is on the first stage.
-                size = args.micro_batch_size // session.replicas.micro_batch(0, 1)
-                print(describe_batches(args.global_batch_size, size, session.replicas), flush=True)
-            print(_vocabulary_hint(session, args), flush=True)
+                # Of the first stage, whatever the own one.
+                unit = session.replicas.micro_batch(session.layout.stage_of(args.rank), 1)
+                session.notes.append(
+                    describe_batches(args.global_batch_size, args.micro_batch_size // unit, session.replicas)
+                )
+            session.notes.append(_vocabulary_hint(session, args))
         return args
 
     return validate_args

@@ -1,11 +1,15 @@
-"""U5: set-up of a training run on stages with different numbers of chunks, of which only the first one has data."""
+"""U5: set-up of a run on stages with different numbers of chunks, only the first with data. S1: a log for each site."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
+from vtp_plugin import log
 from vtp_plugin.patches.training.models.dist_utils import keep_full_chunks
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
@@ -34,6 +38,49 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             optional=True,
         ),
     )
+
+
+def site_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the record for runs on several sites."""
+    return (
+        PatchRecord(
+            id="S1",
+            target="megatron.training.training:training_log",
+            build=functools.partial(_log_on_site, session),
+            why="one rank of the world prints the line of an iteration, which only its site sees",
+            versions=">=0.19,<0.20",
+            remove_when="Megatron knows sites",
+            optional=True,
+        ),
+    )
+
+
+def _log_on_site(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the first rank of a site that has no writer print a line too: number and time, but no loss."""
+    from megatron.training.global_vars import get_args, get_timers
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        rank = dist.get_rank()
+        if rank not in session.reporting_ranks.values() or session.site_of(rank) == session.site_of(
+            session.writer_rank
+        ):
+            return original(*args, **kwargs)
+        options: Any = get_args()
+        timers: Any = get_timers()
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        iteration, is_first = bound.arguments["iteration"], bound.arguments["is_first_iteration"]
+        # Before Megatron reads the same timer, which sets it back.
+        if iteration % options.log_interval == 0 or is_first:
+            elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)
+            elapsed_ms = 1e3 * elapsed_s / (1 if is_first else options.log_interval)
+            log.info(f"iteration {iteration}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}")
+        return original(*args, **kwargs)
+
+    return training_log
 
 
 def _build_iterators(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -298,8 +298,11 @@ class PipelineLayout:
             for rank in self.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
         )
 
-    def describe(self) -> str:
+    def describe(self, *, writer_rank: int | None = None) -> str:
         """Return a table for people: one line per stage, then one line about the world.
+
+        Args:
+            writer_rank: rank that reports, where it is not :attr:`writer_rank`.
 
         >>> print(PipelineLayout.from_sizes([1, 2], world_size=6).describe())
         stage  tp  cp  dp  ranks  leaders
@@ -322,9 +325,8 @@ class PipelineLayout:
             )
             for row in rows
         ]
-        return "\n".join(
-            [*lines, f"world size {self.world_size}, rank order {self.order}, writer rank {self.writer_rank}"]
-        )
+        writer_rank = self.writer_rank if writer_rank is None else writer_rank
+        return "\n".join([*lines, f"world size {self.world_size}, rank order {self.order}, writer rank {writer_rank}"])
 
     def _leaders_text(self, stage: int) -> str:
         grid = self.stages[stage]

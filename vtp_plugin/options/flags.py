@@ -32,7 +32,7 @@ class FlagGroup(Enum):
     WHAT = "vtp_plugin: what crosses (how tensors get from stage to stage)"
     WHEN = "vtp_plugin: when (the order of a step)"
     TRUST = "vtp_plugin: trust (a run over several sites)"
-    FAILURE = "vtp_plugin: failure (ranks that stop or do not come)"
+    FAILURE = "vtp_plugin: what a run says, and failure (ranks that stop or do not come)"
 
 
 def _same(value: Any) -> Any:
@@ -229,6 +229,15 @@ VTP_FLAGS: tuple[Flag, ...] = (
         field="timeout_s",
         type=float,
         help="a rank that does not answer for so long ends the run on all ranks; default 600",
+    ),
+    Flag(
+        name="--vtp-log-level",
+        group=FlagGroup.FAILURE,
+        metavar="INFO",
+        keyword="log_level",
+        field="log_level",
+        help="what the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
+        "rank of every other site, DEBUG from all ranks",
     ),
 )
 """All flags, in the order of ``--help``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
@@ -84,6 +85,28 @@ def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int
     """
     is_u_shaped = config.layerwise_disaggregated and num_stages > 1
     return (u_placement(num_stages) if is_u_shaped else plain_placement(num_stages)).boundaries
+
+
+def stage_sites(config: VtpConfig, num_stages: int) -> tuple[str, ...]:
+    """Name the site of every stage; a U-shaped pipeline has an edge and a cloud even where no sites were named.
+
+    >>> stage_sites(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=True), 3)
+    ('edge', 'cloud', 'cloud')
+    >>> stage_sites(VtpConfig(size_list=(1, 2)), 2)
+    ('', '')
+    """
+    if config.sites is not None:
+        return config.sites
+    return ("edge",) + ("cloud",) * (num_stages - 1) if config.layerwise_disaggregated else ("",) * num_stages
+
+
+def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, int]:
+    """Return the rank of every site that shows what the plugin says at INFO: the first leader of its first stage.
+
+    >>> reporting_ranks(PipelineLayout.from_sizes((1, 2, 2), world_size=5), ("edge", "cloud", "cloud"))
+    {'edge': 0, 'cloud': 1}
+    """
+    return {site: layout.leader(list(sites).index(site)) for site in dict.fromkeys(sites)}
 
 
 def plan_orders(config: VtpConfig, num_stages: int, message_bytes: int | None) -> Planning:

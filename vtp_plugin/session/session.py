@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+import vtp_plugin
+from vtp_plugin import log
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.options.plan import plan_layout, plan_orders, stage_boundaries
+from vtp_plugin.options.plan import plan_layout, plan_orders, reporting_ranks, stage_boundaries, stage_sites
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
@@ -30,7 +32,7 @@ from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
 from vtp_plugin.session.ranks import AllRanks
-from vtp_plugin.session.statement import state_request, state_run
+from vtp_plugin.session.statement import digest_of, state_request, state_run
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,8 @@ class Session:
         exchange_options: how tensors cross, by the model configuration; None before all ranks' were compared.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
         audit: record of what crosses; None unless asked for, or before the channels are open.
+        notes: lines that the start-up summary ends with.
+        close_log: puts the logger back as it was; None before the plugin said anything.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -76,6 +80,8 @@ class Session:
         self.tensor_bytes: int | None = None
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
+        self.notes: list[str] = []
+        self.close_log: Callable[[], None] | None = None
 
     @property
     def communicator(self) -> PipelineCommunicator | None:
@@ -258,9 +264,14 @@ class Session:
             self.audit = None
 
     def describe(self) -> str:
-        """Show the layout and how every boundary is crossed, for the log of rank 0."""
+        """Say that the plugin is active, with a digest of what was agreed on; then who is where and what crosses."""
         assert self.layout is not None and self.platform is not None
-        lines = [self.layout.describe()]
+        sizes = ",".join(map(str, self.layout.tp_sizes))
+        lines = [
+            f"vtp_plugin {vtp_plugin.__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
+            f"digest {digest_of(self.statement())}",
+            self.layout.describe(writer_rank=self.writer_rank),
+        ]
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")
         if not self.replicas.is_equal:
@@ -269,7 +280,35 @@ class Session:
             strategy, reason = self.transport_rules.choose(self.layout, upstream, downstream)
             lines.append(f"boundary {upstream}->{downstream}: {strategy} ({reason})")
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
+
+    def open_log(self, rank: int | None = None) -> None:
+        """Let the plugin's records be seen, of INFO those of one rank a site; may be called again when more is known.
+
+        Args:
+            rank: own rank, once the layout is known.
+        """
+        if self.close_log is None:
+            self.close_log = log.install(self.config.log_level)
+        log.set_level(self.config.log_level)
+        if rank is not None and self.layout is not None:
+            log.set_reporter(rank=rank, is_reporter=rank in self.reporting_ranks.values())
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether the stages lie on several sites, as far as is known before the layout."""
+        return self.config.layerwise_disaggregated or len(set(self.config.sites or ())) > 1
+
+    @property
+    def reporting_ranks(self) -> dict[str, int]:
+        """Rank of every site that shows what the plugin says."""
+        assert self.layout is not None
+        return reporting_ranks(self.layout, stage_sites(self.config, self.layout.num_stages))
+
+    def site_of(self, rank: int) -> str:
+        """Return the site of a rank; the empty string where all are at one."""
+        assert self.layout is not None
+        return stage_sites(self.config, self.layout.num_stages)[self.layout.stage_of(rank)]
 
     def agree_on_exchange(self, read: Callable[[], ExchangeOptions]) -> ExchangeOptions:
         """Read how tensors cross and, the first time, compare it over all ranks; a collective call.

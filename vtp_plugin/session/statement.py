@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from importlib.metadata import version as distribution_version
 
 import vtp_plugin
@@ -42,3 +45,12 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
         "vtp_costs": " ".join(config.costs or ()),
     }
+
+
+def digest_of(statement: Mapping[str, object]) -> str:
+    """Give a short mark of a statement: two logs that show the same one come from ranks that were told the same.
+
+    >>> digest_of({"vtp_size_list": "1,2"})
+    '936e500c'
+    """
+    return hashlib.sha256(json.dumps(statement, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,0 +1,54 @@
+"""What a run says: who says it, that the plugin is active, and that each site sees its iterations."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import vtp_plugin
+from tests.multiproc.training_cases import train
+from tests.pool import Pool
+from vtp_plugin import log
+
+pytestmark = pytest.mark.timeout(200)
+
+ACTIVE = re.compile(
+    rf"^\[vtp rank (\d+)\] vtp_plugin {re.escape(vtp_plugin.__version__)} is active: vtp_size_list 1,2 on 3 ranks, "
+    r"digest ([0-9a-f]{8})$",
+    re.MULTILINE,
+)
+
+
+def own_lines(output: str) -> list[str]:
+    """Return the plugin's lines."""
+    return [line for line in output.splitlines() if line.startswith("[vtp")]
+
+
+def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(script_pool: Pool) -> None:
+    u_shape = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2", "--vtp-sites", "edge,cloud"]
+    edge, leader, other = (run.output for run in train(script_pool, "1,2", u_shape))
+    found = ACTIVE.findall(edge + leader + other)
+    assert [rank for rank, _ in found] == ["0", "1"], "one rank of each site says it once"
+    assert found[0][1] == found[1][1], "the sites agreed on one thing"
+    assert "writer rank 0" in edge and "lm loss" in edge
+    assert not own_lines(other)
+    iterations = re.findall(r"^\[vtp rank 1\] (iteration \d+/4 \| .*)$", leader, re.MULTILINE)
+    assert len(iterations) == 4, leader
+    for line in iterations:
+        assert re.fullmatch(r"iteration \d/4 \| elapsed time per iteration \(ms\): \d+\.\d", line)
+    assert "[vtp rank 0] iteration" not in edge, "Megatron prints the edge's line"
+    assert all(len(line) <= log.WIDTH for output in (edge, leader) for line in own_lines(output))
+
+
+def test_details_come_from_every_rank_and_warnings_leave_the_summary_out(script_pool: Pool) -> None:
+    for level, ranks in (("DEBUG", ["0", "1", "2"]), ("WARNING", [])):
+        outputs = [run.output for run in train(script_pool, "1,2", ["--vtp-log-level", level, "--train-iters", "1"])]
+        assert [rank for rank, _ in ACTIVE.findall("\n".join(outputs))] == ranks
+
+
+@pytest.mark.parametrize(("options", "speakers"), [({}, [0]), ({"sites": ["edge", "cloud"]}, [0, 1])], ids=str)
+def test_megatron_core_alone_says_it_too(pool: Pool, options: dict[str, object], speakers: list[int]) -> None:
+    outputs: list[str] = pool.run(3, "tests.multiproc.log_job:start", {"sizes": (1, 2), **options}, timeout_s=90.0)
+    assert [rank for rank, output in enumerate(outputs) if ACTIVE.search(output)] == speakers
+    assert all(bool(own_lines(output)) == (rank in speakers) for rank, output in enumerate(outputs))
