@@ -53,6 +53,8 @@ class ModelGroup(dist.ProcessGroup):
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group
         # What dist.get_process_group_ranks reads.
+        # torch asks for the backend's name when it reports a collective that failed.
+        _world.pg_map[self] = _world.pg_map[whole_stage_group]
         _world.pg_group_ranks[self] = {member: i for i, member in enumerate(range(layout.world_size))}
 
     # torch declares all forms of this method; dist.all_reduce uses this one.
