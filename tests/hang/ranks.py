@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,15 +16,11 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from tests.lines import error_line
 from tests.pool import ENVIRONMENT, HOST, ROOT, free_port
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 _ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-# Torch's report of a broken connection to the store, line by line.
-_LOST_STORE = re.compile(
-    r"(\[rank\d+\]:)?\[W\S+ \S+ TCPStore\.cpp:\d+\] \[c10d\] |"
-    r"Exception raised from |frame #\d+: |<omitting python frames>"
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,14 +60,9 @@ class Rank:
         """Return standard output and error so far."""
         return self.output.read_text() if self.output.exists() else ""
 
-    def last_line(self) -> str:
-        """Return the last line of output, without the prefix that torch adds to what an exception hook prints.
-
-        Torch reports at length when the store's connection breaks, from C++ and on any thread: where the process that
-        keeps the store has died, this may come between our line and the end of the process.
-        """
-        lines = [line for line in self.text().splitlines() if line.strip() and not _LOST_STORE.match(line)]
-        return re.sub(r"^(\[rank\d+\]: )+", "", lines[-1]) if lines else ""
+    def error_line(self) -> str:
+        """Return our last error line, or nothing; see :mod:`tests.lines`."""
+        return error_line(self.text())
 
 
 def wait_until(is_true: object, limit_s: float, what: str) -> float:

@@ -45,9 +45,9 @@ def start_all(whole: Run, *arguments: str, ranks: Sequence[int] = range(WORLD), 
 
 
 def assert_ends(whole: Run, ranks: Sequence[int], timeout_s: float = TIMEOUT_S, status: int = 1) -> list[str]:
-    """Wait for ranks to end by themselves, in time, each with one line of ours as the last; return these lines."""
+    """Wait for ranks to end by themselves, in time, each with a line of ours; return these lines."""
     whole.ended(ranks, timeout_s + SLACK_S)
-    lines = [whole.ranks[rank].last_line() for rank in ranks]
+    lines = [whole.ranks[rank].error_line() for rank in ranks]
     for rank, line in zip(ranks, lines, strict=True):
         assert whole.ranks[rank].status() == status, whole.ranks[rank].text()
         assert line.startswith(f"[vtp rank {rank}] error: "), whole.ranks[rank].text()[-3000:]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.lines import error_line
 from tests.multiproc.cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
@@ -121,4 +122,4 @@ def test_planned_schedule_without_stages_is_refused(script_pool: Pool) -> None:
     command = [*MODEL, "--global-batch-size", "8", "--train-iters", "1", "--vtp-schedule", "planned"]
     (run,) = launch(script_pool, 1, {"arguments": [*command, "--vtp-device", "cpu"]})
     assert run.exit_code not in (0, None)
-    assert "planned schedules need stages: give --vtp-size-list, such as 1,1" in run.output.rstrip().splitlines()[-1]
+    assert "planned schedules need stages: give --vtp-size-list, such as 1,1" in error_line(run.output)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.lines import error_line
 from tests.multiproc.training_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
@@ -206,6 +207,6 @@ def test_rank_that_fails_in_a_step_ends_all(pool: Pool, world: str) -> None:
     assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
     assert "RuntimeError: the disk is on fire" in runs[1].output
     for rank, run in enumerate(runs):
-        last = run.output.rstrip().splitlines()[-1]
-        assert f"[vtp rank {rank}] error: " in last
-        assert rank == 1 or "rank 1 failed: RuntimeError: the disk is on fire" in last, last
+        line = error_line(run.output)
+        assert f"[vtp rank {rank}] error: " in line
+        assert rank == 1 or "rank 1 failed: RuntimeError: the disk is on fire" in line, line

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.lines import error_line
 from tests.multiproc.training_cases import (
     ScriptRun,
     arguments,
@@ -222,5 +223,5 @@ def test_replica_that_fails_in_a_step_ends_all(pool: Pool) -> None:
     assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
     assert "RuntimeError: the disk is on fire" in runs[1].output
     for rank in (0, 2):
-        last = runs[rank].output.rstrip().splitlines()[-1]
-        assert f"[vtp rank {rank}] error: " in last and "rank 1 failed: RuntimeError: the disk is on fire" in last, last
+        line = error_line(runs[rank].output)
+        assert f"[vtp rank {rank}] error: " in line and "rank 1 failed: RuntimeError: the disk is on fire" in line, line

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.lines import error_line
 from tests.pool import ROOT, Pool
 
 EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
@@ -169,16 +170,15 @@ def assert_same_training(
 
 
 def assert_refused(runs: Sequence[ScriptRun], *words: str) -> None:
-    """Check that every rank ended by itself, not well, and that its last line gives the reason that all ranks give."""
+    """Check that every rank ended by itself, not well, and that its error line gives the reason that all ranks give."""
     codes = [run.exit_code for run in runs]
     assert all(code not in (0, None) for code in codes), (codes, [run.output[-3000:] for run in runs])
     assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
-    last = [run.output.rstrip().splitlines()[-1] for run in runs]
-    # torch puts its own rank in front; behind our reason stands what this rank was doing.
-    pattern = r"^(?:\[rank\d+\]: )?\[vtp(?: rank \d+)?\] error: (.*?)(; this rank .*)?$"
-    reasons = {re.sub(pattern, r"\1", line) for line in last}
-    assert len(reasons) == 1, last
-    assert all(re.match(pattern, line) for line in last), last
+    lines = [error_line(run.output) for run in runs]
+    assert all(lines), [run.output[-3000:] for run in runs]
+    # Behind our reason stands what this rank was doing.
+    reasons = {re.sub(r"^\[vtp(?: rank \d+)?\] error: (.*?)(; this rank .*)?$", r"\1", line) for line in lines}
+    assert len(reasons) == 1, lines
     (reason,) = reasons
     for word in words:
         assert word in reason, (word, reason)
