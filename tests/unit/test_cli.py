@@ -12,6 +12,7 @@ import pytest
 
 import vtp_plugin
 from tests.import_rules import ROOT
+from tests.lines import error_line
 from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
