@@ -1,10 +1,13 @@
 """Errors of the plugin.
 
 A :class:`VtpError` is meant for a person: its text is one line that names the value, the rule and the way out, and the
-plugin's exception hook prints it without a stack trace. Broken internal invariants are plain ``assert`` statements.
+plugin's exception hook prints it without a stack trace. What protects a run raises one, too: ``python -O`` removes
+``assert`` statements, so these only tell the type checker what is known (``is not None``, ``isinstance``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class VtpError(Exception):
@@ -17,6 +20,29 @@ class ConfigError(VtpError, ValueError):
 
 class PatchError(VtpError, RuntimeError):
     """A patch does not fit the Megatron that is installed, or its state does not allow the request."""
+
+
+class PlanError(VtpError, AssertionError):
+    """A plan or an order breaks a rule that the plugin itself must keep; the run may not begin with it, or go on.
+
+    Args:
+        problem: what is wrong, with the values.
+
+    >>> str(PlanError("rank 3 never gets [0:4]"))
+    'rank 3 never gets [0:4]; this is a bug of vtp_plugin: please report this line and the command'
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; this is a bug of vtp_plugin: please report this line and the command")
+
+    @classmethod
+    def listing(cls, what: str, problems: Sequence[str]) -> PlanError:
+        """Name the first problems that a check found.
+
+        >>> str(PlanError.listing("invalid order", ["a", "b", "c", "d", "e"])).partition(";")[0]
+        'invalid order (5 problems): a | b | c'
+        """
+        return cls(f"{what} ({len(problems)} problem{'s'[: len(problems) > 1]}): {' | '.join(problems[:3])}")
 
 
 class PeerError(VtpError, RuntimeError):

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin import log
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
@@ -198,7 +198,9 @@ def _choose_own_lane(session: Session) -> None:
         # A rank of a narrow stage is in several lanes; its own comes first.
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]
         parallel_state._PIPELINE_GLOBAL_RANKS = parallel_state._PIPELINE_GLOBAL_RANKS[0]
-    assert tuple(parallel_state._PIPELINE_GLOBAL_RANKS) == layout.lane_of(dist.get_rank())
+    found, planned = tuple(parallel_state._PIPELINE_GLOBAL_RANKS), layout.lane_of(dist.get_rank())
+    if found != planned:
+        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {planned}")
     if not session.has_stock_ends:
         # The ends of a lane hold different slices of the embedding, or the last one holds none: an all-reduce over them
         # would mix rows.

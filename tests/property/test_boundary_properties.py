@@ -43,7 +43,7 @@ from vtp_plugin.boundary import (
 )
 from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape, Side
 from vtp_plugin.boundary.spread import overlaps
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 
 SETTINGS = settings(max_examples=100, deadline=None)
 DOWNSTREAM = 1000  # first rank that a downstream stage may have
@@ -251,7 +251,7 @@ def deliver(plan: BoundaryPlan) -> None:
     tensor = np.arange(math.prod(plan.src.shape)).reshape(plan.src.shape)
     try:
         memory = finish(plan, after_transfers(plan, after_start(plan, tensor), tensor.ndim), tensor.ndim)
-    except (AssertionError, ValueError) as error:  # a box is not held; a shape does not fit
+    except (PlanError, ValueError) as error:  # a box is not held; a shape does not fit
         raise NotDeliveredError(str(error)) from error
     for holding in plan.dst.holdings:
         got = memory[holding.rank]

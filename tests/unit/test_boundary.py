@@ -43,7 +43,7 @@ from vtp_plugin.boundary.pipeline import (
     TransportRules,
     pipeline_boundaries,
 )
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 from vtp_plugin.layout.replicas import DpMode
 
@@ -150,7 +150,7 @@ class TestSpread:
     def test_partly_shared_boxes_cannot_be_divided(self) -> None:
         front, back = ((0, 2),), ((2, 4),)
         holdings = (Holding(rank=0, boxes=(front, back)), Holding(rank=1, boxes=(front,)))
-        with pytest.raises(AssertionError, match="share some of their boxes"):
+        with pytest.raises(PlanError, match="share some of their boxes"):
             Spread(shape=(4,), holdings=holdings).divided()
 
     @pytest.mark.parametrize(
@@ -165,15 +165,15 @@ class TestSpread:
         ],
     )
     def test_what_is_not_a_partition_is_refused(self, boxes: tuple[list[Box], list[Box]], message: str) -> None:
-        with pytest.raises(AssertionError, match=message):
+        with pytest.raises(PlanError, match=message):
             Spread(shape=(4,), holdings=tuple(Holding(rank=r, boxes=tuple(own)) for r, own in enumerate(boxes)))
 
     def test_rank_listed_twice(self) -> None:
-        with pytest.raises(AssertionError, match="twice"):
+        with pytest.raises(PlanError, match="twice"):
             replicated(SHAPE, (1, 1))
 
     def test_boxes_of_different_widths_are_not_one_memory(self) -> None:
-        with pytest.raises(AssertionError, match="different widths"):
+        with pytest.raises(PlanError, match="different widths"):
             _ = Holding(rank=0, boxes=(((0, 1), (0, 2)), ((1, 2), (0, 3)))).local_shape
 
 
@@ -319,7 +319,7 @@ class TestRegistry:
 
     def test_shapes_must_agree(self) -> None:
         for planner in STRATEGIES.values():
-            with pytest.raises(AssertionError, match="shape"):
+            with pytest.raises(PlanError, match="shape"):
                 planner(replicated((4,), (0,)), replicated((5,), (1,)))
 
     def test_the_gradient_of_a_broadcast_comes_from_the_leader_alone(self) -> None:
@@ -336,12 +336,12 @@ class TestRegistry:
 
 class TestCollective:
     def test_rank_in_two_groups(self) -> None:
-        with pytest.raises(AssertionError, match="twice"):
+        with pytest.raises(PlanError, match="twice"):
             all_gather((1, 2), (2, 3))
 
     def test_none_has_no_members_and_others_have_some(self) -> None:
         for kind, groups in ((CollectiveKind.NONE, ((1,),)), (CollectiveKind.BROADCAST, ())):
-            with pytest.raises(AssertionError, match="over"):
+            with pytest.raises(PlanError, match="over"):
                 Collective(kind=kind, groups=groups)
 
 
@@ -367,11 +367,11 @@ class TestLocalSlices:
         assert local_slices(((1, 2), (0, 2)), holding) == (slice(3, 4), slice(0, 2))
 
     def test_box_that_is_not_held(self) -> None:
-        with pytest.raises(AssertionError, match="holds"):
+        with pytest.raises(PlanError, match="holds"):
             local_slices(rows(2, 4), sharded(SHAPE, (0, 1), dim=0).holdings[1])
 
     def test_box_over_two_held_ones(self) -> None:
-        with pytest.raises(AssertionError, match="holds"):
+        with pytest.raises(PlanError, match="holds"):
             local_slices(((0, 2),), Holding(rank=0, boxes=(((0, 1),), ((1, 2),))))
 
 
@@ -501,7 +501,7 @@ class TestCheck:
 
     def test_require_valid(self) -> None:
         require_valid(self.SHARDS)
-        with pytest.raises(AssertionError, match=r"rank 2 never gets \[0:2\]"):
+        with pytest.raises(PlanError, match=r"rank 2 never gets \[0:2\]"):
             require_valid(with_transfers(self.SHARDS, *self.SHARDS.transfers[1:]))
 
 

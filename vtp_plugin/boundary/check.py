@@ -21,6 +21,7 @@ from vtp_plugin.boundary.spread import (
     volume,
     whole_box,
 )
+from vtp_plugin.errors import PlanError
 
 
 def check(plan: BoundaryPlan) -> tuple[str, ...]:
@@ -51,9 +52,14 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
 
 
 def require_valid(plan: BoundaryPlan) -> None:
-    """Assert that a plan has no problem; the message shows all problems and the plan."""
+    """Stop the run if a plan has a problem.
+
+    Raises:
+        PlanError: It has; the message shows the first problems.
+    """
     problems = check(plan)
-    assert not problems, f"invalid boundary plan ({plan.strategy}): {'; '.join(problems)}\n{plan.describe()}"
+    if problems:
+        raise PlanError.listing(f"invalid boundary plan {plan.strategy}", problems)
 
 
 def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
@@ -162,7 +168,7 @@ def _delivered(plan: BoundaryPlan) -> dict[int, list[Box]]:
                     kept = [] if rank == root else arrived[rank]
                     delivered[rank] = kept + [part for part in parts if part is not None]
                 case _:
-                    raise AssertionError(plan.finish.kind)
+                    raise PlanError(f"finish {plan.finish.kind}: it completes nothing")
     return delivered
 
 

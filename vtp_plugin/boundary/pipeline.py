@@ -97,14 +97,18 @@ class Side:
             is_sharded: Tensor-parallel ranks hold slices, not copies (sequence parallelism).
 
         Raises:
-            ConfigError: The sequence does not divide.
+            ConfigError: The sequence does not divide, or the batch.
 
         >>> Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
         (((0, 2),), ((6, 8),))
         """
         cp, tp = self.cp, len(self.ranks_by_cp[0])
         batches = even_cuts(shape[1], self.num_replicas) if self.num_replicas > 1 else ()
-        assert len({stop - start for start, stop in batches}) <= 1, (shape, self)
+        if len({stop - start for start, stop in batches}) > 1:
+            raise ConfigError(
+                f"batch {shape[1]} cannot be cut for the {self.num_replicas} replicas of ranks {self.ranks}: use "
+                f"a multiple of {self.num_replicas}"
+            )
         rows = num_rows(_chunks(shape, 0, cp))
         if shape[0] % (2 * cp if cp > 1 else 1) or (is_sharded and rows % tp):
             multiple = (2 * cp if cp > 1 else 1) * (tp if is_sharded else 1)

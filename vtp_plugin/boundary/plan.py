@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,11 @@ class Collective:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        assert bool(self.groups) == (self.kind is not CollectiveKind.NONE), f"{self.kind} over {self.groups}"
+        if bool(self.groups) != (self.kind is not CollectiveKind.NONE):
+            raise PlanError(f"{self.kind} over {self.groups}")
         ranks = [rank for group in self.groups for rank in group]
-        assert len(set(ranks)) == len(ranks), f"rank listed twice in {self.groups}"
+        if len(set(ranks)) != len(ranks):
+            raise PlanError(f"rank listed twice in {self.groups}")
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -176,7 +178,7 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     0 -> 2 [0:4, 0:2]
     broadcast in (2, 3, 4)
     """
-    _assert_same_shape(src, dst)
+    _require_same_shape(src, dst)
     for spread in (src, dst):
         if not _is_for_leaders(spread):
             raise ConfigError(
@@ -239,7 +241,7 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
     0 -> 2 [0:6]
     1 -> 3 [0:6]
     """
-    _assert_same_shape(src, dst)
+    _require_same_shape(src, dst)
     if [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]:
         pairs = zip(src.holdings, dst.ranks, strict=True)
         transfers = [Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes]
@@ -331,9 +333,10 @@ def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
             )
             return (slice(first.start + base, first.stop + base), *rest)
         base += held[0][1] - held[0][0]
-    raise AssertionError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
+    raise PlanError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
 
 
-def _assert_same_shape(src: Spread, dst: Spread) -> None:
-    """Assert that both spreads are of the same global tensor."""
-    assert src.shape == dst.shape, f"the shape is {src.shape} upstream and {dst.shape} downstream"
+def _require_same_shape(src: Spread, dst: Spread) -> None:
+    """Refuse spreads of two different global tensors."""
+    if src.shape != dst.shape:
+        raise PlanError(f"the shape is {src.shape} upstream and {dst.shape} downstream")

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from vtp_plugin.errors import PlanError
+
 type Box = tuple[tuple[int, int], ...]
 """Half-open interval ``(start, stop)`` for every dimension of the global tensor."""
 
@@ -143,7 +145,8 @@ def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
     >>> even_cuts(4, 8)[:3]
     ((0, 1), (1, 1), (1, 2))
     """
-    assert length >= 0 and parts > 0, f"cannot cut {length} elements into {parts} parts"
+    if length < 0 or parts < 1:
+        raise PlanError(f"cannot cut {length} elements into {parts} parts")
     bounds = [-(-length * part // parts) for part in range(parts + 1)]
     return tuple(zip(bounds, bounds[1:], strict=False))
 
@@ -170,7 +173,8 @@ class Holding:
         (4, 3)
         """
         rest = {tuple(stop - start for start, stop in box[1:]) for box in self.boxes}
-        assert len(rest) == 1, f"rank {self.rank} holds boxes of different widths: {self.boxes}"
+        if len(rest) != 1:
+            raise PlanError(f"rank {self.rank} holds boxes of different widths: {self.boxes}")
         return (num_rows(self.boxes), *rest.pop())
 
 
@@ -178,7 +182,7 @@ class Holding:
 class Spread:
     """A global tensor cut into disjoint boxes, each held by one or more ranks.
 
-    Invariants, asserted on construction: every element is held by some rank, and two boxes of any two ranks are either
+    Invariants, checked on construction: every element is held by some rank, and two boxes of any two ranks are either
     the same box or share no element (a spread is one partition, not two overlaid ones).
 
     Attributes:
@@ -190,12 +194,16 @@ class Spread:
     holdings: tuple[Holding, ...]
 
     def __post_init__(self) -> None:
-        assert self.shape and all(length > 0 for length in self.shape), f"empty global shape {self.shape}"
-        assert self.holdings, "a spread needs at least one rank"
-        assert len(set(self.ranks)) == len(self.ranks), f"rank listed twice in {self.ranks}"
+        if not self.shape or min(self.shape) < 1:
+            raise PlanError(f"empty global shape {self.shape}")
+        if not self.holdings:
+            raise PlanError("a spread needs at least one rank")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise PlanError(f"rank listed twice in {self.ranks}")
         for holding in self.holdings:
-            assert len(set(holding.boxes)) == len(holding.boxes), f"rank {holding.rank} lists a box twice"
-        _assert_partition(self.shape, list({box for holding in self.holdings for box in holding.boxes}))
+            if len(set(holding.boxes)) != len(holding.boxes):
+                raise PlanError(f"rank {holding.rank} lists a box twice")
+        _require_partition(self.shape, list({box for holding in self.holdings for box in holding.boxes}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -270,21 +278,25 @@ class Spread:
         holdings = tuple(Holding(rank=rank, boxes=boxes_of[rank]) for rank in self.ranks)
         divided = Spread(shape=self.shape, holdings=holdings)
         held = sum(volume(box) for holding in holdings for box in holding.boxes)
-        assert held == math.prod(self.shape), f"ranks share some of their boxes, but not all: {self.holdings}"
+        if held != math.prod(self.shape):
+            raise PlanError(f"ranks share some of their boxes, but not all: {self.holdings}")
         return divided
 
 
-def _assert_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Assert that the distinct `boxes` cut the tensor without gap or overlap."""
+def _require_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Refuse distinct `boxes` that do not cut the tensor without gap or overlap."""
     for box in boxes:
-        assert len(box) == len(shape), f"box {format_box(box)} does not have the dimensions of {shape}"
+        if len(box) != len(shape):
+            raise PlanError(f"box {format_box(box)} does not have the dimensions of {shape}")
         inside = all(0 <= start < stop <= length for (start, stop), length in zip(box, shape, strict=True))
-        assert inside, f"box {format_box(box)} is empty or leaves the tensor {shape}"
+        if not inside:
+            raise PlanError(f"box {format_box(box)} is empty or leaves the tensor {shape}")
     for i, j in overlaps(boxes):
-        raise AssertionError(f"boxes {format_box(boxes[i])} and {format_box(boxes[j])} overlap but differ")
+        raise PlanError(f"boxes {format_box(boxes[i])} and {format_box(boxes[j])} overlap but differ")
     # Disjoint boxes inside the tensor cover it exactly when they have as many elements as it has.
     held = sum(volume(box) for box in boxes)
-    assert held == math.prod(shape), f"{held} elements are held, the tensor {shape} has {math.prod(shape)}"
+    if held != math.prod(shape):
+        raise PlanError(f"{held} elements are held, the tensor {shape} has {math.prod(shape)}")
 
 
 def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
@@ -310,7 +322,8 @@ def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
     >>> [h.boxes for h in sharded((5,), (3, 4), dim=0).holdings]
     [(((0, 3),),), (((3, 5),),)]
     """
-    assert 0 <= dim < len(shape), f"dimension {dim} of shape {shape}"
+    if not 0 <= dim < len(shape):
+        raise PlanError(f"dimension {dim} of shape {shape}")
     whole = whole_box(shape)
     pieces = [(*whole[:dim], cut, *whole[dim + 1 :]) for cut in even_cuts(shape[dim], len(ranks))]
     return Spread(

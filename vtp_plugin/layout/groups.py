@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 
 _AXES = {
@@ -78,7 +78,8 @@ class LayoutRankGenerator:
             ConfigError: the expert sizes do not fit a stage, an explicit expert tp size meets unequal stages, or a
                 replica-major order meets an expert dp size that differs from the dense one.
         """
-        assert expert or (ep == 1 and expert_tensor_parallel_size is None), "the dense generator has no expert sizes"
+        if not expert and (ep != 1 or expert_tensor_parallel_size is not None):
+            raise PlanError("the dense generator has no expert sizes")
         self._layout = layout
         self._axes = _AXES[layout.order]
         if expert:

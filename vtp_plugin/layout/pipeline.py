@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
 
 _MAX_RUNS_SHOWN = 6
@@ -220,15 +220,18 @@ class PipelineLayout:
         >>> PipelineLayout.from_sizes([1, 2], world_size=6, order=RankOrder.REPLICA_MAJOR).rank_of(1, 1, dp_rank=1)
         5
         """
-        assert 0 <= stage < self.num_stages, (stage, self.num_stages)
+        if not 0 <= stage < self.num_stages:
+            raise PlanError(f"stage {stage} is none of {self.num_stages}")
         grid = self.stages[stage]
-        assert 0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp, (tp_rank, cp_rank, dp_rank)
+        if not (0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp):
+            raise PlanError(f"tp rank {tp_rank}, cp rank {cp_rank}, dp rank {dp_rank}: stage {stage} is {grid}")
         in_replica = tp_rank + grid.tp * cp_rank
         return self._starts[stage] + in_replica + self._dp_stride(stage) * dp_rank
 
     def coord(self, rank: int) -> Coord:
         """Return the place of a rank. Inverse of :meth:`rank_of`."""
-        assert 0 <= rank < self.world_size, (rank, self.world_size)
+        if not 0 <= rank < self.world_size:
+            raise PlanError(f"rank {rank} is none of {self.world_size}")
         replica_major = self.order is RankOrder.REPLICA_MAJOR
         outer, rest = divmod(rank, self._dp_stride(0)) if replica_major else (0, rank)
         stage = bisect_right(self._starts, rest) - 1
@@ -276,7 +279,8 @@ class PipelineLayout:
         >>> PipelineLayout.from_sizes([1, 1], world_size=3, cp=[1, 2]).lane(0, cp_rank=1)
         (0, 2)
         """
-        assert 0 <= t < self.num_lanes, (t, self.num_lanes)
+        if not 0 <= t < self.num_lanes:
+            raise PlanError(f"lane {t} is none of {self.num_lanes}")
         return tuple(
             self.rank_of(stage, t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
             for stage, grid in enumerate(self.stages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.ordering.match import match
 from vtp_plugin.ordering.models import MODELS, RENDEZVOUS, Model
 from vtp_plugin.ordering.replay import Replay
@@ -40,7 +41,8 @@ def check(traces: Sequence[Trace], models: Sequence[Model] = MODELS) -> tuple[st
     HCCL (P2P_HCCL_BUFFSIZE=0): deadlock: rank 0 #0 send
     """
     ranks = [trace.rank for trace in traces]
-    assert len(set(ranks)) == len(ranks), ranks
+    if len(set(ranks)) != len(ranks):
+        raise PlanError(f"two traces of one rank: {ranks}")
     waits = [line for trace in traces for line in _wait_problems(trace)]
     partners, unmatched = match(traces, RENDEZVOUS)
     problems = [

@@ -151,7 +151,7 @@ class Replay:
         if standing.position != event.position and event not in self._launch(standing):
             return standing
         missing = self._missing(standing)
-        assert missing is not None, standing
+        assert missing is not None
         if self._next[missing] == len(self._traces[missing]):
             return Event(rank=missing, position=self._next[missing], kind=Kind.MARK, name=_END)
         return self._traces[missing][self._next[missing]]

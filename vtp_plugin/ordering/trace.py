@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vtp_plugin.errors import PlanError
+
 # Mark behind the last communication of a training step: no message may be under way there.
 END_OF_STEP = "end of step"
 
@@ -114,7 +116,9 @@ class Trace:
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
-        assert all(event.rank == self.rank and event.position == i for i, event in enumerate(self.events))
+        for i, event in enumerate(self.events):
+            if (event.rank, event.position) != (self.rank, i):
+                raise PlanError(f"trace of rank {self.rank}: event {i} says rank {event.rank}, place {event.position}")
 
 
 def renumbered(rank: int, events: tuple[Event, ...]) -> Trace:

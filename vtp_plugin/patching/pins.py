@@ -147,7 +147,8 @@ def write_pins(path: Path, pins: Mapping[str, Mapping[str, str]]) -> None:
 
 def _table(version: str, digests: Mapping[str, str]) -> str:
     # Quoted keys, since dots would nest; versions, targets and digests hold no character that needs an escape.
-    assert not any(char in text for text in (version, *digests, *digests.values()) for char in '"\\\n')
+    if any(char in text for text in (version, *digests, *digests.values()) for char in '"\\\n'):
+        raise PatchError(f"pins of {version}: a name or digest has a character that needs an escape; write it by hand")
     lines = [f'"{target}" = "{digests[target]}"\n' for target in sorted(digests)]
     return f'\n["{version}"]\n' + "".join(lines)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vtp_plugin.boundary.pipeline import Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, local_slices
 from vtp_plugin.boundary.spread import even_cuts
+from vtp_plugin.errors import PlanError
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 
@@ -54,7 +55,8 @@ class StageCollectives:
         ranks = plan.start.group_of(self._rank)
         if ranks is None:
             return tensor
-        assert plan.start.kind is CollectiveKind.GATHER, plan.start
+        if plan.start.kind is not CollectiveKind.GATHER:
+            raise PlanError(f"{place}: start {plan.start.kind}: only a gather can come before the transfers")
         root, parts, whole = ranks[0], None, tensor
         if self._rank == root:
             holding = plan.sent_from(root)
@@ -92,7 +94,8 @@ class StageCollectives:
     def _send_pieces(self, tensor: torch.Tensor, ranks: tuple[int, ...], arriving: list[dist.Work]) -> None:
         """Complete a tensor of which each rank has one even cut of the rows, by messages to all others."""
         # Messages carry no tags: the finishes of a channel must be done in the order in which they were posted.
-        assert self._open_finishes.popleft() is tensor, f"{self._name}: receives are waited for out of order"
+        if self._open_finishes.popleft() is not tensor:
+            raise PlanError(f"{self._name}: receives are waited for out of order")
         piece = _pieces(tensor, ranks)[self._rank]
         sends = [dist.isend(piece, rank, self._pieces_group) for rank in _others(ranks, self._rank, 1) if len(piece)]
         for work in (*sends, *arriving):
@@ -116,7 +119,8 @@ class StageCollectives:
                 parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
             self._run(kind, ranks, place, lambda: dist.scatter(tensor, parts, root, group))
         else:
-            assert kind is CollectiveKind.ALL_GATHER, plan.finish
+            if kind is not CollectiveKind.ALL_GATHER:
+                raise PlanError(f"{place}: finish {kind}: it completes nothing")
             if self._pieces_group is not None:
                 self._run(kind, ranks, place, lambda: self._send_pieces(tensor, ranks, arriving))
             else:
@@ -125,7 +129,8 @@ class StageCollectives:
 
     def _run(self, kind: str, ranks: Sequence[int], place: str, run: Callable[[], object]) -> None:
         """Run a collective, timed."""
-        assert self._stage_group is not None, "a stage of several ranks has a group"
+        if self._stage_group is None:
+            raise PlanError(f"{place}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
         with self._waits.timed(place, peer, f"{kind} among {peer}"):
             run()

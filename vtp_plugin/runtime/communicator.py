@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
@@ -101,7 +102,8 @@ def open_channels(
                 opened = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name)
                 pieces = pieces or opened
         if rank in crossing.members:
-            assert crossing.name not in channels, f"two channels of one rank are called {crossing.name}"
+            if crossing.name in channels:
+                raise PlanError(f"two channels of rank {rank} are called {crossing.name}")
             channels[crossing.name] = Channel(crossing, order, group, stage_group, pieces, platform, monitor, audit)
     for channel in channels.values():
         channel.warm_up()
@@ -179,7 +181,8 @@ class PipelineCommunicator:
                 waited for: the receiver may post only after an exchange with a third rank, which may need this one.
 
         Raises:
-            ConfigError: the header of a tensor does not fit what this rank expects, or the sequence does not divide.
+            ConfigError: the header of a tensor does not fit what this rank expects, the sequence does not divide, a
+                shape is missing, or there is no neighbour.
         """
         posted: dict[str, Work] = {}
         received: dict[str, torch.Tensor] = {}
@@ -192,7 +195,8 @@ class PipelineCommunicator:
             elif options.has_variable_shapes:
                 headers[name] = (channel, *channel.post_header_recv())
             else:
-                assert shape is not None, "the schedule must tell the shape of what is received"
+                if shape is None:
+                    raise ConfigError(f"{name}: the shape of what is received is not known; give it")
                 received[name], posted[name] = _receive(channel, shape, options)
         # One order on all ranks of a stage: what completes a receive, also that of a header, is a collective.
         for name in (name for name in _WAIT_ORDER if name in headers):
@@ -222,7 +226,8 @@ class PipelineCommunicator:
         chosen = []
         for name, channel, is_wanted in zip(_WAIT_ORDER, channels, wanted, strict=True):
             if is_wanted:
-                assert channel is not None, f"{name}: this stage has no neighbour there"
+                if channel is None:
+                    raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
                 chosen.append((name, channel))
         return sorted(chosen, key=lambda pair: pair[1].order)
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.runtime.communicator import ExchangeOptions, Work
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement, Schedule, channel_of, started_by
@@ -130,7 +131,8 @@ class Executor:
 
     def __init__(self, schedule: Schedule, worker: int, links: Mapping[ChannelName, Link], compute: Compute) -> None:
         placement = schedule.placement
-        assert all(placement.crosses(v) for v in range(placement.num_vstages - 1)), placement
+        if not all(placement.crosses(v) for v in range(placement.num_vstages - 1)):
+            raise PlanError(f"{schedule.name}: virtual stages {placement.stages}: two in a row are on one stage")
         self._schedule = schedule
         self._placement: Placement = placement
         self._actions = schedule.orders[worker]
@@ -151,11 +153,18 @@ class Executor:
         }
 
     def run(self) -> None:
-        """Carry out all actions of the worker; afterwards nothing is under way."""
+        """Carry out all actions of the worker; afterwards nothing is under way.
+
+        Raises:
+            ConfigError: the model gives nothing to send.
+            PlanError: something is left over.
+        """
         for action in self._actions:
             self._handlers[action.op](action)
-        assert not (self._received or self._results or self._kept or self._sends), self._schedule.name
-        assert all(link.is_idle for link in self._links.values()), self._schedule.name
+        left = [name for name in ("received", "results", "kept", "sends") if getattr(self, f"_{name}")]
+        left += [f"messages on {name}" for name, link in self._links.items() if not link.is_idle]
+        if left:
+            raise PlanError(f"{self._schedule.name}: a step ended with tensors left over ({', '.join(left)})")
 
     def _link(self, action: Action) -> Link:
         return self._links[channel_of(self._placement, action)]
@@ -198,5 +207,10 @@ class Executor:
     def _keep_result(self, compute: Action, result: torch.Tensor | None) -> None:
         send = send_after(self._placement, compute)
         if send is not None:
-            assert result is not None, f"{compute} gives nothing to send"
+            if result is None:
+                what = "forward returned no tensor" if compute.op is Op.F else "backward gave no gradient of its input"
+                raise ConfigError(
+                    f"{compute}: the {what}, but a neighbouring stage waits for it; let the model's output depend "
+                    "on its input, and return it"
+                )
             self._results[send] = result

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import ReduceOp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.ordering.trace import Event, Group, Kind, Trace
 from vtp_plugin.platform.base import Platform
 
@@ -118,7 +119,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator; record it if it communicates."""
         result = func(*args, **(kwargs or {}))
-        assert func.namespace != "_c10d_functional", f"{func} is not known to the recorder"
+        if func.namespace == "_c10d_functional":
+            raise PlanError(f"{func} is not known to the recorder")
         if func.namespace == "c10d":
             self._on_operation(func, args, kwargs or {}, result)
         return result

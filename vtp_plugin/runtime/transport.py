@@ -17,7 +17,7 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import Crossing, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, Transfer, local_slices
 from vtp_plugin.boundary.spread import Holding
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit, require_allowed
 from vtp_plugin.runtime.collectives import StageCollectives
@@ -116,8 +116,9 @@ class Channel:
             cargo: what the tensor is; default is what the crossing is for.
 
         Raises:
-            ConfigError: the tensor is not what the cargo allows, or not of the type that the receiver expects. (A
-                mismatch in size would end the receiving process inside gloo.)
+            ConfigError: the tensor is not what the cargo allows, or not of the type or shape that the receiver expects.
+                (A mismatch in size would end the receiving process inside gloo.)
+            PlanError: this rank is not in the group of the channel.
         """
         place = self._sending
         self._num_sent += 1
@@ -127,7 +128,12 @@ class Channel:
                 "pipeline_dtype to the type of the stage's output"
             )
         own = Holding(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
-        assert tuple(tensor.shape) == own.local_shape, (place, tensor.shape, own)
+        if tuple(tensor.shape) != own.local_shape:
+            raise ConfigError(
+                f"{place}: the tensor to send has the shape {tuple(tensor.shape)}, the receiver expects this rank's "
+                f"part of {plan.src.shape}, which is {own.local_shape}; return activations [S, B, H] of one shape from "
+                "all ranks of the stage, or set variable_seq_lengths"
+            )
         local = self._stage.start(plan, tensor.detach(), place)
         holding = plan.sent_from(self._rank)
         transfers = plan.sends_of(self._rank)
@@ -240,8 +246,10 @@ class Channel:
         if batched:
             return dist.batch_isend_irecv(ops)
         works = [op.op(op.tensor, op.peer, group=op.group) for op in ops]
-        assert None not in works, "only members of the channel's group have transfers"
-        return [work for work in works if work is not None]
+        posted = [work for work in works if work is not None]
+        if len(posted) != len(works):
+            raise PlanError(f"{self.crossing.name}: rank {self._rank} has transfers but is not in the channel's group")
+        return posted
 
     def warm_up(self) -> None:
         """Send one element along every transfer of the plan, one after another in the plan's order.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.costs import Costs
 from vtp_plugin.schedule.placement import Placement
@@ -147,7 +148,8 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     ((0, 1, 0, 0, 1, 0), (1.0, 2.0, 1.0, 2.0, 4.0, 2.0), (4.0, 4.0, 0.0, 4.0, 4.0, 0.0), 28.0)
     """
     num_vstages = placement.num_vstages
-    assert len(costs.forward) == num_vstages, "costs of another placement"
+    if len(costs.forward) != num_vstages:
+        raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
     vstages, durations = [*range(num_vstages)], costs.forward
     # By step, the link v between v and v + 1 on which its message goes; the last virtual stage's forward sends nothing.
     links = [*range(num_vstages - 1), -1]
@@ -226,7 +228,8 @@ def dispatch(
                 arrived[q + 1][h] = end
                 heappush(events, (end, takers[q][h % len(takers[q])]))
             break
-    assert sum(map(len, orders)) == num_microbatches * chain.num_steps, "limits below 1"
+    if sum(map(len, orders)) != num_microbatches * chain.num_steps:
+        raise PlanError(f"limits {limits} let no microbatch start")
     return tuple(tuple(order) for order in orders)
 
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.channels import (
     Channel,
@@ -61,9 +62,14 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
 
 
 def require_valid(schedule: Schedule, *, limits: Sequence[int] | None = None) -> None:
-    """Assert that a schedule has no problem; the message shows all problems and the schedule."""
+    """Stop the run if a schedule has a problem.
+
+    Raises:
+        PlanError: It has; the message shows the first problems.
+    """
     problems = check(schedule, limits=limits)
-    assert not problems, f"invalid schedule ({schedule.name}): {'; '.join(problems)}\n{schedule.describe()}"
+    if problems:
+        raise PlanError.listing(f"invalid schedule {schedule.name}", problems)
 
 
 def is_lowered(schedule: Schedule) -> bool:

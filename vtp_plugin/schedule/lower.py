@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.channels import Channel, channel_of, peer_of, receive_for, send_after, wait_for
 from vtp_plugin.schedule.placement import Placement
@@ -177,7 +177,8 @@ def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
                 result.append((worker, places[worker]))
                 places[worker] += 1
         if len(result) == before:
-            assert before == sum(map(len, schedule.orders)), "the orders wait for each other"
+            if before != sum(map(len, schedule.orders)):
+                raise PlanError(f"{schedule.name}: deadlock: the orders wait for each other")
             return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,8 @@ class Placement:
         >>> plain_placement(3, num_replicas=(1, 2, 2)).worker(2, 1)
         4
         """
-        assert 0 <= replica < self.num_replicas[stage], (stage, replica)
+        if not 0 <= replica < self.num_replicas[stage]:
+            raise PlanError(f"replica {replica} is none of the {self.num_replicas[stage]} of stage {stage}")
         return self._first_workers[stage] + replica
 
     def place(self, worker: int) -> tuple[int, int]:

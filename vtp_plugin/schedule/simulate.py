@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.bounds import ROUNDING
 from vtp_plugin.schedule.channels import Channel, channel_of, link_of, started_by
@@ -99,8 +100,11 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     (17.0, 0.294, (2, 1))
     """
     problems = check(schedule)
-    assert not problems, f"invalid schedule ({schedule.name}): {'; '.join(problems)}"
-    assert len(costs.forward) == schedule.placement.num_vstages, "costs of another placement"
+    if problems:
+        raise PlanError.listing(f"invalid schedule {schedule.name}", problems)
+    num_vstages = schedule.placement.num_vstages
+    if len(costs.forward) != num_vstages:
+        raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
     if not is_lowered(schedule):
         schedule = lower(schedule, lookahead=max(map(len, schedule.orders)))
     walk = _Walk(schedule=schedule, costs=costs, mode=mode)
@@ -156,7 +160,8 @@ class _Walk:
                 while self.places[worker] < len(order) and self.step(worker, order[self.places[worker]]):
                     self.places[worker] += 1
                     moved = True
-        assert self.places == [len(order) for order in self.schedule.orders], "a checked schedule came to a stop"
+        if self.places != [len(order) for order in self.schedule.orders]:
+            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {self.places}")
 
     def step(self, worker: int, action: Action) -> bool:
         """Do one action; False if it waits for something whose time is not known yet."""

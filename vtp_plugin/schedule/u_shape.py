@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.schedule.bounds import ROUNDING, lower_bound, need_by_stage
 from vtp_plugin.schedule.chain import (
     Chain,
@@ -237,7 +237,8 @@ class _Search:
     def offer(self, name: str, orders: Orders) -> float:
         """Simulate a candidate, keep it if it is the best so far, and return its time."""
         span = makespan(self.chain, self.num_microbatches, orders)
-        assert span is not None, f"{name} deadlocks"
+        if span is None:
+            raise PlanError(f"{name}: deadlock: the orders wait for each other")
         self.num_tried += 1
         if span <= self.best[0]:
             memory = sum(self._peaks(orders))

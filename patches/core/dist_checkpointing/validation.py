@@ -48,7 +48,9 @@ def _sharding(original: Callable[[Any], list[Exception]]) -> Callable[[Any], lis
             return original(rank_sharding)
         first = shards[0]
         for shard in shards:
-            assert shard.dtype == first.dtype and shard.global_shape == first.global_shape, (first, shard)
+            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                found = f"{shard.dtype} {shard.global_shape} beside {first.dtype} {first.global_shape}"
+                return [CheckpointingException(f"{first.key}: two tensors are stored under one name: {found}")]
         boxes = [_box(shard) for shard in shards if is_main_replica(shard.replica_id)]
         problems = []
         if next(overlaps(boxes), None) is not None:

@@ -104,7 +104,8 @@ def communicator_class(session: Session, original: type) -> type:
                 )
             if (recv_prev or recv_next) and (self.config.pipeline_dtype is None or tensor_shape is None):
                 raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
-            assert wait_on_reqs or not self.config.batch_p2p_comm
+            if not wait_on_reqs and self.config.batch_p2p_comm:
+                raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or set overlap_p2p_comm")
             done = self._vtp.exchange(
                 self._vtp_options,
                 send_next=tensor_send_next,

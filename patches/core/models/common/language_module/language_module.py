@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
 
@@ -57,6 +58,10 @@ def _tie_chunks(session: Session, chunk: Any) -> None:
         session.embedding = weakref.ref(chunk.shared_embedding_or_output_weight())
     elif chunk.post_process:
         embedding = session.embedding() if session.embedding is not None else None
-        assert embedding is not None, "the edge's first chunk must be built before its last one"
+        if embedding is None:
+            raise ConfigError(
+                "the edge's last model chunk was built before its first one, whose word embedding it shares; build the "
+                "chunks in the order of their numbers, as Megatron's get_model does"
+            )
         weight = chunk.shared_embedding_or_output_weight()
         weight.data = embedding.data.clone()
