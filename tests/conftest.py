@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
 from tests.pool import Pool
@@ -13,6 +14,10 @@ from tests.pool import Pool
 # Every connection to a rendezvous store has the resolver look up the name of 127.0.0.1, where /etc/hosts does not help:
 # a name server that drops one of many such queries in a row costs its timeout each time, five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

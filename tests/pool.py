@@ -32,6 +32,7 @@ from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.pace import slowness
 from tests.pool_worker import serve
 
 if TYPE_CHECKING:
@@ -47,9 +48,8 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 120.0  # a module that is not preloaded, imported by twelve processes on two busy cores
-CLEAN_UP_TIMEOUT_S = 30.0
-GRACE_S = 3.0  # after the first failure, for the other ranks to return or to raise on their own
+TIMEOUT_S = 300.0  # of every phase of a job: jobs take seconds, but twelve ranks beside twenty busy processes minutes
+GRACE_S = 3.0  # on an idle machine, after the first failure, for the other ranks to return or to raise on their own
 POLL_S = 0.1  # a death is seen by polling, as a grandchild may hold the connection open
 LOG_TAIL_BYTES = 4000
 
@@ -98,7 +98,7 @@ class Pool:
         world_size: int,
         target: str,
         kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = TIMEOUT_S,
         *,
         node_sizes: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
@@ -124,9 +124,9 @@ class Pool:
         store = _store_server()
         per_rank = [{**(env or {}), **launch} for launch in _launch_env(store.port, world_size, node_sizes)]
         try:
-            self._phase(f"{target}: import", workers, [("load", target, e) for e in per_rank], START_TIMEOUT_S)
+            self._phase(f"{target}: import", workers, [("load", target, e) for e in per_rank], TIMEOUT_S)
             results = self._phase(target, workers, [("run", dict(kwargs or {}))] * world_size, timeout_s)
-            self._phase(f"{target}: clean-up", workers, [("clean_up",)] * world_size, CLEAN_UP_TIMEOUT_S)
+            self._phase(f"{target}: clean-up", workers, [("clean_up",)] * world_size, TIMEOUT_S)
         except BaseException:  # also a time-out of pytest's and Ctrl-C, which leave the workers in the middle of a job
             self._discard(workers)
             raise
@@ -177,7 +177,7 @@ class Pool:
                     case _:
                         failures[rank] = workers[rank].death(rank)
             if failures:
-                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S * slowness())
         elapsed_s = time.monotonic() - start_s
         for worker in (workers[rank] for rank in waiting):
             worker.ask_for_stacks()
@@ -189,20 +189,29 @@ class Pool:
 
 
 def free_port() -> int:
-    """Return a port that is free now, and that no connection will get: the kernel gives these ports from 32768 up."""
+    """Return a port for a process that binds it later, where its listening socket cannot be handed over.
+
+    It is free now, no connection gets it, since the kernel gives those from 32768 up, and no other process of the tests
+    as long as this one lives: each port has a mark, a name in Linux's abstract namespace, which ends with its process.
+    """
     while True:
-        port = random.randrange(20000, 32768)
-        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
-            return port
+        port, mark = random.randrange(20000, 32768), socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0vtp-test-port-{port}")
+            with socket.create_server((HOST, port)):
+                mark.detach()
+                return port
+        except OSError:
+            mark.close()
 
 
 def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = None) -> None:
     """Run code in processes that have imported torch and Megatron already, and that end with it; it may raise."""
     with Pool(max_workers=world_size) as own:
-        own.run(world_size, "tests.pool_jobs:run_code", {"code": textwrap.dedent(code)}, 120.0, env=env)
+        own.run(world_size, "tests.pool_jobs:run_code", {"code": textwrap.dedent(code)}, env=env)
 
 
-def init_gloo(timeout_s: float = 20.0) -> int:
+def init_gloo(timeout_s: float = TIMEOUT_S) -> int:
     """Join the job's gloo world as the default process group and return this rank; for use inside a job."""
     import torch.distributed as dist
 
@@ -262,7 +271,7 @@ class _Worker:
             return None
 
     def death(self, rank: int) -> RankFailure:
-        self._process.join(timeout=5.0)
+        self._process.join(timeout=60.0)
         code = self._process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
         return RankFailure(rank=rank, kind="died", summary=f"{how}; the end of its output:", text=self._log_tail())

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 
 
 def rank_and_pid(scale: int = 1) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def sum_of_ranks() -> tuple[torch.Tensor, int]:
 
 def world_from_env() -> tuple[int, int]:
     """Initialise as Megatron does, from the launcher's variables."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -63,12 +63,12 @@ def read_store_late() -> list[str]:
 
 def wait_for_a_peer_that_never_comes() -> None:
     """Hang in C++ on rank 1 while the others return."""
-    if init_gloo(timeout_s=100.0) == 1:
+    if init_gloo() == 1:
         dist.recv(torch.zeros(1), src=0)
 
 
 def raise_while_others_wait() -> None:
-    rank = init_gloo(timeout_s=100.0)
+    rank = init_gloo()
     if rank == 0:
         raise RuntimeError("the real reason")
     dist.barrier()

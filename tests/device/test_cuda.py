@@ -113,7 +113,7 @@ def _train(kind: str) -> list[list[float]]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]

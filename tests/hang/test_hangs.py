@@ -25,8 +25,6 @@ WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:ranks?|the members ranks) \d"
 POSITION = rf"{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
 STORE = "the store that the launcher or rank 0 keeps"
 
-pytestmark = pytest.mark.timeout(120)
-
 EVENTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 GRID = list(itertools.product(EVENTS, ("start", "forward", "backward", "save"), (0, 2), (False, True)))
 # Every value of every column, and most pairs.

@@ -392,9 +392,9 @@ class Runs:
         self._pool = pool
         self._kept: dict[Case, Run] = {}
 
-    def run(self, case: Case, *, timeout_s: float = 100.0) -> Run:
+    def run(self, case: Case) -> Run:
         """Train and put the result together."""
-        ranks = self._pool.run(case.world_size, "tests.multiproc.train_job:train", {"case": case}, timeout_s=timeout_s)
+        ranks = self._pool.run(case.world_size, "tests.multiproc.train_job:train", {"case": case})
         return assemble(case, ranks)
 
     def kept(self, case: Case) -> Run:

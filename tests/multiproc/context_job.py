@@ -14,7 +14,7 @@ from vtp_plugin.errors import ConfigError
 
 def train_with(case: Case, sizes: dict[int, int]) -> str:
     """Train one step with other context-parallel sizes in the configuration, by stage; give the refusal."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         trainer.config.context_parallel_size = sizes.get(stage, trainer.config.context_parallel_size)

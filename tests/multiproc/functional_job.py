@@ -38,7 +38,7 @@ class Work:
 
 def train_by_hand(case: Case, style: Style, is_async: bool) -> RankResult:
     """Run a case on this rank, with steps that call every exchange themselves."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with applied(case, force=False), model_parallel(case), closing(ByHand(case, style, is_async)) as trainer:
         return trainer.run()
 
@@ -176,7 +176,7 @@ def _works(case: Case, stage: int, num_microbatches: int) -> Iterator[Work]:
 
 def returns(transport: str) -> list[str]:
     """Send one tensor round a U of the sizes 1 and 2, and its gradient back; tell what the functions return."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     case = Case(sizes=(1, 2), layers=(1, 1, 1), transport=transport)
     with applied(case, force=False), model_parallel(case):
         config = ModelParallelConfig(
@@ -227,7 +227,7 @@ def _both_ends_of_the_edge(tensor: torch.Tensor, config: ModelParallelConfig, gr
 
 def lists_of_groups() -> list[str]:
     """Let an edge of one replica send one tensor to both cloud replicas; each sends another multiple back."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     case = Case(sizes=(1, 1), dp_list=(1, 2), layers=(1, 1, 1))
     with applied(case, force=False), model_parallel(case):
         config = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, batch_p2p_comm=False)
@@ -255,7 +255,7 @@ def _count(works: list[Any] | None) -> int | None:
 
 def refusals() -> list[str]:
     """Ask for what there is not on a plain pipeline of two replicas; collect the messages."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     case = Case(sizes=(1, 1), dp=2)
     lines = [_refusal(lambda: p2p.vtp_send_forward(torch.ones(1)))]
     with applied(case, force=True), model_parallel(case):

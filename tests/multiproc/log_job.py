@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 import vtp_plugin
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 
 
 def start(sizes: Sequence[int], **options: Any) -> str:
@@ -19,8 +19,8 @@ def start(sizes: Sequence[int], **options: Any) -> str:
     with tempfile.TemporaryFile() as stream:
         os.dup2(stream.fileno(), 2)
         try:
-            init_gloo(timeout_s=60.0)
-            vtp_plugin.apply(vtp_size_list=sizes, device="cpu", timeout_s=60.0, **options)
+            init_gloo()
+            vtp_plugin.apply(vtp_size_list=sizes, device="cpu", timeout_s=TIMEOUT_S, **options)
             parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(sizes))
         finally:
             os.dup2(kept, 2)

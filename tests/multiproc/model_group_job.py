@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import vtp_plugin
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.ordering.trace import Kind
 from vtp_plugin.platform import detect
 from vtp_plugin.runtime.recorder import Recorder
@@ -39,8 +39,10 @@ class Reduced:
 
 def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...], dp_sizes: tuple[int, ...]) -> Reduced:
     """Make the groups and reduce."""
-    init_gloo(timeout_s=60.0)
-    vtp_plugin.apply(vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, vtp_dp_list=dp_sizes, device="cpu", timeout_s=60.0)
+    init_gloo()
+    vtp_plugin.apply(
+        vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, vtp_dp_list=dp_sizes, device="cpu", timeout_s=TIMEOUT_S
+    )
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(tp_sizes))
         return _reduce(len(tp_sizes))

@@ -25,7 +25,7 @@ def record(case: Case, *, gathers_by_messages: bool) -> tuple[str, list[list[flo
         case: what to train.
         gathers_by_messages: complete slices as on gloo; else as on the devices that the checked models are of.
     """
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with pytest.MonkeyPatch.context() as patch, Recorder(detect("cpu")) as recorder:
         patch.setattr(CpuPlatform, "gathers_by_messages", gathers_by_messages)
         return _record(case, recorder)

@@ -20,7 +20,7 @@ from tests.pool import init_gloo
 
 def train(case: Case, num_samples: int) -> tuple[RankResult, list[list[int]]]:
     """Run a case whose microbatches are one row of samples; give also the lengths that this rank's attention saw."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with (
         applied(case, force=case.plugin == "forced"),
         model_parallel(case),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.multiproc.cases import Case, RankResult
 from tests.multiproc.train_job import train
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.plan import Planning
@@ -31,7 +31,6 @@ from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule.stated import format_costs
 
 SHAPE = (6, 1, 4)
-TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +136,7 @@ def run(
     varying: bool = False,
 ) -> Seen:
     """Run passes one after another on this rank."""
-    init_gloo(timeout_s=TIMEOUT_S)
+    init_gloo()
     layout = PipelineLayout.from_sizes(sizes, world_size=sum(sizes))
     placement, stage = u_placement(len(sizes)), layout.stage_of(dist.get_rank())
     platform = CpuPlatform("of the test")

@@ -22,8 +22,6 @@ from tests.multiproc.training_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:

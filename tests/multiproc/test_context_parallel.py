@@ -10,8 +10,6 @@ from tests.multiproc.cases import Case, Runs
 from tests.multiproc.test_parity import check_parity, contextual, mixed
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 ADAM = {"optimizer": "adam", "distributed_optimizer": True, "loss_scale": 1024.0}
 
 

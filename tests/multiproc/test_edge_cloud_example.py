@@ -13,7 +13,7 @@ import pytest
 
 from tests.pool import ROOT, free_port
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.full
 
 
 def _run(folder: Path, steps: int) -> dict[str, str]:
@@ -30,7 +30,7 @@ def _run(folder: Path, steps: int) -> dict[str, str]:
                 command, env=os.environ | known, stdout=log, stderr=subprocess.STDOUT, cwd=folder
             )
     try:
-        codes = {site: process.wait(timeout=120) for site, process in processes.items()}
+        codes = {site: process.wait(timeout=600) for site, process in processes.items()}
     finally:
         for process in processes.values():
             process.terminate()

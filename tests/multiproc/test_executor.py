@@ -15,8 +15,6 @@ from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, tr
 from tests.pool import Pool
 from vtp_plugin.ordering import MODELS, Event, blocking_sends, check, exposed_receives
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def planned(*sizes: int, **fields: Any) -> Case:
     return Case(sizes=sizes, schedule="planned", **fields)

@@ -10,8 +10,6 @@ from tests.multiproc.cases import PER_TOKEN, Case, Runs, assemble, assert_close,
 from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def by_hand(pool: Pool, case: Case, style: str, is_async: bool) -> Any:
     kwargs = {"case": case, "style": style, "is_async": is_async}

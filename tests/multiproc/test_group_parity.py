@@ -46,7 +46,7 @@ def test_uniform_list_builds_stock_groups(pool: Pool, chunk: int) -> None:
             "order": order,
         }
         worlds[case.id] = (sizes, tp * cp * pp * dp)
-    (differences,) = pool.run(1, f"{JOB}:compare", {"worlds": worlds}, timeout_s=120)
+    (differences,) = pool.run(1, f"{JOB}:compare", {"worlds": worlds})
     assert not differences, "\n".join(differences)
 
 
@@ -57,4 +57,4 @@ def test_virtual_stages_and_expert_tensor_size(pool: Pool) -> None:
         "virtual_pipeline_model_parallel_size": 2,
         "expert_tensor_parallel_size": 2,
     }
-    assert pool.run(1, f"{JOB}:compare", {"worlds": {"interleaved": (sizes, 16)}}, timeout_s=120) == [[]]
+    assert pool.run(1, f"{JOB}:compare", {"worlds": {"interleaved": (sizes, 16)}}) == [[]]

@@ -12,8 +12,6 @@ import pytest
 from tests.multiproc.training_cases import ScriptRun, arguments, launch, num_ranks, succeeded
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 FIRST_ID, NUM_IDS = 4000, 1000
 NUM_STEPS, NUM_MICROBATCHES, SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN_SIZE = 2, 4, 12, 2, 64
 SLICE = SEQ_LENGTH * MICRO_BATCH_SIZE * HIDDEN_SIZE // 2

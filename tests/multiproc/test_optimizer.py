@@ -19,8 +19,6 @@ from tests.multiproc.cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def check(runs: Runs, case: Case, *, rel: float = 1e-5) -> None:
     case = replace(case, wants_weights=True)

@@ -9,8 +9,6 @@ import pytest
 from tests.multiproc.training_cases import assert_same_training, train, uniform
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:

@@ -10,8 +10,6 @@ import torch
 from tests.multiproc.cases import Case, Run, assemble, assert_close, assert_weights_close, oracle_of
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 JOB = "tests.multiproc.packed_job:train"
 
 

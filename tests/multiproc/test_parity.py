@@ -113,14 +113,12 @@ def check_parity(runs: Runs, case: Case) -> Run:
     return run
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", DEFAULT_CASES, ids=str)
 def test_parity(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", FULL_CASES, ids=str)
 def test_parity_full(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
@@ -159,7 +157,6 @@ TRANSPORT_CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
     # Every fifth one by default: the machine that tests every change has two cores.
@@ -204,7 +201,6 @@ SHARDED_CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", defaults_first(SHARDED_CASES, 3))
 def test_sequence_parallelism(runs: Runs, case: Case) -> None:
     """Replicated and sharded boundaries, with a stage of one rank between sharded ones, and the ring's wrap-around."""
@@ -227,7 +223,6 @@ CONTEXT_CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", defaults_first(CONTEXT_CASES, 1))
 def test_context_parallelism(runs: Runs, case: Case) -> None:
     """The oracle sees whole sequences; with the attention of the tests it is Megatron's own, as the next test shows."""
@@ -260,7 +255,6 @@ MIXED_CASES = [
 ]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", defaults_first(MIXED_CASES, 2))
 def test_context_parallel_size_per_stage(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
@@ -268,7 +262,6 @@ def test_context_parallel_size_per_stage(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_evaluation_with_a_context_parallel_size_per_stage(runs: Runs) -> None:
     case = mixed((1, 1), (1, 2), wants_weights=True)
     plain, evaluated = runs.kept(case), runs.run(replace(case, num_evaluations=2))
@@ -284,7 +277,6 @@ def test_attention_of_the_tests_is_megatrons(runs: Runs) -> None:
     assert_weights_close(run, own)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["sliced", pytest.param("rank0", marks=pytest.mark.full)])
 def test_receives_need_no_fresh_memory_after_the_first_step(runs: Runs, transport: Any) -> None:
     run = runs.run(Case(sizes=(2, 3), transport=transport, vpp=2, num_microbatches=4, overlap_p2p=True))
@@ -293,7 +285,6 @@ def test_receives_need_no_fresh_memory_after_the_first_step(runs: Runs, transpor
         assert first > 0 and later == [first] * 3
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_only_leaders_of_first_and_last_stage_read_data(runs: Runs, vpp: int) -> None:
     case = Case(sizes=(2, 1, 3), vpp=vpp, num_microbatches=3)

@@ -10,8 +10,6 @@ import torch
 
 from tests.multiproc.cases import DISTRIBUTED, LR, Case, Runs, assert_close, assert_weights_close, defaults_first
 
-pytestmark = pytest.mark.timeout(240)
-
 SEQUENTIAL = Case(sizes=(1,), layers_per_chunk=4, num_microbatches=4, wants_weights=True)
 CASES = [
     Case(sizes=(1, 2), layers_per_chunk=2),

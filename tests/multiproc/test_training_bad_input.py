@@ -10,8 +10,6 @@ from tests.lines import error_line
 from tests.multiproc.training_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:
@@ -19,15 +17,11 @@ def pool(script_pool: Pool) -> Pool:
     return script_pool
 
 
-# Enough for ranks that start late on a busy machine, and far below the timeout of the plugin.
-LIMIT_S = 60.0
-
-
 def _refuse(
     pool: Pool, sizes: str, extra: list[str], *words: str, world_size: int | None = None, **kwargs: Any
 ) -> None:
     command = [*arguments(sizes), *extra]
-    runs = launch(pool, world_size or num_ranks(sizes), {"arguments": command, "timeout_s": LIMIT_S, **kwargs})
+    runs = launch(pool, world_size or num_ranks(sizes), {"arguments": command, **kwargs})
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 
@@ -146,7 +140,7 @@ def test_context_parallel_lists_are_refused(pool: Pool, extra: list[str], words:
 @pytest.mark.full
 def test_context_parallel_list_without_stages_is_refused(pool: Pool) -> None:
     command = [*MODEL, "--train-iters", "1", "--vtp-device", "cpu", "--vtp-cp-list", "1,2"]
-    runs = launch(pool, 2, {"arguments": command, "timeout_s": LIMIT_S})
+    runs = launch(pool, 2, {"arguments": command})
     assert_refused(runs, "--vtp-cp-list 1,2 needs stages: give --vtp-size-list, such as 1,1")
 
 
@@ -182,7 +176,7 @@ def test_bare_assertion_of_megatron_is_named(pool: Pool) -> None:
 
 def test_list_without_a_stage_size_that_megatron_refuses_by_leaving(pool: Pool) -> None:
     """An argument that does not exist ends argparse on every rank; it prints its own line."""
-    runs = launch(pool, 3, {"arguments": [*arguments("1,2"), "--no-such-option"], "timeout_s": LIMIT_S})
+    runs = launch(pool, 3, {"arguments": [*arguments("1,2"), "--no-such-option"]})
     assert [run.exit_code for run in runs] == [2, 2, 2]
     assert all("unrecognized arguments: --no-such-option" in run.output for run in runs)
 
@@ -201,9 +195,7 @@ def test_apply_and_flags_that_disagree_are_refused(pool: Pool, kwargs: dict[str,
 @pytest.mark.parametrize("world", ["1,2", pytest.param("2,3", marks=pytest.mark.full)])
 def test_rank_that_fails_in_a_step_ends_all(pool: Pool, world: str) -> None:
     """The rank with the error shows its traceback; the others name it."""
-    runs = launch(
-        pool, num_ranks(world), {"arguments": arguments(world), "hooks": ["fail_on_rank_1"], "timeout_s": LIMIT_S}
-    )
+    runs = launch(pool, num_ranks(world), {"arguments": arguments(world), "hooks": ["fail_on_rank_1"]})
     assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
     assert "RuntimeError: the disk is on fire" in runs[1].output
     for rank, run in enumerate(runs):

@@ -19,8 +19,6 @@ from tests.multiproc.training_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 DISTRIBUTED = ["--use-distributed-optimizer"]
 EVALUATE = ["--eval-interval", "2", "--eval-iters", "1"]
 

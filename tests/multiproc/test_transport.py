@@ -10,7 +10,6 @@ import pytest
 from tests.multiproc.transport_job import Move
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
 JOB = "tests.multiproc.transport_job"
 SHARDINGS = list(product((False, True), repeat=2))
 # Rows that 1, 2, 3 and 4 divide; and, for copies, rows that none of 2, 3, 4 divides.
@@ -36,7 +35,7 @@ def _gathers(move: Move) -> bool:
 
 def assert_moves(pool: Pool, moves: list[Move]) -> None:
     world_size = max(len(move.crossing().members) for move in moves)
-    problems = pool.run(world_size, f"{JOB}:move", {"moves": moves}, timeout_s=100.0)
+    problems = pool.run(world_size, f"{JOB}:move", {"moves": moves})
     assert [problem for rank in problems for problem in rank] == []
 
 
@@ -93,16 +92,14 @@ def test_context_parallel_sizes_that_differ(pool: Pool, src: tuple[int, int], ds
 def test_every_rank_derives_its_own_shape_from_the_header(pool: Pool, strategy: str) -> None:
     move = Move(src=(1, 2), dst=(1, 3), strategy=strategy, dst_sharded=True)
     shapes = [(12, 2, 3), (6, 1, 3), (30, 2, 3)]
-    found = pool.run(5, f"{JOB}:headers", {"one": move, "shapes": shapes}, timeout_s=60.0)
+    found = pool.run(5, f"{JOB}:headers", {"one": move, "shapes": shapes})
     assert found == [[], [], *[[(4, 2, 3), (2, 1, 3), (10, 2, 3)]] * 3]
 
 
 def test_a_tensor_that_does_not_fit_is_refused_before_it_is_received(pool: Pool) -> None:
     """Gloo would end the receiving process, or take the bytes for another type, without a word."""
     sent = [((5, 2, 3), "float32"), ((5, 2, 4), "float32"), ((5, 2, 3), "bfloat16"), ((0, 2, 3), "float32")]
-    sender, receiver = pool.run(
-        2, f"{JOB}:wrong_headers", {"sent": [*sent, ((5, 3), "float32")], "width": 3}, timeout_s=60.0
-    )
+    sender, receiver = pool.run(2, f"{JOB}:wrong_headers", {"sent": [*sent, ((5, 3), "float32")], "width": 3})
     assert sender[:4] == [""] * 4 and "has the shape (5, 3), not [S, B, H]" in sender[4]
     assert receiver[0] == receiver[4] == ""
     for text, shown in zip(

@@ -27,8 +27,6 @@ from tests.multiproc.u_shape_cases import Saved, check_u_shape, sequential, u_sh
 from tests.pool import Pool
 from vtp_plugin.ordering import MODELS, Kind, check
 
-pytestmark = pytest.mark.timeout(240)
-
 JOBS = "tests.multiproc.u_shape_job"
 MAX_WORLD = 8
 # Microbatches 1 to 8: fewer than stages, as many, and more.

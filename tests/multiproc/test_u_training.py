@@ -21,8 +21,6 @@ from tests.multiproc.training_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
 EVALUATION = ["--eval-interval", "1", "--eval-iters", "1", "--split", "80,10,10"]
 
@@ -113,7 +111,7 @@ def test_sites_keep_their_parts_of_a_checkpoint(pool: Pool, tmp_path: Path) -> N
 
 
 def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwargs: Any) -> None:
-    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra), "timeout_s": 60.0, **kwargs})
+    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra), **kwargs})
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 

@@ -17,8 +17,6 @@ from tests.multiproc.training_cases import (
 from tests.multiproc.u_shape_cases import u_shaped
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2"]
 LEFT_OUT = {
     "num_microbatches_with_partial_activation_checkpoints": 1,

@@ -28,8 +28,6 @@ from vtp_plugin.layout import PipelineLayout
 from vtp_plugin.ordering import END_OF_STEP, MODELS, check
 from vtp_plugin.ordering.trace import Kind
 
-pytestmark = pytest.mark.timeout(240)
-
 SHARDED: dict[str, Any] = {"sequence_parallel": True, "seq": 6}
 LAYERS = {2: (1, 2, 1), 3: (1, 1, 1, 1), 4: (1, 1, 1, 1, 1)}
 LISTS = [

@@ -22,11 +22,8 @@ from tests.multiproc.training_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(280)
-
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
 EVALUATE = ["--eval-interval", "2", "--eval-iters", "1", "--split", "80,10,10"]
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +208,7 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
     ],
 )
 def test_refused(pool: Pool, dp_sizes: str, extra: list[str], words: list[str]) -> None:
-    runs = start(pool, "1,1", dp_sizes, extra, timeout_s=LIMIT_S)
+    runs = start(pool, "1,1", dp_sizes, extra)
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 
@@ -219,7 +216,7 @@ def test_refused(pool: Pool, dp_sizes: str, extra: list[str], words: list[str]) 
 @pytest.mark.full
 def test_replica_that_fails_in_a_step_ends_all(pool: Pool) -> None:
     """Also the other replica of its stage, which it sends nothing to."""
-    runs = start(pool, "1,1", "1,2", hooks=["fail_on_rank_1"], timeout_s=LIMIT_S)
+    runs = start(pool, "1,1", "1,2", hooks=["fail_on_rank_1"])
     assert all(run.exit_code not in (0, None) for run in runs), [(r.exit_code, r.output[-2000:]) for r in runs]
     assert "RuntimeError: the disk is on fire" in runs[1].output
     for rank in (0, 2):

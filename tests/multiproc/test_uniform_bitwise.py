@@ -16,7 +16,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("shape", "plugin"),
     [

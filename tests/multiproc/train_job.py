@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import vtp_plugin
 from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.platform import detect
 
@@ -29,7 +29,7 @@ KEYS = ["tokens", "labels", "mask"]
 
 def train(case: Case) -> RankResult:
     """Run a case on this rank."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     if case.plugin == "reverted":
         with applied(case, force=True), model_parallel(case), closing(Trainer(case)) as trainer:
             trainer.step(0)
@@ -60,7 +60,7 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
         device="cpu",
         transport=case.transport,  # pyright: ignore[reportArgumentType]
         sites=case.sites or None,
-        timeout_s=60.0,
+        timeout_s=TIMEOUT_S,
         force=force,
         schedule=case.schedule,
         layerwise_disaggregated=bool(case.layers),

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.lines import error_line
-from tests.pool import ROOT, Pool
+from tests.pool import ROOT, TIMEOUT_S, Pool
 
 EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
 JOB = "tests.multiproc.training_job:run_script"
 TOLERANCE = 1e-5
-TIMEOUT_S = 100.0
 
 # 12 heads divide by 1, 2, 3 and 4. The distributed optimizer's checkpoints fail in Megatron itself when the last
 # parameter of a bucket is no multiple of 64. One log line per step, no evaluation, no processes that load data.

@@ -40,6 +40,7 @@ import vtp_plugin
 from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.training_cases import EXAMPLE, ScriptRun, Step
+from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
 
 # Imported once in the worker, so that the runs need not do it.
@@ -81,7 +82,7 @@ def run_script(
     script: str = EXAMPLE,
     hooks: Sequence[str] = (),
     folders: Mapping[int, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> ScriptRun:
     """Run the script in a fork of this process and return what came of it.
 

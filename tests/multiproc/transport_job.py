@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tests.pool import init_gloo
+from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary import Holding
 from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
 from vtp_plugin.errors import ConfigError
@@ -59,7 +59,7 @@ def _side(cp: int, tp: int, first: int) -> Side:
 
 def move(moves: Sequence[Move]) -> list[str]:
     """Carry out all moves, one after another; return what went wrong on this rank."""
-    init_gloo(timeout_s=30.0)
+    init_gloo()
     platform, rank = CpuPlatform("of the test"), dist.get_rank()
     problems = []
     for one in moves:
@@ -67,7 +67,7 @@ def move(moves: Sequence[Move]) -> list[str]:
         stages = [dist.new_group(list(ranks)) for side in (crossing.src, crossing.dst) for ranks in side.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
         platform.gathers_by_messages = one.gathers_by_messages
-        channels = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=30.0)
+        channels = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
         if rank in crossing.members:
             problems += [f"{one}: {problem}" for problem in _exchange(channels[crossing.name], one, rank)]
         channels.clear()
@@ -111,12 +111,12 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
 
 def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     """Send the shapes of tensors ahead; return on each receiver the shapes of its own parts."""
-    init_gloo(timeout_s=30.0)
+    init_gloo()
     platform: Platform = detect("cpu")
     crossing, rank = one.crossing(), dist.get_rank()
     stages = [dist.new_group(list(side.ranks)) for side in (crossing.src, crossing.dst)]
     mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
-    channel = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=30.0)[
+    channel = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)[
         crossing.name
     ]
     if rank in crossing.src.ranks:
@@ -134,9 +134,9 @@ def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
 
 def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
     """Announce tensors to a rank that expects float32 of a width; return what either side says about each."""
-    init_gloo(timeout_s=30.0)
+    init_gloo()
     crossing, rank = Move(src=(1, 1), dst=(1, 1)).crossing(), dist.get_rank()
-    channels = open_channels([crossing], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=30.0)
+    channels = open_channels([crossing], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
     channel = channels[crossing.name]
     said = []
     for shape, dtype in sent:

@@ -12,7 +12,7 @@ from vtp_plugin.errors import ConfigError
 
 def run_one_size_on_all_stages(case: Case) -> str:
     """Train a step with one microbatch size for all stages; give the refusal."""
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
         trainer.micro_batch_size = MICRO_BATCH
         try:

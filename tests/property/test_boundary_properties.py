@@ -45,7 +45,7 @@ from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, 
 from vtp_plugin.boundary.spread import overlaps
 from vtp_plugin.errors import ConfigError, PlanError
 
-SETTINGS = settings(max_examples=100, deadline=None)
+SETTINGS = settings(max_examples=100)
 DOWNSTREAM = 1000  # first rank that a downstream stage may have
 MANY_ROWS = 1 << 20
 

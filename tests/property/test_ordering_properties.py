@@ -97,13 +97,13 @@ def programs(draw: st.DrawFn, max_operations: int) -> list[Trace]:
     return writer.traces()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(traces=programs(max_operations=12))
 def test_programs_in_one_global_order_pass_all_models(traces: list[Trace]) -> None:
     assert check(traces, ALL_MODELS) == ()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(traces=programs(max_operations=6))
 def test_text_form_is_invertible(traces: list[Trace]) -> None:
     assert [parse_trace(format_trace(trace)) for trace in traces] == traces
@@ -115,7 +115,7 @@ def can_swap(first: Event, second: Event) -> bool:
 
 
 @pytest.mark.parametrize("model", ALL_MODELS, ids=lambda model: model.name)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), traces=programs(max_operations=3))
 def test_swapped_neighbours_are_caught_exactly_when_a_search_finds_a_deadlock(
     model: Model, data: st.DataObject, traces: list[Trace]

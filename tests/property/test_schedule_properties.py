@@ -33,7 +33,7 @@ from vtp_plugin.schedule import (
     u_placement,
 )
 
-SETTINGS = settings(max_examples=80, deadline=None)
+SETTINGS = settings(max_examples=80)
 # Quarters add up without rounding, so the comparisons below may be exact.
 quarters = st.integers(0, 24).map(lambda number: number / 4)
 

@@ -36,7 +36,7 @@ def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "vtp_plugin", *arguments],
         cwd=cwd,
         env={**os.environ, **hidden, "PYTHONPATH": str(ROOT)},
-        timeout=240,
+        timeout=600,
         check=False,
         capture_output=True,
         text=True,

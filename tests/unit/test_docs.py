@@ -14,7 +14,7 @@ from tests.import_rules import ROOT
 def test_generated_docs_are_fresh() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "scripts/make_docs.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=240, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

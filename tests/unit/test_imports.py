@@ -74,6 +74,6 @@ def test_pure_part_loads_neither_torch_nor_numpy(part: str) -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'megatron'}))"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

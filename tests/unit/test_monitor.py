@@ -16,7 +16,6 @@ from vtp_plugin.runtime.monitor import Monitor
 
 TIMEOUT_S = 2.0
 PLACE = "boundary 0->1, forward, microbatch 3"
-pytestmark = pytest.mark.timeout(60)
 
 
 class World:

@@ -342,7 +342,7 @@ def test_sequence_is_checked_against_every_stages_context_parallelism() -> None:
 tp_lists = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tp_sizes=tp_lists, value=st.integers(1, 400))
 @pytest.mark.parametrize("attribute", ["num_attention_heads", "ffn_hidden_size"])
 def test_accepted_exactly_when_every_stage_divides(attribute: str, tp_sizes: tuple[int, ...], value: int) -> None:
@@ -355,7 +355,7 @@ def test_accepted_exactly_when_every_stage_divides(attribute: str, tp_sizes: tup
         assert check_sizes(SimpleNamespace(**{attribute: choice}), context) == ()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tp_sizes=tp_lists, groups=st.integers(1, 24), per_group=st.integers(1, 6))
 def test_query_groups_accepted_exactly_as_megatron_does(tp_sizes: tuple[int, ...], groups: int, per_group: int) -> None:
     context = OptionContext(tp_sizes=tp_sizes)

@@ -25,7 +25,7 @@ def python(code: str, cwd: Path, **env: str) -> list[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=cwd, env=inherited | env, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=cwd, env=inherited | env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", str(copy)]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = (copy / "dist").glob("*.whl")
     return built

@@ -30,7 +30,7 @@ def run_python(*arguments: str) -> str:
         env={**os.environ, **ENVIRONMENT, **NO_COMPILER},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr

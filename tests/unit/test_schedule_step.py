@@ -41,7 +41,6 @@ def all_costs(draw: st.DrawFn) -> Costs:
     )
 
 
-@settings(deadline=None)
 @given(all_costs())
 def test_what_is_printed_is_read_as_the_same(costs: Costs) -> None:
     placement = u_placement(len(costs.forward) - 1)
@@ -147,7 +146,7 @@ def test_costs_choose_the_order() -> None:
     assert simulate(hiding, costs).makespan <= 1.2 * plan_u_shape(3, 16, u_costs(3)).makespan
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(2, 3), st.integers(1, 4), st.booleans(), st.data())
 def test_every_step_runs_for_any_costs(
     num_stages: int, num_microbatches: int, forward_only: bool, data: st.DataObject

@@ -19,7 +19,6 @@ from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.startup import Agreement, agree, describe_error, gather_node_sizes, open_store
 
 HOST = "127.0.0.1"
-pytestmark = pytest.mark.timeout(60)
 
 
 class Server:
