@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 
 WIDTH = 160
@@ -164,10 +165,13 @@ def _own_handler() -> _Handler | None:
 def _write(text: str) -> None:
     """Write to standard error in one call, so that lines of two ranks do not mix.
 
-    Not by way of ``sys.stderr`` where that is the process's own: torch's exception hook replaces it while it formats a
-    traceback, and it may cut a text into several writes.
+    The main thread writes into ``sys.stderr`` where that is not the process's own: torch's exception
+    hook collects a traceback there, and our line belongs behind it. Other threads must not: they would land in it.
     """
     stream = sys.stderr
+    if stream is not sys.__stderr__ and threading.current_thread() is threading.main_thread():
+        stream.write(text)
+        return
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.flush()
     with contextlib.suppress(OSError):

@@ -141,7 +141,9 @@ def test_auto_takes_a_stage_per_node(pool: Pool, reference: Reference) -> None:
     command[command.index("--vtp-size-list") + 1] = "auto"
     runs = succeeded(launch(pool, 3, {"arguments": command}, node_sizes=[1, 2]))
     assert_same_training(runs, reference("1,1"))
-    assert re.search(r"^\[vtp rank 0\] +1 +2 +1 +1 +1-2 +1$", runs[0].output, flags=re.MULTILINE), "the list is not shown"
+    assert re.search(r"^\[vtp rank 0\] +1 +2 +1 +1 +1-2 +1$", runs[0].output, flags=re.MULTILINE), (
+        "the list is not shown"
+    )
 
 
 def test_auto_divides_by_replicas(pool: Pool) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -37,10 +40,25 @@ def test_lines_are_cut_between_words_and_errors_are_not(capfd: pytest.CaptureFix
 
 def test_a_record_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     monkeypatch.setattr(log.os, "write", lambda fd, data: written.append((fd, data)))
     log.info("one\ntwo")
     log.error("three")
     assert written == [(2, b"[vtp] one\n[vtp] two\n"), (2, b"[vtp] error: three\n")]
+
+
+def test_a_collected_traceback_gets_the_line_of_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    collected = io.StringIO("traceback")
+    collected.seek(0, io.SEEK_END)
+    monkeypatch.setattr(sys, "stderr", collected)
+    log.error("this rank")
+    other = threading.Thread(target=log.error, args=("another thread",))
+    other.start()
+    other.join()
+    assert collected.getvalue() == "traceback[vtp] error: this rank\n"
+    assert capfd.readouterr().err == "[vtp] error: another thread\n"
 
 
 def test_only_reporters_show_what_every_run_says(capfd: pytest.CaptureFixture[str]) -> None:
