@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -735,3 +736,35 @@ class TestTransportRules:
             assert TransportRules(tensor_bytes=tensor_bytes).choose(self.LAYOUT, 0, 1) == expected
         # Between equal stages nothing is cut, so there is nothing to win.
         assert TransportRules(tensor_bytes=999).choose(self.LAYOUT, 1, 2)[0] == "sliced"
+
+
+class TestLargestMessage:
+    """What a backend's buffers are sized by."""
+
+    def largest(self, tp: tuple[int, ...], *, mode: DpMode = DpMode.MULTIPLEX, **grid: tuple[int, ...]) -> list[int]:
+        sizes = [tp, *grid.values()]
+        world = sum(math.prod(stage) for stage in zip(*sizes, strict=True))
+        layout = PipelineLayout.from_sizes(tp, world_size=world, **grid)
+        rules = TransportRules(transport="sliced", tensor_bytes=1200)
+        boundaries = pipeline_boundaries(layout, is_ring=False, rules=rules, dp_mode=mode)
+        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+        return [crossing.largest_message_bytes or 0 for crossing in crossings]
+
+    def test_slices(self) -> None:
+        assert self.largest((2, 3)) == [400, 400] and self.largest((1, 4)) == [300, 300]
+
+    def test_one_size_sends_all_from_rank_to_rank(self) -> None:
+        assert self.largest((2, 2)) == [1200, 1200]
+
+    def test_longer_pieces_where_context_parallelism_is_narrow(self) -> None:
+        # The size is that of the pieces of two ranks: one rank has twice as much, and sends each of two its half.
+        assert self.largest((1, 1, 1), cp=(1, 1, 2)) == [2400, 2400, 1200, 1200]
+
+    def test_more_samples_where_microbatches_are_larger(self) -> None:
+        assert self.largest((1, 1, 1), dp=(1, 2, 4), mode=DpMode.SPLIT) == [2400] * 2 + [1200] * 4
+        assert set(self.largest((1, 1, 1), dp=(1, 2, 4))) == {1200}
+
+    def test_unknown_size(self) -> None:
+        layout = PipelineLayout.from_sizes((1, 2), world_size=3)
+        (boundary,) = pipeline_boundaries(layout, is_ring=False)
+        assert boundary.crossing(Direction.FORWARD).largest_message_bytes is None

@@ -111,6 +111,63 @@ def test_hccl_options_carry_the_buffer_size() -> None:
     )
 
 
+CHANNELS = (
+    HCCL_ALIAS.partition("    def create(")[0]
+    + """
+    import sys, types
+    from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
+    from vtp_plugin.layout.pipeline import PipelineLayout
+    from vtp_plugin.runtime.communicator import open_channels
+
+    class Options:
+        hccl_config = None
+
+    bindings = types.ModuleType("torch_npu._C._distributed_c10d")
+    bindings.ProcessGroupHCCL = type("ProcessGroupHCCL", (), {"Options": Options})
+    sys.modules[bindings.__name__] = bindings
+    configs = []
+
+    def create(options, group_options):
+        configs.append(getattr(group_options, "hccl_config", None))
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+    class Host(NpuPlatform):
+        def device(self): return torch.device("cpu")
+        def module(self): return torch.cpu
+
+    dist.Backend.register_backend("hccl", create, extended_api=True, devices=["cpu"])
+    dist.init_process_group("hccl", timeout=timedelta(seconds=30))
+    layout = PipelineLayout.from_sizes((1, 2), world_size=3)
+    stage = dist.new_group([1, 2])
+    configs.clear()
+
+    def open_for(**known):
+        rules = TransportRules(**known)
+        boundaries = pipeline_boundaries(layout, is_ring=False, rules=rules)
+        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+        open_channels(
+            crossings, stage_group=stage if rank else None, platform=Host("stub"), monitor=None, timeout_s=30.0
+        )
+        found = configs.copy()
+        configs.clear()
+        return found
+
+    # Slices of 6 MiB for two ranks; the leader's link carries all of it; what is not known keeps HCCL's default.
+    assert open_for(transport="sliced", tensor_bytes=6 << 20) == [{"hccl_buffer_size": 3}] * 2
+    leaders = open_for(transport="rank0", tensor_bytes=(6 << 20) + 1)
+    assert leaders == ([] if rank == 2 else [{"hccl_buffer_size": 7}] * 2), leaders
+    assert open_for(transport="sliced") == [None] * 2
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+)
+
+
+def test_channels_are_opened_with_buffers_for_their_largest_message() -> None:
+    """By the way of a run, `open_channels`; no NPU has run it: HCCL itself may see it otherwise."""
+    run_code(CHANNELS, world_size=3)
+
+
 def test_two_ranks_talk_over_a_backend_named_hccl() -> None:
     """Nothing in the platform depends on the backend's name being one that torch knows."""
     run_code(HCCL_ALIAS, world_size=2)

@@ -147,6 +147,7 @@ class Crossing:
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
         unit: What the running number of a message counts, for error messages.
         cargo: What its messages are, headers apart.
+        tensor_bytes: Size of the whole tensor of a message; None where it is not known beforehand.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Crossing:
     strategy: str
     unit: str = "microbatch"
     cargo: Cargo = Cargo.ACTIVATION
+    tensor_bytes: int | None = None
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
         """Plan one exchange of a tensor of a global shape.
@@ -175,6 +177,24 @@ class Crossing:
         """Plan for a small tensor that divides everywhere: tells which ranks take part, and their links."""
         rows = math.lcm(*(2 * side.num_parts(is_sharded=True) for side in (self.src, self.dst)))
         return self.plan((rows, math.lcm(self.src.num_replicas, self.dst.num_replicas), 1))
+
+    @property
+    def largest_message_bytes(self) -> int | None:
+        """Size of the largest message between two ranks, for buffers of the backend; None if no size is known.
+
+        As if the ranks could cut the tensor evenly. Sequence parallelism, where both sides have one size, and shorter
+        sequences make it smaller; a longer sequence than `tensor_bytes` tells of goes through such a buffer in parts.
+
+        >>> sides = Side(ranks_by_cp=((0, 1),)), Side(ranks_by_cp=((2, 3, 4),))
+        >>> channel = Crossing(name="0->1", src=sides[0], dst=sides[1], strategy="sliced", tensor_bytes=6 << 20)
+        >>> channel.largest_message_bytes >> 20
+        2
+        """
+        if self.tensor_bytes is None:
+            return None
+        probe = self.probe
+        largest = max(transfer.num_elements for transfer in probe.transfers)
+        return -(-largest * self.tensor_bytes // math.prod(probe.src.shape))
 
     def plan_header(self, length: int) -> BoundaryPlan:
         """Plan how a small vector reaches every receiving rank."""
@@ -204,6 +224,7 @@ class PipelineBoundary:
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
         is_shared: Ranks of one stage have several such boundaries, one for each replica of the other that they serve.
+        tensor_bytes: Size of the whole tensor that crosses; None where it is not known beforehand.
     """
 
     upstream: int
@@ -214,12 +235,20 @@ class PipelineBoundary:
     dst: Side
     strategy: str
     is_shared: bool = False
+    tensor_bytes: int | None = None
 
     def crossing(self, direction: Direction) -> Crossing:
         """Give one direction; gradients take the way of :func:`~vtp_plugin.boundary.plan.reversed_plan`."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
         cargo = Cargo.ACTIVATION if direction is Direction.FORWARD else Cargo.GRADIENT
-        return Crossing(name=self.name(direction), src=ends[0], dst=ends[1], strategy=self.strategy, cargo=cargo)
+        return Crossing(
+            name=self.name(direction),
+            src=ends[0],
+            dst=ends[1],
+            strategy=self.strategy,
+            cargo=cargo,
+            tensor_bytes=self.tensor_bytes,
+        )
 
     @property
     def replica_name(self) -> str:
@@ -241,7 +270,8 @@ class TransportRules:
     Attributes:
         transport: `"auto"`, `"rank0"` or `"sliced"`.
         sites: Site of every stage; empty for one site.
-        tensor_bytes: Size of the whole tensor that crosses; None where it is not known beforehand.
+        tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
+            None where it is not known beforehand.
     """
 
     transport: str = "auto"
@@ -328,9 +358,22 @@ def pipeline_boundaries(
                         dst=_side(layout, downstream, dp_ranks[1], cp_rank),
                         strategy=strategy,
                         is_shared=src.dp != dst.dp and not replicas.is_split,
+                        tensor_bytes=_whole_bytes(layout, replicas, rules.tensor_bytes, upstream, downstream),
                     )
                 )
     return tuple(boundaries)
+
+
+def _whole_bytes(
+    layout: PipelineLayout, replicas: ReplicaMap, tensor_bytes: int | None, upstream: int, downstream: int
+) -> int | None:
+    """Give the size of what crosses one boundary: longer pieces, or more samples, than where the stages are widest."""
+    if tensor_bytes is None:
+        return None
+    src, dst = layout.stages[upstream], layout.stages[downstream]
+    num_chunks = src.cp if src.cp == dst.cp else 1
+    samples = max(layout.dp_sizes) // min(src.dp, dst.dp) if replicas.is_split else 1
+    return tensor_bytes * max(layout.cp_sizes) // num_chunks * samples
 
 
 def _side(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Side:

@@ -94,7 +94,13 @@ def open_channels(
     rank = dist.get_rank()
     channels = {}
     for order, crossing in enumerate(crossings):
-        group = open_group(crossing.participants, platform=platform, timeout_s=timeout_s, description=crossing.name)
+        group = open_group(
+            crossing.participants,
+            platform=platform,
+            timeout_s=timeout_s,
+            description=crossing.name,
+            buffer_size_bytes=crossing.largest_message_bytes,
+        )
         pieces = None
         if platform.gathers_by_messages and crossing.probe.finish.kind is CollectiveKind.ALL_GATHER:
             name = f"{crossing.name}, finish"
