@@ -1,8 +1,7 @@
 """How well orders of work hide the latency between edge and cloud: simulated step times, nothing is measured here.
 
-    python -m benchmarks.u_shape                  the table
-    python -m benchmarks.u_shape --output docs    also docs/u-shape.svg and docs/u-shape-timeline.svg
-    python -m benchmarks.u_shape --quick          a small grid
+    python -m benchmarks.u_shape            the table
+    python -m benchmarks.u_shape --quick    a small grid
 
 Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations (``vtp_plugin.schedule.simulate``):
 durations are exact, bandwidth has no limit, sending and receiving cost no compute and every message leaves as soon as
@@ -33,15 +32,12 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from pathlib import Path
 
-from benchmarks.u_shape_plot import INTERLEAVED, INTERLEAVED_M, OURS, OURS_NEED, REFERENCE, draw
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule import (
     Costs,
     Op,
     Schedule,
-    draw_svg,
     interleaved_one_f_one_b,
     interleaved_placement,
     lower_bound,
@@ -55,6 +51,9 @@ from vtp_plugin.schedule import (
     uniform_costs,
 )
 
+OURS, OURS_NEED = "ours, limit m", "ours, limit need+2"
+REFERENCE = "reference"
+INTERLEAVED, INTERLEAVED_M = "interleaved, small", "interleaved, m"
 CLOUD = 2.0  # forward of a cloud stage, in t_f: as much as the edge's two parts together
 WORK = 6.0  # of a stage for one microbatch, in t_f
 LATENCIES = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -91,10 +90,9 @@ class Result:
 
 
 def main() -> None:
-    """Simulate, print, draw."""
+    """Simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small grid")
-    parser.add_argument("--output", type=Path, help="folder for u-shape.svg and u-shape-timeline.svg")
     options = parser.parse_args()
     stages, counts = ((2, 3), (4, 16)) if options.quick else ((2, 3, 4, 8), (4, 8, 16, 32))
     results = [
@@ -103,10 +101,6 @@ def main() -> None:
         for result in simulate_all(num_stages, num_microbatches, latency)
     ]
     print("\n".join([*_table(results), "", *_summary(results)]))
-    if options.output:
-        for name, picture in (("u-shape.svg", draw(results)), ("u-shape-timeline.svg", _timeline())):
-            (options.output / name).write_text(picture, encoding="ascii")
-            print(f"wrote {options.output / name}")
 
 
 def simulate_all(num_stages: int, num_microbatches: int, latency: float) -> Iterator[Result]:
@@ -224,19 +218,6 @@ def _summary(results: Sequence[Result]) -> Iterator[str]:
     for (name, extreme, ratio), order in product(ratios, dict.fromkeys(r.order for r in results)):
         row = [extreme(ratio(r) for r in long if (r.order, r.latency) == (order, latency)) for latency in LATENCIES]
         yield f"{name:35} {order:21}" + "".join(f"{value:7.3f}" for value in row)
-
-
-def _timeline() -> str:
-    """Draw one step of ours: three stages, eight microbatches, L = 1."""
-    num_stages, num_microbatches, latency = 3, 8, 1.0
-    costs = u_costs(num_stages, cloud=CLOUD, latency=latency)
-    limit = _limit(num_stages, costs)
-    plan = plan_u_shape(num_stages, num_microbatches, costs, limits=(limit,) * num_stages)
-    title = (
-        f"Simulated U-shaped step: {num_stages} stages, {num_microbatches} microbatches, latency {latency:g} "
-        f"between edge (stage 0) and cloud, at most {limit} microbatches in flight"
-    )
-    return draw_svg(simulate(plan.schedule, costs), title=title)
 
 
 if __name__ == "__main__":

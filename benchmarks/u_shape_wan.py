@@ -1,23 +1,25 @@
-"""U-shaped pipeline over a line with latency, measured: against the simulation and the reference's order.
+"""A U-shaped pipeline over a line with latency, measured, against the simulation and MindSpeed's order.
 
     python -m benchmarks.u_shape_wan --output docs    prints the table; writes docs/u-shape-wan.md, .json and .svg
     python -m benchmarks.u_shape_wan --quick          a small grid; nothing is written
+    python -m benchmarks.u_shape_wan --from docs/u-shape-wan.json --output docs    the same files from old figures
 
-Needs root and /dev/net/tun; elsewhere it says why it cannot run, and ends. Takes about seven minutes, on a busy
-machine ten.
+It needs root and /dev/net/tun; elsewhere it says why it cannot run, and ends. It takes seven to ten minutes.
 
-Real are the executor, the channels, gloo, TCP, and the line between the sites with its latency and bandwidth
-(``benchmarks/wan``); compute is sleep, so that two cores are enough. t_f = 40 ms is the forward of one of the edge's
-two parts, a cloud stage takes 2 t_f, backwards twice their forwards, so every stage works 6 t_f for a microbatch. L is
-the one-way latency between the sites, in t_f. A message has 256 KiB; the line carries 1 Gbit/s each way. Connections
-are warmed up, and do not fall back to a slow start after a pause (``tcp_slow_start_after_idle = 0``).
+The executor, the channels, gloo, TCP and the line between the sites are real; the line's latency and bandwidth are
+emulated (``benchmarks/wan``). Compute is sleep, so two cores are enough. t_f = 40 ms is the forward of one of the
+edge's two parts for one microbatch. The forward of a cloud stage takes 2 t_f, and a backward takes twice its forward,
+so every stage works 6 t_f for a microbatch. P is the number of stages, m the number of microbatches. L is the one-way
+latency between the sites, in t_f. A message has 256 KiB. The line carries 1 Gbit/s each way. Connections are warmed up,
+and do not fall back to a slow start after a pause (``tcp_slow_start_after_idle = 0``).
 
-Orders: ours is planned with at most need + 2 microbatches in flight on every stage, the default of a run. The
-reference's is that of MindSpeed's layerwise disaggregated training, by our executor, its receives posted as far ahead
-as helps it; it has its own number of microbatches in flight (P + 1 on the edge). A step of each is run in turn, and the
-lines of one P are measured at once: processes that sleep do not disturb each other much. A step's time is from the
-start, common to all stages, until the last stage is through; the median counts. Simulated is the same lowered schedule,
-with messages that leave only when the receiver has said that it is ready, as gloo has it.
+"ours" is the order that a run plans by default: it may keep two microbatches more in flight than the busiest stage
+needs. "reference" is the order of MindSpeed's layerwise disaggregated training, run by our executor, which posts its
+receives as early as helps it. It has its own number of microbatches in flight (P + 1 on the edge).
+
+The two orders take turns, step by step. The lines of one P are measured at once: processes that sleep do not disturb
+each other much. A step lasts from the common start until the last stage is through; the median counts. "simulated" is
+the same schedule in the simulator, where a message leaves only when its receiver is ready, as in gloo.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from benchmarks.u_shape_wan_plot import OURS, REFERENCE, draw
 from benchmarks.wan.link import LinkUnavailableError
@@ -95,7 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small grid")
     parser.add_argument("--output", type=Path, help="folder for u-shape-wan.md, .json and .svg")
+    parser.add_argument("--from", dest="source", type=Path, help="read the figures of an earlier run from its JSON")
     options = parser.parse_args()
+    if options.source:
+        found = json.loads(options.source.read_text())
+        _write(options.output, [_read(**row) for row in found["rows"]], found["lines"], found["summary"])
+        return
     stages, num_microbatches, num_steps = ((2,), 4, 2) if options.quick else ((2, 3, 4), 16, 10)
     rows: list[Row] = []
     lines: list[dict[str, object]] = []
@@ -233,6 +241,10 @@ def _json(about: dict[str, object], lines: Sequence[object], rows: Sequence[obje
         name: ",\n  ".join(map(json.dumps, _rounded(found))) for name, found in (("lines", lines), ("rows", rows))
     }
     return "".join([head, *(f',\n "{name}": [\n  {text}\n ]' for name, text in tables.items()), "\n}\n"])
+
+
+def _read(**row: Any) -> Row:
+    return Row(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
 
 
 def _rounded(found: Sequence[object]) -> list[object]:

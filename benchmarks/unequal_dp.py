@@ -4,7 +4,7 @@
     python -m benchmarks.unequal_dp --output docs    also docs/unequal-dp.svg
     python -m benchmarks.unequal_dp --quick          a small grid
 
-Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs`` (docs/unequal-dp.md).
+Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs`` (docs/unequal-dp-measured.md).
 
 All figures are simulations (``vtp_plugin.schedule.simulate``): durations are exact, bandwidth has no limit, sending and
 receiving cost no compute and every message leaves as soon as it is there. Stage 0, the edge, has one replica, each of

@@ -1,22 +1,24 @@
 """Unequal data parallelism, measured: step time and edge utilisation of multiplex and split, against the simulation.
 
-    python -m benchmarks.unequal_dp_real --output docs    prints the table; writes docs/unequal-dp.md; three minutes
+    python -m benchmarks.unequal_dp_real --output docs    prints the table; writes docs/unequal-dp-measured.md
     python -m benchmarks.unequal_dp_real --quick          two cases, few steps; nothing is written
 
-The edge has one replica, each of the P - 1 cloud stages k, every replica is a process. Real are the executor, the
-channels and gloo; compute is sleep, so that two cores are enough. t_f = 40 ms. As in ``benchmarks/unequal_dp.py`` the
-edge works 6 t_f for a microbatch, 2 t_f of it forward (in the U half of that in each of its two parts), a cloud stage
-k times as long, so all stages are equally busy; a step has 8 microbatches for every replica of the cloud, the same
-samples in both modes. 1f1b is a plain pipeline, u the U-shape; both run the schedules that a run gets by default
-(``vtp_plugin.schedule.step``). At L = 0 all goes over loopback. With L above 0 messages from and to the edge cross the
-line of ``benchmarks/wan`` with that one-way latency, in t_f; these cases need root and are left out without it. A
-message of one microbatch has 16 KiB.
+It takes three minutes. The edge has one replica. Each of the P - 1 cloud stages has k. Every replica is one process.
+The executor, the channels and gloo are real. Compute is sleep, so two cores are enough. t_f is 40 ms.
 
-All cases run at once, in each a step of both modes in turn. A step's time is from the start, common to all processes,
-until the last is through; medians count. Simulated is the same lowered schedule, with messages that leave only when
-the receiver has said that it is ready, as gloo has it. Edge use is the time that the edge computes over that of the
-step. Kept are the most activations that the edge keeps at a time, counted, in microbatches of a cloud replica, in the
-U for its first and its last part.
+As in ``benchmarks/unequal_dp.py``, the edge works 6 t_f for a microbatch: 2 t_f forward, 4 t_f backward. A cloud stage
+works k times as long, so all stages are equally busy. A step has 8 microbatches for every cloud replica, and both modes
+see the same samples. "1f1b" is a plain pipeline, "u" the U-shape. Both run the schedule that a run gets by default.
+
+At L = 0 everything goes over loopback. With L above 0, messages from and to the edge cross the emulated line of
+``benchmarks/wan``, with a one-way latency of L t_f. These cases need root and are left out without it. A message of one
+microbatch has 16 KiB.
+
+All cases run at once. In each case the two modes take turns, step by step. A step lasts from the common start until the
+last process is through; medians count. "Simulated" is the same schedule in the simulator, where a message leaves only
+when its receiver is ready, as in gloo. "Edge use" is the share of the step in which the edge computes. "Kept" is the
+largest number of activations that the edge kept at a time, in microbatches of a cloud replica; in the U for its first
+and its last part.
 """
 
 from __future__ import annotations
@@ -43,19 +45,6 @@ NUM_STEPS = 7
 SIZES = ((2, 2), (3, 2), (2, 4))  # P, k
 FAR = (3, 2, 4.0)  # P, k, L
 TARGET = 0.10
-
-_WINNER = """\
-Which mode wins when, simulated by ``benchmarks/unequal_dp.py`` for P = 2, 3, 5, k = 2, 4, 8 and loads 0.5, 1, 2:
-
-* In the U split takes 0 to 3 % longer if the edge may keep what the order asks for, which for split is mostly more, up
-  to 2.1 times as much; with the same memory on the edge it takes up to 6 % longer at L = 0, up to 12 % at L = 8.
-* In a plain pipeline both are equal at L = 0, and with latency split's step is shorter, by up to 16 % at L = 8: its
-  edge keeps k P microbatches, that of multiplex only k (P - 1) + 1, which no flag raises (if it also kept k P, split
-  would take 1 to 22 % longer).
-* Split wins where the edge is the bottleneck and larger microbatches are cheaper there: if they save it a tenth of its
-  time and the cloud has half its work (load 0.5), 1f1b and u are 8 to 10 % shorter at L = 0.
-{measured}
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +86,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two cases, few steps")
-    parser.add_argument("--output", type=Path, help="folder for unequal-dp.md")
+    parser.add_argument("--output", type=Path, help="folder for unequal-dp-measured.md")
     options = parser.parse_args()
     sizes, num_steps, far = (SIZES[:1], 2, ()) if options.quick else (SIZES, NUM_STEPS, (FAR,))
     cases = [_case(order, *where, 0.0) for order in (PLAIN, U) for where in sizes]
@@ -114,7 +103,7 @@ def main() -> None:
     text = "\n".join([*_table(rows), "", *_summary(rows), *notes])
     print(text, _measured(rows), sep="\n")
     if options.output:
-        path = options.output / "unequal-dp.md"
+        path = options.output / "unequal-dp-measured.md"
         path.write_text(_document(text, _measured(rows)), encoding="ascii")
         print(f"wrote {path}")
 
@@ -229,16 +218,16 @@ def _measured(rows: Sequence[Row]) -> str:
     ]
     apart = 100 * _largest_gap(rows)
     text = (
-        f"Measured split takes, in steps of multiplex, {', '.join(parts)}; differences below {apart:.1f} % are noise."
+        f"Time of a step with split over that with multiplex: {', '.join(parts)}. Differences below {apart:.1f} % are "
+        "noise."
     )
-    return textwrap.fill(text, 120, initial_indent="* ", subsequent_indent="  ")
+    return textwrap.fill(text, 120)
 
 
 def _document(text: str, measured: str) -> str:
     """Write the page."""
     head, _, rest = (__doc__ or "").partition("\n")
-    winner = _WINNER.format(measured=measured)
-    return f"# {head}\n{rest}\n{winner}\n```\n{text}\n```\n\n![Simulated time of a step](unequal-dp.svg)\n"
+    return f"# {head}\n{rest}\n{measured}\n\n```\n{text}\n```\n"
 
 
 if __name__ == "__main__":
