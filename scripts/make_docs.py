@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,37 @@ of them on the installed versions. Versions are those of megatron-core where the
 """
 
 
+FLAGS_INTRO = """\
+# Flags
+
+The plugin's flags stand among Megatron's. `python -m vtp_plugin run --help` prints them too. A script without a command
+line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a stage that
+works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the U-shaped
+pipeline of [u-shape.md](u-shape.md).
+"""
+COSTS_INTRO = """\
+Words of the form `name=number` or `name=number,number,...`, such as
+`--vtp-costs forward_ms=40,80,40 latency_ms=20`. A run that measured its costs prints them in this form.
+"""
+QUERIES = """\
+## In code
+
+While a run goes on, `vtp_plugin` answers:
+
+| function | answer |
+| --- | --- |
+| `is_vtp_enabled()` | whether the plugin's groups and channels are in use |
+| `get_vtp_size_list()` | TP size of every stage |
+| `get_vtp_stage_ranks()` | global ranks of every stage, in this rank's replica |
+| `get_vtp_my_stage_idx()` | index of this rank's stage |
+| `is_vtp_stage_rank0()` | whether this rank is its stage's leader |
+| `get_vtp_intra_stage_group()` | the tensor-parallel group of this rank's stage |
+| `status()` | what every patch replaced |
+
+`revert()` takes `apply()` back: every replaced object of Megatron and torch is the original again.
+"""
+
+
 def main() -> int:
     """Do what the command line asks for; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -59,16 +92,130 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 
 
 def render() -> dict[str, str]:
-    """Return the text of every generated file by its name."""
-    from vtp_plugin.boundary.draw import draw_pipeline
-    from vtp_plugin.layout.pipeline import PipelineLayout
+    """Return the text of every file that is generated, or has generated parts, by its name."""
     from vtp_plugin.options import format_markdown
 
     return {
+        "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
         "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
+        "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
+        "edge-cloud.md": _filled("edge-cloud.md", {"what crosses": _cargo()}),
+        "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
+        **_pictures(),
+    }
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    """Return a file of docs/ with new text between the markers of each part."""
+    return fill((DOCS / name).read_text(encoding="ascii"), parts)
+
+
+def fill(text: str, parts: Mapping[str, str]) -> str:
+    """Put new text between markers.
+
+    >>> fill("a\\n<!-- generated: x -->\\nold\\n<!-- end -->\\nb", {"x": "new"})
+    'a\\n<!-- generated: x -->\\n\\nnew\\n\\n<!-- end -->\\nb'
+
+    Raises:
+        ValueError: a part has no markers.
+    """
+    for part, content in parts.items():
+        begin, end = f"<!-- generated: {part} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        _, is_closed, after = rest.partition(end)
+        if not (found and is_closed):
+            raise ValueError(f"no markers {begin.strip()} and {end} for the generated part {part!r}")
+        text = f"{before}{begin}\n{content}\n\n{end}{after}"
+    return text
+
+
+def _flags() -> str:
+    """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
+    from vtp_plugin.options.flags import VTP_FLAGS, FlagGroup
+    from vtp_plugin.schedule.stated import COST_KEYS
+
+    texts = []
+    for group in FlagGroup:
+        rows = [
+            (
+                f"`{flag.name}{'' if flag.metavar is None else ' ' + flag.metavar}`",
+                "-" if flag.keyword is None else f"`{flag.keyword}`",
+                flag.help.partition(" Keys:\n")[0],
+            )
+            for flag in VTP_FLAGS
+            if flag.group is group
+        ]
+        title = group.value.removeprefix("vtp_plugin: ").capitalize()
+        texts.append(f"\n## {title}\n\n{_table(('Flag', 'Keyword of `apply()`', 'What it does'), rows)}\n")
+    keys = [(f"`{name}`", key.unit, key.meaning) for name, key in COST_KEYS.items()]
+    texts.append(
+        f"\n## Keys of `--vtp-costs`\n\n{COSTS_INTRO}\n{_table(('Key', 'Unit', 'Meaning'), keys)}\n\n{QUERIES}"
+    )
+    return "".join(texts)
+
+
+def _core_only() -> str:
+    code = (DOCS.parent / "examples" / "core_only.py").read_text(encoding="ascii")
+    return f"```python\n{code}```"
+
+
+def _cargo() -> str:
+    from vtp_plugin.boundary.cargo import CARGO_FORMS
+
+    return _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()])
+
+
+def _sliced_over_rank0() -> str:
+    """Return a table of the ratios of two medians in docs/boundary.json."""
+    records = json.loads((DOCS / "boundary.json").read_text())["boundaries"]
+    medians_s = {
+        (r["network"], tuple(r["sizes"]), r["name"], r["num_bytes"]): statistics.median(r["times_s"]) for r in records
+    }
+
+    def ratio(network: str, sizes: tuple[int, int], name: str, mib: int) -> str:
+        return f"{medians_s[network, sizes, name, mib << 20] / medians_s[network, sizes, 'rank0', mib << 20]:.2f}"
+
+    sliced, sharded = "sliced", "sliced, sharded receiver"
+    lines = [
+        ((1, 4), sliced),
+        ((4, 1), sliced),
+        ((2, 3), sliced),
+        ((2, 4), sliced),
+        ((4, 4), sliced),
+        ((4, 4), sharded),
+    ]
+    columns = [("limited", 1), ("limited", 16), ("loopback", 1), ("loopback", 16)]
+    rows = [
+        (
+            f"{sizes[0]} -> {sizes[1]}" + (", sliced with sequence parallelism" if name == sharded else ""),
+            *(ratio(network, sizes, name, mib) for network, mib in columns),
+        )
+        for sizes, name in lines
+    ]
+    titles = {"limited": "links of 200 Mbit/s", "loopback": "loopback, no limit"}
+    heads = [f"{titles[network]}, {mib} MiB" for network, mib in columns]
+    return _table(("sizes", *heads), rows)
+
+
+def _pictures() -> dict[str, str]:
+    """Return the pictures that need no measurement."""
+    from vtp_plugin.boundary.draw import draw_pipeline
+    from vtp_plugin.boundary.pipeline import TransportRules
+    from vtp_plugin.layout.pipeline import PipelineLayout
+    from vtp_plugin.schedule import draw_svg, need, plan_u_shape, simulate, u_costs, u_placement
+
+    unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
+    costs = u_costs(3, cloud=2.0, latency=1.0)
+    limit = need(u_placement(3), costs) + 2
+    step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
+    title = f"Simulated step: 8 microbatches, latency 1 between edge and cloud, at most {limit} microbatches in flight"
+    return {
         "pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
+        "transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
+        "transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
+        "u-shape-timeline.svg": draw_svg(step, title=title),
     }
 
 
@@ -122,13 +269,14 @@ def _patches() -> str:
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu),
         }
     tables = (
-        _table([(r.id, f"`{r.target}`", r.why, r.versions, r.remove_when) for r in rs]) for rs in sections.values()
+        _table(COLUMNS, [(r.id, f"`{r.target}`", r.why, r.versions, r.remove_when) for r in rs])
+        for rs in sections.values()
     )
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 

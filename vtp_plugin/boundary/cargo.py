@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class Cargo(StrEnum):
-    """What a message between stages is.
-
-    Attributes:
-        ACTIVATION: Output of a stage's layers `[S, B, H]`, a floating-point tensor, whole or a slice of it.
-        GRADIENT: Gradient of such an output, of the same shape.
-        SHAPE_HEADER: `S`, `B`, `H` and the number of a type, four int64; only with variable sequence lengths.
-        TIED_EMBEDDING: Word embedding `[V, H]` or its gradient, between the two ends of a model that share it. A
-            U-shaped pipeline has both ends on one stage and never ships it.
-        WARM_UP: A single zero for every link, at start-up.
-    """
+    """What a message between stages is; :data:`CARGO_FORMS` says what each looks like."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     SHAPE_HEADER = "shape header"
     TIED_EMBEDDING = "tied embedding"
     WARM_UP = "warm-up"
+
+
+CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
+    {
+        Cargo.ACTIVATION: "output of a stage's layers: floating point, `[S, B, H]` or a slice of it",
+        Cargo.GRADIENT: "gradient of such an output: the same form",
+        Cargo.SHAPE_HEADER: "four int64: S, B, H and the number of a type; only with variable sequence lengths, and a few "
+        "when the links are measured",
+        Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a model "
+        "that share it; never in a U-shaped pipeline, which has both ends on one stage",
+        Cargo.WARM_UP: "a single zero for every link, at start-up",
+    }
+)
+"""The form of each kind of message, for people; documentation is made of it."""
