@@ -21,10 +21,10 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
     {
         Cargo.ACTIVATION: "output of a stage's layers: floating point, `[S, B, H]` or a slice of it",
         Cargo.GRADIENT: "gradient of such an output: the same form",
-        Cargo.SHAPE_HEADER: "four int64: S, B, H and the number of a type; only with variable sequence lengths, and a few "
-        "when the links are measured",
-        Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a model "
-        "that share it; never in a U-shaped pipeline, which has both ends on one stage",
+        Cargo.SHAPE_HEADER: "four int64: S, B, H and the number of a type; only with variable sequence lengths, and a "
+        "few when the links are measured",
+        Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a "
+        "model that share it; never in a U-shaped pipeline, which has both ends on one stage",
         Cargo.WARM_UP: "a single zero for every link, at start-up",
     }
 )
