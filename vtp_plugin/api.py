@@ -65,6 +65,7 @@ def apply(
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
     log_level: LogLevelName = "INFO",
+    share_errors: bool = False,
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
@@ -94,6 +95,7 @@ def apply(
         in_flight: most microbatches in flight then, on all stages or on each.
         costs: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures it.
         log_level: least level of what the plugin says: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
+        share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -121,6 +123,7 @@ def apply(
         in_flight=parse_in_flight(in_flight),
         costs=parse_cost_words(costs),
         log_level=log_level,
+        share_errors=share_errors,
     )
     if _Holder.session is not None:
         if request == _Holder.request:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 TransportName = Literal["auto", "rank0", "sliced"]
 ScheduleName = Literal["stock", "planned"]
 DpModeName = Literal["multiplex", "split"]
+# These hold paths, which other sites do not read.
+_LOCAL_FIELDS = ("audit",)
 LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
@@ -45,6 +47,7 @@ class VtpConfig:
         costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
             :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
         log_level: least level of what the plugin says, see :mod:`vtp_plugin.log`.
+        share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
     """
 
     size_list: tuple[int, ...] | Literal["auto"] | None = None
@@ -63,6 +66,7 @@ class VtpConfig:
     in_flight: tuple[int, ...] | None = None
     costs: tuple[str, ...] | None = None
     log_level: LogLevelName = "INFO"
+    share_errors: bool = False
 
     def __post_init__(self) -> None:
         """Check every value that can be checked alone.
@@ -78,35 +82,40 @@ class VtpConfig:
             ("log level", self.log_level, LogLevelName),
         ):
             if value not in get_args(names):
-                raise ConfigError(f"{what} {value!r} is unknown; use one of {', '.join(get_args(names))}")
+                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(get_args(names))}")
         if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
-            raise ConfigError(
+            raise LayoutError(
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
         if self.dp_list is not None and self.data_parallel_size is not None:
-            raise ConfigError(
+            raise LayoutError(
                 f"data-parallel size {self.data_parallel_size} and vtp_dp_list {','.join(map(str, self.dp_list))} say "
                 "the same thing twice; give one of them"
             )
         if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
+            raise LayoutError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
-            raise ConfigError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
+            raise LayoutError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 
     def _check_list(self, name: str, sizes: tuple[int, ...] | None, what: str) -> None:
         if sizes is None:
             return
         shown = ",".join(str(size) for size in sizes)
         if self.size_list == "auto":
-            raise ConfigError(f"vtp_{name} {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
+            raise LayoutError(f"vtp_{name} {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
         if isinstance(self.size_list, tuple) and len(sizes) != len(self.size_list):
-            raise ConfigError(
+            raise LayoutError(
                 f"vtp_{name} {shown} has {len(sizes)} entries, the size list has {len(self.size_list)} stages; "
                 f"give one {what} size per stage"
             )
+
+    @property
+    def has_several_sites(self) -> bool:
+        """Whether stages are at different sites."""
+        return len(set(self.sites or ())) > 1
 
     @property
     def has_planned_schedule(self) -> bool:
@@ -180,7 +189,7 @@ def parse_in_flight(value: str | int | Sequence[int] | None) -> tuple[int, ...] 
     try:
         return tuple(int(str(entry)) for entry in entries)
     except ValueError:
-        raise ConfigError(
+        raise LayoutError(
             f"vtp_in_flight {','.join(map(str, entries))!r} is not a list of whole numbers; write one for all stages, "
             "or one for each, such as 8,4,4"
         ) from None
@@ -211,7 +220,7 @@ def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *
     if cp_list is None:
         return (context_parallel_size,) * num_stages
     if context_parallel_size not in (1, max(cp_list)):
-        raise ConfigError(
+        raise LayoutError(
             f"--context-parallel-size {context_parallel_size} contradicts --vtp-cp-list "
             f"{','.join(str(size) for size in cp_list)}; leave it out or give the largest size of the list, "
             f"{max(cp_list)}"
@@ -232,7 +241,7 @@ def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
         return None
     names = tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
     if not names or not all(names):
-        raise ConfigError(
+        raise LayoutError(
             f"vtp_sites {','.join(names)!r} has an empty name; name one site per stage, such as edge,cloud,cloud"
         )
     return names
@@ -241,7 +250,7 @@ def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
 def _sizes(entries: Sequence[object], *, name: str, what: str, example: str) -> tuple[int, ...]:
     shown = ",".join(str(entry) for entry in entries)
     if not entries:
-        raise ConfigError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
+        raise LayoutError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
     numbers = []
     for entry in entries:
         try:
@@ -250,7 +259,7 @@ def _sizes(entries: Sequence[object], *, name: str, what: str, example: str) -> 
         except ValueError:
             number = 0
         if number < 1:
-            raise ConfigError(
+            raise LayoutError(
                 f"{name} {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
                 f"write one {what} size per pipeline stage, such as {example}"
             )
@@ -274,9 +283,10 @@ def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
             continue
         told = getattr(base, name)
         if told != getattr(default, name) and told != value:
-            raise ConfigError(
+            text = (
                 f"apply() was told {name}={_shown(told)}, the command line says {_shown(value)}; give it in one place"
             )
+            raise ConfigError(text, shared=None if name in _LOCAL_FIELDS else text)
         changes[name] = value
     return dataclasses.replace(base, **changes)
 

@@ -11,11 +11,29 @@ from collections.abc import Sequence
 
 
 class VtpError(Exception):
-    """Base of every error that a user of the plugin may see."""
+    """Base of every error that a user of the plugin may see.
+
+    Args:
+        text: one line for the person who started this rank.
+        shared: what the other sites of a run may read of it. It consists of the plugin's own words, ranks, boundaries
+            and values of the plugin's layout flags; never of a path, of the data, or of what another library said.
+            None lets only the type of the error cross.
+    """
+
+    def __init__(self, text: str = "", *, shared: str | None = None) -> None:
+        super().__init__(text)
+        self.shared = shared
 
 
 class ConfigError(VtpError, ValueError):
     """What the user asked for cannot work: a value breaks a rule that the message states."""
+
+
+class LayoutError(ConfigError):
+    """A :class:`ConfigError` about the plugin's layout flags alone, whose whole text the other sites may read."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text, shared=text)
 
 
 class PatchError(VtpError, RuntimeError):

@@ -78,7 +78,9 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if dist.get_backend() != "fake" and (session.ranks.monitor is None or session.layout is None):
             store = session.ranks.store or _get_default_store()
+            session.agree_on_request(store, lambda: None, rank=rank, world_size=world_size)
             session.ranks.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
+            session.learn_site(rank)
         else:
             _plan(session, options, world_size)
         layout, own = session.layout, session.own

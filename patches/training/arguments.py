@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options import (
     OptionContext,
@@ -25,7 +25,7 @@ from vtp_plugin.options import (
     shared_arguments,
 )
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.startup import open_store
+from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
 
 
@@ -91,7 +91,6 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
         def prepare() -> dict[str, object]:
-            _read_flags(session, args)
             platform = session.choose_platform()
             if platform.name == "cpu":
                 args.distributed_backend = platform.backend
@@ -112,6 +111,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             )
             layout = session.layout
             assert layout is not None
+            session.learn_site(args.rank)
             check_site(args.vtp_site, args.rank, layout, session.config.sites or ())
             session.open_audit(args.rank)
             if session.config.layerwise_disaggregated:
@@ -123,11 +123,16 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             _call(original, args, defaults, layout.uniform_world_size(args.rank))
             return statement
 
+        def read() -> None:
+            _read_flags(session, args)
+
         if args.world_size == 1:
+            read()
             prepare()
         else:
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
+            session.agree_on_request(store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
             session.ranks.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         if session.is_active:
             from vtp_plugin.patches.training.checkpointing import require_common_folder
@@ -163,7 +168,7 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
     told = session.config
     session.config = read_flags(args, told)
     if session.is_activated and session.config.layerwise_disaggregated and not told.layerwise_disaggregated:
-        raise ConfigError(
+        raise LayoutError(
             "apply() was told the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"
         )

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
 
 # No stage has this size, so Megatron's comparison says "another layout" on every rank.
@@ -85,11 +86,11 @@ def require_common_folder(session: Session, args: Any) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             name = f".vtp-{uuid.uuid4().hex}"
             (folder / name).touch()
-            store.set("file in --save", name)
+            part_of(store, Topic.FOLDER).set("name", name)
         return {}
 
     def look() -> dict[str, object]:
-        if not (folder / store.get("file in --save").decode()).exists():
+        if not (folder / part_of(store, Topic.FOLDER).get("name").decode()).exists():
             raise ConfigError(
                 f"--save {args.save} is not the folder of rank 0 (other machine or path), and --ckpt-format "
                 f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share, or "
@@ -103,7 +104,7 @@ def require_common_folder(session: Session, args: Any) -> None:
         agree(prepare=look)
     finally:
         if args.rank == 0:
-            (folder / store.get("file in --save").decode()).unlink(missing_ok=True)
+            (folder / part_of(store, Topic.FOLDER).get("name").decode()).unlink(missing_ok=True)
 
 
 def _save(original: Callable[..., None]) -> Callable[..., None]:

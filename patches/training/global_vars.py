@@ -12,6 +12,7 @@ from megatron.training import global_vars
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
 
 _VOCABULARY = "vocabulary of the edge"
@@ -91,13 +92,13 @@ def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) ->
             built.append(original(args))
             sizes = json.dumps([args.vocab_size, args.padded_vocab_size])
             if args.rank == 0:
-                store.set(_VOCABULARY, sizes)
+                part_of(store, Topic.VOCABULARY).set("sizes", sizes)
             return {_VOCABULARY: sizes}
 
         session.ranks.agree_again(prepare, name="the edge's tokenizer", is_partial=True)
         if is_edge:
             return built[0]
-        args.vocab_size, args.padded_vocab_size = json.loads(store.get(_VOCABULARY))
+        args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))
         global_vars._GLOBAL_TOKENIZER = NoTokenizer()
         return global_vars._GLOBAL_TOKENIZER
 

@@ -45,8 +45,11 @@ SAME_ON_ALL = {
         r"--pipeline-model-parallel-size 3 contradicts",
     ),
     "the tensor size is not the largest": ({-1: ["--tensor-size=3"]}, r"--tensor-model-parallel-size 3 contradicts"),
-    "lists differ": ({2: ["--vtp-size-list=2,1"]}, r"vtp_size_list is 1,2 on rank 0 and 2,1 on rank 2"),
-    "versions differ": ({1: ["--pretend-version=0.0.9"]}, r"vtp_plugin version is .* on rank 0 and 0\.0\.9 on rank 1"),
+    "lists differ": ({2: ["--vtp-size-list=2,1"]}, r"vtp_size_list is 1,2 on rank 0, 1 and 2,1 on rank 2"),
+    "versions differ": (
+        {1: ["--pretend-version=0.0.9"]},
+        r"vtp_plugin version is .* on rank 0, 2 and 0\.0\.9 on rank 1",
+    ),
     "one rank finds an error": ({2: ["--pipeline-size=3"]}, r"rank 2: --pipeline-model-parallel-size 3 contradicts"),
     "an entry is zero": ({-1: ["--vtp-size-list=1,0"]}, r"'1,0' has the entry '0', which is not a positive"),
     "apply twice": ({-1: ["--apply-again=other"]}, r"apply\(\) was called before with other arguments"),
@@ -94,7 +97,7 @@ def test_stages_that_would_send_another_type_are_refused(rank_server: Server, tm
     """The bytes would not fit the receiver's, and end its process inside gloo."""
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
         start(whole, {0: ["--pipeline-dtype=bfloat16"]})
-        assert_refused(whole, r"pipeline_dtype is torch.bfloat16 on rank 0 and torch.float32 on rank 1")
+        assert_refused(whole, r"pipeline_dtype is torch.bfloat16 on rank 0 and torch.float32 on rank 1, 2")
 
 
 def test_one_rank_without_the_plugin(rank_server: Server, tmp_path: Path) -> None:

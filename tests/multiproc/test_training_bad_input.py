@@ -151,9 +151,15 @@ def test_world_that_the_list_does_not_divide_is_refused(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("by_rank", "words"),
     [
-        pytest.param({2: ["--vtp-size-list", "2,1"]}, ["vtp_size_list is 1,2 on rank 0 and 2,1 on rank 2"], id="list"),
-        pytest.param({1: ["--vtp-size-list", "1,3"]}, ["rank 1: ", "1,3"], id="list-that-fails-alone"),
-        pytest.param({1: ["--lr", "0.5"]}, ["--lr is 0.003 on rank 0 and 0.5 on rank 1"], id="other-argument"),
+        pytest.param(
+            {2: ["--vtp-size-list", "2,1"]}, ["vtp_size_list is 1,2 on rank 0, 1 and 2,1 on rank 2"], id="list"
+        ),
+        pytest.param(
+            {1: ["--vtp-size-list", "1,3"]},
+            ["vtp_size_list is 1,2 on rank 0, 2 and 1,3 on rank 1"],
+            id="list-that-fails-alone",
+        ),
+        pytest.param({1: ["--lr", "0.5"]}, ["--lr is 0.003 on rank 0, 2 and 0.5 on rank 1"], id="other-argument"),
         pytest.param({0: ["--tp-comm-overlap"]}, ["rank 0: --tp-comm-overlap"], id="rank-0-alone"),
     ],
 )

@@ -16,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.startup import Agreement, agree, describe_error, gather_node_sizes, open_store
+from vtp_plugin.runtime.disclosure import describe_error
+from vtp_plugin.runtime.rendezvous import open_store
+from vtp_plugin.runtime.startup import Agreement, agree, gather_node_sizes
 
 HOST = "127.0.0.1"
 
@@ -111,7 +113,7 @@ def test_differing_statements(server: Server, other: dict[str, object]) -> None:
     assert {type(error) for error in errors} == {ConfigError}
     assert len({str(error) for error in errors}) == 1
     assert re.search(
-        r"ranks disagree: (sizes is 1,2|x is 1|y is None) on rank 0 and (2,1|None|3) on rank 2;", str(errors[0])
+        r"ranks disagree: (sizes is 1,2|x is 1|y is None) on rank 0, 1 and (2,1|None|3) on rank 2;", str(errors[0])
     )
 
 
@@ -138,7 +140,7 @@ def test_an_error_on_rank_0(server: Server) -> None:
 def test_equal_errors_are_one(server: Server) -> None:
     same, other = ConfigError("same"), ConfigError("other")
     errors = check(server, dict.fromkeys(range(4), fails(same)), world_size=4)
-    assert {str(e) for e in errors} == {"same"}
+    assert {str(e) for e in errors} == {"rank 0, 1, 2, 3: same"}
     errors = check(server, {0: fails(same), 1: fails(other), 2: fails(same), 3: says()}, world_size=4)
     assert {str(e) for e in errors} == {"rank 0, 2: same; rank 1: other"}
 
@@ -249,7 +251,8 @@ class TestOpenStore:
             port = listener.getsockname()[1]
             source = (
                 f"import os; os.environ.update(MASTER_ADDR={HOST!r}, MASTER_PORT='{port}')\n"
-                "from vtp_plugin.runtime.startup import *\n"
+                "from vtp_plugin.runtime.startup import Agreement\n"
+                "from vtp_plugin.runtime.rendezvous import open_store\n"
                 "import time; store = open_store(1, 2, 2.0)\n"
                 "Agreement(store, 'check', rank=1, world_size=2, timeout_s=2.0).settle({})\n"
             )

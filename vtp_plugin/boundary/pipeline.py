@@ -16,7 +16,7 @@ from enum import StrEnum
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_header
 from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 
@@ -294,7 +294,7 @@ class TransportRules:
         crosses_sites = bool(self.sites) and self.sites[upstream] != self.sites[downstream]
         if src.cp != dst.cp and (self.transport == "rank0" or (self.transport == "auto" and crosses_sites)):
             obstacle = "--vtp-transport rank0 was given" if self.transport == "rank0" else "it crosses sites"
-            raise ConfigError(
+            raise LayoutError(
                 f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
                 f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
                 "ranks of the other, or equal sizes"

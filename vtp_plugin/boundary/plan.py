@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
-from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.errors import LayoutError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     _require_same_shape(src, dst)
     for spread in (src, dst):
         if not _is_for_leaders(spread):
-            raise ConfigError(
+            raise LayoutError(
                 f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {spread.ranks} hold "
                 "several or none (unequal context parallelism): use --vtp-transport sliced there"
             )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 
-from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.errors import LayoutError, PlanError
 from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
 
 _MAX_RUNS_SHOWN = 6
@@ -101,9 +101,9 @@ class PipelineLayout:
 
     def __post_init__(self) -> None:
         if not self.stages:
-            raise ConfigError("a pipeline layout needs at least one stage, got none: give one tp size per stage")
+            raise LayoutError("a pipeline layout needs at least one stage, got none: give one tp size per stage")
         if self.order is RankOrder.REPLICA_MAJOR and not self.has_replicas:
-            raise ConfigError(
+            raise LayoutError(
                 f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
                 f"use the order {RankOrder.STAGE_MAJOR} or equal sizes"
             )
@@ -140,7 +140,7 @@ class PipelineLayout:
         (StageGrid(tp=2, cp=1, dp=1), StageGrid(tp=1, cp=1, dp=2))
         """
         if not tp_sizes:
-            raise ConfigError("the list of tp sizes is empty: give one size per pipeline stage, e.g. 1,2")
+            raise LayoutError("the list of tp sizes is empty: give one size per pipeline stage, e.g. 1,2")
         check_list("tp", tp_sizes, tp_sizes)
         cp_sizes = tuple(cp) if isinstance(cp, Sequence) else (cp,) * len(tp_sizes)
         check_list("context-parallel", cp_sizes, tp_sizes)

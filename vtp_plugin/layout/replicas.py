@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 
 
 class DpMode(StrEnum):
@@ -131,14 +131,14 @@ class ReplicaMap:
         for upstream, downstream in boundaries:
             a, b = self.dp_sizes[upstream], self.dp_sizes[downstream]
             if max(a, b) % min(a, b):
-                raise ConfigError(
+                raise LayoutError(
                     f"{shown}: boundary {upstream}->{downstream} joins data-parallel sizes {a} and {b}, and "
                     f"{max(a, b)} / {min(a, b)} is not whole; let one divide the other"
                 )
         largest = max(self.dp_sizes)
         for stage, size in enumerate(self.dp_sizes):
             if self.is_split and largest % size:
-                raise ConfigError(
+                raise LayoutError(
                     f"{shown} with --vtp-dp-mode split: stage {stage} runs microbatches {largest} / {size} times as "
                     f"large as the widest stage, which is not whole; use sizes that divide {largest}, or multiplex"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError
 
 
 def check_positive(what: str, value: object) -> None:
@@ -14,7 +14,7 @@ def check_positive(what: str, value: object) -> None:
         ConfigError: it is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
+        raise LayoutError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
 
 
 def check_list(what: str, sizes: Sequence[int], tp_sizes: Sequence[int]) -> None:
@@ -29,7 +29,7 @@ def check_list(what: str, sizes: Sequence[int], tp_sizes: Sequence[int]) -> None
         ConfigError: its length is another one, or an entry is not a positive integer.
     """
     if len(sizes) != len(tp_sizes):
-        raise ConfigError(
+        raise LayoutError(
             f"{len(sizes)} {what} sizes {','.join(map(str, sizes))} meet {len(tp_sizes)} stages of tp sizes "
             f"{','.join(map(str, tp_sizes))}: give one size per stage"
         )
@@ -56,7 +56,7 @@ def equal_dp(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) 
         shown, sums = ",".join(map(str, cp_sizes)), f"sum(tp * cp) = {products}"
     below = world_size // size * size
     worlds = f"{below} or {below + size}" if below else f"{size}"
-    raise ConfigError(
+    raise LayoutError(
         f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {shown} take {sums} = {size} ranks per "
         f"replica, which does not divide the world size {world_size}: start {worlds} processes, or change the sizes"
     )
@@ -75,7 +75,7 @@ def check_world(stages: Sequence[tuple[int, int, int]], world_size: int) -> None
     size = sum(tp * cp * dp for tp, cp, dp in stages)
     if size != world_size:
         products = " + ".join(f"{tp} * {cp} * {dp}" for tp, cp, dp in stages)
-        raise ConfigError(
+        raise LayoutError(
             f"tp * cp * dp over the stages is {products} = {size} ranks, the world size is {world_size}: start {size} "
             "processes, or change the sizes"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 
 
 def parse_layer_list(text: str) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ def parse_layer_list(text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(
+        raise LayoutError(
             f"--num-layer-list {text!r}: every entry is the number of layers of one part, at least 1; write the edge's "
             "first part, every cloud stage, the edge's last part, such as 1,3,3,1"
         )
@@ -39,9 +39,9 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int, opt
     """
     shown = ",".join(str(part) for part in layers)
     if num_stages < 2:
-        raise ConfigError("--layerwise-disaggregated-training needs an edge and a cloud: give at least two stages")
+        raise LayoutError("--layerwise-disaggregated-training needs an edge and a cloud: give at least two stages")
     if len(layers) != num_stages + 1:
-        raise ConfigError(
+        raise LayoutError(
             f"{option} has {len(layers)} parts ({shown}), {num_stages} stages need {num_stages + 1}: the edge's first "
             "part, every cloud stage, the edge's last part"
         )

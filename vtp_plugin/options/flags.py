@@ -21,7 +21,7 @@ from vtp_plugin.config import (
     parse_sites,
     parse_size_list,
 )
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.schedule.stated import COST_KEYS
 
 
@@ -213,6 +213,14 @@ VTP_FLAGS: tuple[Flag, ...] = (
         help="site of this machine, one of --vtp-sites: ranks that find themselves on another site's stage end the run",
     ),
     Flag(
+        name="--vtp-share-errors",
+        group=FlagGroup.TRUST,
+        keyword="share_errors",
+        field="share_errors",
+        help="several sites: let the texts of this rank's errors, and the values of its arguments, cross to the "
+        "others; without it they read the type of the error and where it happened. Each site decides for itself",
+    ),
+    Flag(
         name="--vtp-audit",
         group=FlagGroup.TRUST,
         metavar="FILE",
@@ -267,7 +275,7 @@ def read_flags(args: argparse.Namespace, told: VtpConfig) -> VtpConfig:
     given = {flag.field: flag.parse(getattr(args, flag.dest)) for flag in VTP_FLAGS if flag.field is not None}
     config = merge(told, given)
     if args.num_layer_list is not None and not config.layerwise_disaggregated:
-        raise ConfigError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
+        raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
     return config
 
 
@@ -281,6 +289,6 @@ def check_without_stages(config: VtpConfig) -> None:
         if sizes:
             ones = ",".join("1" for _ in sizes)
             shown = ",".join(map(str, sizes))
-            raise ConfigError(f"{flag} {shown} needs stages: give --vtp-size-list, such as {ones}")
+            raise LayoutError(f"{flag} {shown} needs stages: give --vtp-size-list, such as {ones}")
     if config.has_planned_schedule:
-        raise ConfigError("planned schedules need stages: give --vtp-size-list, such as 1,1")
+        raise LayoutError("planned schedules need stages: give --vtp-size-list, such as 1,1")

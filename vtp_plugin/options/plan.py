@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.schedule import Costs, plain_placement, u_placement
 from vtp_plugin.schedule.limits import check_in_flight
@@ -52,24 +52,24 @@ def plan_layout(
     assert isinstance(sizes, tuple)
     shown = ",".join(str(size) for size in sizes)
     if pipeline_size not in (1, len(sizes)):
-        raise ConfigError(
+        raise LayoutError(
             f"--pipeline-model-parallel-size {pipeline_size} contradicts --vtp-size-list {shown} with {len(sizes)} "
             "stages; leave it out or make both equal"
         )
     if tensor_size not in (None, max(sizes)):
-        raise ConfigError(
+        raise LayoutError(
             f"--tensor-model-parallel-size {tensor_size} contradicts --vtp-size-list {shown}; leave it out or give "
             f"the largest size of the list, {max(sizes)}"
         )
     if order not in _ORDERS:
-        raise ConfigError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
+        raise LayoutError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
     cp_sizes = choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
     layout = PipelineLayout.from_sizes(
         sizes, world_size=world_size, cp=cp_sizes, dp=config.dp_list, order=_ORDERS[order]
     )
     dp = layout.stages[0].dp
     if config.data_parallel_size not in (None, dp):
-        raise ConfigError(
+        raise LayoutError(
             f"--vtp-data-parallel-size {config.data_parallel_size} contradicts the world: {world_size} ranks "
             f"/ {world_size // dp} ranks a replica (sum of tp * cp over the stages) = {dp} replicas; change one of "
             "them"
@@ -123,7 +123,7 @@ def plan_orders(config: VtpConfig, num_stages: int, message_bytes: int | None) -
     if config.in_flight is None and config.costs is None:
         return Planning()
     if not config.layerwise_disaggregated:
-        raise ConfigError(
+        raise LayoutError(
             "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
             "leave them out, or add --layerwise-disaggregated-training"
         )

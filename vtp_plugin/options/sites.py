@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -150,13 +150,13 @@ def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Seque
     if site is None:
         return
     if site not in sites:
-        raise ConfigError(
+        raise LayoutError(
             f"--vtp-site {site} is none of --vtp-sites {','.join(sites) or '(not given)'}; name the site of "
             "every stage there, and this machine's here"
         )
     stage = layout.stage_of(rank)
     if sites[stage] != site:
-        raise ConfigError(
+        raise LayoutError(
             f"stage {stage} belongs to site {sites[stage]}, but its rank {rank} runs on a machine of site "
             f"{site}; number the machines in the order of the stages, with a static rendezvous (--node-rank)"
         )

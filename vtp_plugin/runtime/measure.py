@@ -18,7 +18,7 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Link
-from vtp_plugin.runtime.startup import open_round
+from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement
 from vtp_plugin.schedule import Channel as ChannelName
@@ -50,7 +50,7 @@ def share_reports(
     Raises:
         PeerError: a rank did not post its report, or rank 0 no text, within the timeout.
     """
-    posts = open_round(dist.PrefixStore("reports", store), rank)
+    posts = open_round(part_of(store, Topic.REPORTS), rank)
     posts.set(str(rank), json.dumps(own))
     limit = timedelta(seconds=timeout_s)
     try:

@@ -28,7 +28,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.startup import EXIT_CODE, describe_error, open_round, report
+from vtp_plugin.runtime.disclosure import describe_error
+from vtp_plugin.runtime.store import Topic, open_round, part_of
+from vtp_plugin.runtime.waiting import EXIT_CODE, report
 
 # Added to a sign of life by a rank that ends; more than any number of beats.
 _DONE = 1 << 40
@@ -82,6 +84,7 @@ class Monitor:
         rank: global rank.
         world_size: number of ranks.
         timeout_s: every other rank ends within this time after a rank died, stopped or hangs, in seconds.
+        describe: gives an error as the line that the other ranks may read.
         exit_process: ends the process; replaced in tests.
     """
 
@@ -92,17 +95,19 @@ class Monitor:
         rank: int,
         world_size: int,
         timeout_s: float,
+        describe: Callable[[BaseException], str] = describe_error,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """Prepare; the threads run after :meth:`start`."""
         # The same store may have carried an earlier run of this process.
-        self._store = open_round(dist.PrefixStore("monitor", store), rank)
+        self._store = open_round(part_of(store, Topic.WATCH), rank)
         self._rank = rank
         self._world_size = world_size
         self.timeout_s = timeout_s
         self._dead_s = 0.6 * timeout_s
         self._beat_interval_s = min(15.0, timeout_s / 20)
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
+        self._describe = describe
         self._exit_process = exit_process
         self._clock_s = 0.0
         self._contact_s = 0.0
@@ -169,7 +174,7 @@ class Monitor:
         """
         if self._failing_s is None:
             self._failing_s = self._clock_s
-        text = f"rank {self._rank} failed: {describe_error(error)}"
+        text = f"rank {self._rank} failed: {self._describe(error)}"
         self._run_bounded(lambda: self._post(text), 1.0)
 
     @property

@@ -7,75 +7,30 @@ all go on or all leave with the same reason. Cost: one key per rank and one verd
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import socket
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError, PeerError, VtpError
+from vtp_plugin.errors import ConfigError, LayoutError, PeerError
+from vtp_plugin.runtime.disclosure import HIDDEN, Disclosure, describe_error, first_line, is_same_value, show_stated
+from vtp_plugin.runtime.store import Topic, open_round, part_of
+from vtp_plugin.runtime.waiting import POLL_S, WAITED, WaitingLines, poll, time_limit
 
-EXIT_CODE = 1
 _FAREWELL_S = 5.0
-_POLL_S = 0.02
 # Rank 0 judges early enough for its verdict to reach those that came before it.
 _JUDGE_SHARE = 0.9
 # Once an error is known, ranks that have not come are waited for no longer than this.
 _GRACE_S = 5.0
-_WAITED = "start-up: waited"
-
-
-def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Join the launcher's rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) before torch.distributed is initialised.
-
-    Does not wait for the other ranks; :func:`agree` does, and can name those that are missing.
-    ``init_process_group`` later shares the same server: torch opens it as multi-tenant.
-
-    Raises:
-        ConfigError: the launcher's variables are missing or wrong.
-        PeerError: the server did not answer within ``timeout_s``.
-    """
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(f"environment variable {name} is not set; start the script with torchrun")
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not port.isdigit():
-        raise ConfigError(f"environment variable MASTER_PORT is {port!r}, not a number; start the script with torchrun")
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    begin_s = time.monotonic()
-    reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
-    try:
-        with _time_limit(rank, timeout_s, reason):
-            # Not left to torch, whose attempts together take longer than the timeout that it is given.
-            if not serves and not _poll(lambda: _is_reachable(host, int(port)), timeout_s, pause_s=0.2):
-                raise TimeoutError("nobody listens there")
-            store = dist.TCPStore(
-                host,
-                int(port),
-                is_master=serves,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-    except (RuntimeError, TimeoutError) as error:
-        if serves:
-            raise ConfigError(
-                f"rank 0 cannot serve at {host}:{port} ({_first_line(error)}); choose a free MASTER_PORT"
-            ) from None
-        raise PeerError(
-            f"{_WAITED} {time.monotonic() - begin_s:.1f} s {reason} ({_first_line(error)}); look for a rank 0 that did "
-            "not start or ended, or raise the timeout"
-        ) from None
-    # A launcher that restarts the ranks may keep its store.
-    return dist.PrefixStore(f"vtp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+# How often rank 0 tells the others whom it waits for, at least: before the first of their lines.
+_TELL_S = 1.0
+_UNKNOWN_PEER = (
+    "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
+)
 
 
 def gather_node_sizes(
@@ -99,14 +54,14 @@ def gather_node_sizes(
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     for name in names:
         if not environment.get(name, "").isdigit():
-            raise ConfigError(
+            raise LayoutError(
                 f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun or write the list"
             )
     node, num_nodes, num_local = (int(environment[name]) for name in names)
-    nodes = dist.PrefixStore("nodes", store)
+    nodes = part_of(store, Topic.NODES)
     nodes.set(str(node), str(0 if num_local % divisor else num_local // divisor))
     if num_local % divisor:
-        raise ConfigError(
+        raise LayoutError(
             f"--vtp-size-list auto: node {node} has {num_local} ranks, not a multiple of data- times context-parallel "
             f"size {divisor}; start another number of ranks there or write the list"
         )
@@ -117,23 +72,28 @@ def gather_node_sizes(
         if waited_s > timeout_s:
             missing = [int(key) for key in keys if not nodes.check([key])]
             raise PeerError(
-                f"{_WAITED} {waited_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
+                f"{WAITED} {waited_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
             )
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     sizes = tuple(int(nodes.get(key)) for key in keys)
     if 0 in sizes:
-        raise ConfigError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
+        raise LayoutError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
     return sizes
 
 
-def open_round(store: dist.Store, rank: int) -> dist.Store:
-    """Give the part of a store for the next exchange between all ranks; each counts its own, so all get the same part.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What rank 0 made of all posts.
 
-    Args:
-        store: for exchanges of one kind.
-        rank: own rank.
+    Attributes:
+        text: why no rank goes on; empty for agreement.
+        name: value in which ranks disagree, if that is why.
+        is_missing: a rank did not come.
     """
-    return dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)
+
+    text: str = ""
+    name: str | None = None
+    is_missing: bool = False
 
 
 class Agreement:
@@ -151,14 +111,16 @@ class Agreement:
         world_size: int,
         timeout_s: float,
         is_partial: bool = False,
+        disclosure: Disclosure | None = None,
     ) -> None:
-        """Bind the check to a store; nothing is sent yet."""
-        self._store = dist.PrefixStore(f"agree/{name}", store)
+        """Bind the check to a store; nothing is sent yet. Without a ``disclosure`` all ranks are at one site."""
+        self._store = dist.PrefixStore(name, part_of(store, Topic.CHECKS))
         self._name = name
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._is_partial = is_partial
+        self._disclosure = Disclosure(is_one_site=True) if disclosure is None else disclosure
 
     def settle(self, statement: Mapping[str, object], error: BaseException | None = None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement.
@@ -168,26 +130,33 @@ class Agreement:
             error: what this rank found wrong, if anything; then no rank goes on.
 
         Raises:
-            ConfigError: a rank posted an error, or two statements differ. The text is the same on all ranks.
+            ConfigError: a rank posted an error, or two statements differ. The text is the same on all ranks, but for
+                what may not cross between sites: a rank reads its own error and its own value there.
             PeerError: a rank did not answer within the timeout.
         """
-        own = {"error": describe_error(error)} if error is not None else {"says": dict(statement)}
+        posted = "" if error is None else self._disclosure.describe(error)
+        own = {"error": posted} if error is not None else {"says": self._disclosure.state(statement)}
         begin_s = time.monotonic()
         try:
-            with _time_limit(self._rank, self._timeout_s, f"for the store at {self._name}: no answer"):
+            with time_limit(self._rank, self._timeout_s, f"for the store at {self._name}: no answer"):
                 verdict = self._exchange(json.dumps(own), begin_s)
         except dist.DistError as broken:
-            waited_s = time.monotonic() - begin_s
+            waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
+            whom = f"for rank 0 or the launcher, which keeps the store, at {self._name}"
             raise PeerError(
-                f"{_WAITED} {waited_s:.1f} s for rank 0 or the launcher, which keeps the store, at {self._name}: the "
-                f"connection broke ({_first_line(broken)}); it ended"
+                f"{waited} {whom}: the connection broke ({first_line(str(broken))}); it ended",
+                shared=f"{waited} {whom}: the connection broke; it ended",
             ) from None
-        if verdict:
-            kind = PeerError if verdict.startswith(_WAITED) else ConfigError
-            raise kind(verdict) from error
+        if not verdict.text:
+            return
+        text = verdict.text if error is None else verdict.text.replace(posted, describe_error(error))
+        if verdict.name is not None and HIDDEN in text:
+            text += f"; here {verdict.name} is {statement.get(verdict.name)}"
+        kind = PeerError if verdict.is_missing else ConfigError
+        raise kind(text, shared=verdict.text) from error
 
-    def _exchange(self, own: str, begin_s: float) -> str:
-        """Post, judge on rank 0, and return the verdict; the empty string means agreement."""
+    def _exchange(self, own: str, begin_s: float) -> _Verdict:
+        """Post, judge on rank 0, and return the verdict."""
         posts = open_round(self._store, self._rank)
         posts.set(str(self._rank), own)
         if self._rank != 0:
@@ -195,20 +164,21 @@ class Agreement:
             posts.add("farewell", 1)
             return verdict
         verdict, num_present = self._judge(posts, begin_s)
-        posts.set("verdict", verdict)
-        if verdict:
+        posts.set("verdict", json.dumps([verdict.text, verdict.name, verdict.is_missing]))
+        if verdict.text:
             # Rank 0 may own the store's server: it leaves last, or the others never learn why.
-            _poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self._timeout_s))
+            poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self._timeout_s))
         return verdict
 
-    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[str, int]:
+    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[_Verdict, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
         deadline_s = begin_s + _JUDGE_SHARE * self._timeout_s
+        lines = WaitingLines(_JUDGE_SHARE * self._timeout_s, lambda: self._tell_missing(posts))
         missing: list[int] = []
         errors: dict[int, str] = {}
         statements: dict[int, dict[str, Any]] = {}
         for rank in range(self._world_size):
-            if not _poll(lambda key=str(rank): posts.check([key]), deadline_s - time.monotonic()):
+            if not self._await_post(posts, rank, deadline_s - time.monotonic(), lines):
                 missing.append(rank)
                 continue
             post = json.loads(posts.get(str(rank)))
@@ -219,26 +189,56 @@ class Agreement:
                 statements[rank] = post["says"]
         num_present = self._world_size - len(missing)
         if errors:
-            return _summarise_errors(errors), num_present
+            return _Verdict(text=_summarise_errors(errors)), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
-            return (
-                f"{_WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; it did not "
-                "start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
-            ), num_present
-        return first_difference(statements, is_partial=self._is_partial), num_present
+            text = f"{WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; {_UNKNOWN_PEER}"
+            return _Verdict(text=text, is_missing=True), num_present
+        name, text = find_difference(statements, is_partial=self._is_partial)
+        return _Verdict(text=text, name=name), num_present
 
-    def _read_verdict(self, posts: dist.Store, begin_s: float) -> str:
-        try:
-            posts.wait(["verdict"], timedelta(seconds=self._timeout_s))
-            return posts.get("verdict").decode()
-        except dist.DistStoreError:
-            waited_s = time.monotonic() - begin_s
-            whom = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
-            raise PeerError(
-                f"{_WAITED} {waited_s:.1f} s for {whom} at {self._name}: no answer; it did not start, ended, or runs "
-                "without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
-            ) from None
+    def _tell_missing(self, posts: dist.Store) -> str:
+        """Tell the others, from rank 0, which ranks have not come."""
+        missing = _ranks([rank for rank in range(self._world_size) if not posts.check([str(rank)])])
+        posts.set("missing", missing)
+        return f"rank {missing} at {self._name}"
+
+    def _await_post(self, posts: dist.Store, rank: int, limit_s: float, lines: WaitingLines) -> bool:
+        """Wait on rank 0 for the post of a rank; meanwhile tell the others who is missing."""
+        tell_s = time.monotonic() + _TELL_S
+
+        def is_there() -> bool:
+            nonlocal tell_s
+            if posts.check([str(rank)]):
+                return True
+            if time.monotonic() >= tell_s:
+                tell_s += 5 * _TELL_S
+                self._tell_missing(posts)
+            return False
+
+        return poll(is_there, limit_s, lines=lines)
+
+    def _read_verdict(self, posts: dist.Store, begin_s: float) -> _Verdict:
+        def whom() -> str:
+            if posts.check(["missing"]):
+                return f"rank {posts.get('missing').decode()} at {self._name}"
+            return f"{'another rank' if posts.check(['0']) else 'rank 0'} at {self._name}"
+
+        lines = WaitingLines(self._timeout_s, whom)
+        while True:
+            left_s = begin_s + self._timeout_s - time.monotonic()
+            try:
+                posts.wait(["verdict"], timedelta(seconds=max(0.01, min(left_s, lines.pause_s))))
+                text, name, is_missing = json.loads(posts.get("verdict"))
+                return _Verdict(text=text, name=name, is_missing=is_missing)
+            except dist.DistStoreError:
+                if begin_s + self._timeout_s > time.monotonic():
+                    lines.say()
+                    continue
+            waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
+            whom_text = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
+            text = f"{waited} for {whom_text} at {self._name}: no answer; {_UNKNOWN_PEER}"
+            raise PeerError(text, shared=text) from None
 
 
 def agree(
@@ -250,110 +250,71 @@ def agree(
     world_size: int,
     timeout_s: float,
     is_partial: bool = False,
+    disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True),
 ) -> None:
     """Run ``prepare`` on every rank and go on only if it succeeded everywhere with equal results.
 
-    ``SystemExit`` counts as a failure too: Megatron leaves some checks that way.
+    ``SystemExit`` counts as a failure too: Megatron leaves some checks that way. ``disclosure`` is asked once
+    ``prepare`` has run, in which this rank may have learned of its site.
     """
-    agreement = Agreement(store, name, rank=rank, world_size=world_size, timeout_s=timeout_s, is_partial=is_partial)
+    statement: Mapping[str, object] = {}
+    error: Exception | SystemExit | None = None
     try:
         statement = prepare()
-    except (Exception, SystemExit) as error:
-        agreement.settle({}, error)
-        raise AssertionError("an error was posted, so settle() cannot return") from error
-    agreement.settle(statement)
+    except (Exception, SystemExit) as found:
+        error = found
+    agreement = Agreement(
+        store,
+        name,
+        rank=rank,
+        world_size=world_size,
+        timeout_s=timeout_s,
+        is_partial=is_partial,
+        disclosure=disclosure(),
+    )
+    agreement.settle(statement, error)
+    assert error is None, "an error was posted, so settle() cannot return"
 
 
-def first_difference(statements: Mapping[int, Mapping[str, object]], *, is_partial: bool = False) -> str:
-    """Name the first value in which a rank differs from one before it; empty when all are equal.
+def find_difference(
+    statements: Mapping[int, Mapping[str, object]], *, is_partial: bool = False
+) -> tuple[str | None, str]:
+    """Name the first value in which ranks differ, with all ranks that state it; None and no text when all are equal.
 
     Args:
-        statements: by rank, ascending.
+        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.disclosure.Disclosure.state` gives them.
         is_partial: a rank need not state every value that another one states.
 
-    >>> first_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 2]}})
-    ''
-    >>> first_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 3]}})[:55]
-    'ranks disagree: sizes is [1, 2] on rank 0 and [1, 3] on'
-    >>> first_difference({0: {}, 1: {"sliced": True}, 2: {"sliced": False}}, is_partial=True)[:58]
-    'ranks disagree: sliced is True on rank 1 and False on rank'
+    >>> find_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 2]}})
+    (None, '')
+    >>> find_difference({0: {"sizes": "1,2"}, 1: {"sizes": "1,3"}, 2: {"sizes": "1,3"}})[1][:59]
+    'ranks disagree: sizes is 1,2 on rank 0 and 1,3 on rank 1, 2'
+    >>> find_difference({0: {}, 1: {"sliced": True}, 2: {"sliced": False}}, is_partial=True)[1][:60]
+    'ranks disagree: sliced is True on rank 1 and False on rank 2'
     """
     first_to_say: dict[str, int] = {} if is_partial else dict.fromkeys((k for s in statements.values() for k in s), 0)
     for rank, statement in statements.items():
-        for key in statement if is_partial else first_to_say:
-            other = first_to_say.setdefault(key, rank)
-            theirs, own = statements[other].get(key), statement.get(key)
-            if theirs != own:
-                return (
-                    f"ranks disagree: {key} is {theirs} on rank {other} and {own} on rank {rank}; "
-                    "start every rank with the same command line and the same versions"
-                )
-    return ""
+        for name in statement if is_partial else first_to_say:
+            other = first_to_say.setdefault(name, rank)
+            if not is_same_value(statements[other].get(name), statement.get(name)):
+                return name, _show_difference(name, statements, is_partial=is_partial)
+    return None, ""
 
 
-def describe_error(error: BaseException) -> str:
-    """Give an exception as one line: plugin errors as they are, others with their type, or else where they were raised.
-
-    >>> describe_error(ConfigError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
-    ('no stages', "KeyError: 'x'", 'SystemExit')
-    """
-    text = _first_line(error)
-    if isinstance(error, VtpError):
-        return text
-    name = type(error).__name__
-    if text:
-        return f"{name}: {text}"
-    # Many of Megatron's checks are bare asserts: only the source line tells which one it was.
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else name
-
-
-def report(rank: int, text: str) -> None:
-    """Write one line to the process's standard error.
-
-    Not by way of ``sys.stderr``, which torch's exception hook replaces while it formats a traceback.
-    """
-    with contextlib.suppress(OSError):
-        os.write(2, f"[vtp rank {rank}] error: {text}\n".encode())
-
-
-@contextlib.contextmanager
-def _time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
-    """End the process when the block takes clearly longer than its own timeout.
-
-    Calls on a store have no limit when its server is stopped rather than gone.
-    """
-    limit_s = 1.1 * timeout_s + 1.0
-
-    def leave() -> None:
-        report(rank, f"{_WAITED} {limit_s:.1f} s {what}; the process that keeps the store is stopped")
-        os._exit(EXIT_CODE)
-
-    timer = threading.Timer(limit_s, leave)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _is_reachable(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _poll(is_true: Callable[[], bool], limit_s: float, *, pause_s: float = _POLL_S) -> bool:
-    """Ask until the answer is yes or the time is up; asks at least once."""
-    deadline_s = time.monotonic() + limit_s
-    while not is_true():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(pause_s)
-    return True
+def _show_difference(name: str, statements: Mapping[int, Mapping[str, object]], *, is_partial: bool) -> str:
+    groups: list[tuple[object, list[int]]] = []
+    for rank, statement in statements.items():
+        if is_partial and name not in statement:
+            continue
+        value = statement.get(name)
+        for known, ranks in groups:
+            if is_same_value(known, value):
+                ranks.append(rank)
+                break
+        else:
+            groups.append((value, [rank]))
+    shown = " and ".join(f"{show_stated(value)} on rank {_ranks(ranks)}" for value, ranks in groups[:8])
+    return f"ranks disagree: {name} is {shown}; start every rank with the same command line and the same versions"
 
 
 def _summarise_errors(errors: Mapping[int, str]) -> str:
@@ -361,16 +322,9 @@ def _summarise_errors(errors: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
         ranks_of.setdefault(text, []).append(rank)
-    if len(ranks_of) == 1 and len(errors) > 1:
-        return next(iter(ranks_of))
     return "; ".join(f"rank {_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(r) for r in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else ""

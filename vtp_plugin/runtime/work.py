@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.disclosure import first_line
 from vtp_plugin.runtime.monitor import Monitor
 
 __all__ = ["TimedWaits", "_VTPRecvWork", "_VTPSendWork", "ranks_text"]
@@ -43,7 +44,9 @@ class TimedWaits:
         try:
             yield
         except RuntimeError as error:
-            raise PeerError(f"{place}: {what} broke ({str(error).splitlines()[0]})") from error
+            raise PeerError(
+                f"{place}: {what} broke ({first_line(str(error))})", shared=f"{place}: {what} broke"
+            ) from error
         if wait is None:
             return
         if self._platform.host_blocking_wait:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.schedule.bounds import need_by_stage
 from vtp_plugin.schedule.chain import make_chain
 from vtp_plugin.schedule.costs import Costs
@@ -28,12 +28,12 @@ def check_in_flight(in_flight: Sequence[int], num_stages: int) -> None:
     """
     shown = ",".join(map(str, in_flight))
     if len(in_flight) not in (1, num_stages):
-        raise ConfigError(
+        raise LayoutError(
             f"--vtp-in-flight {shown} has {len(in_flight)} entries; give one number for all stages, or one for each of "
             f"the {num_stages}"
         )
     if min(in_flight) < 1:
-        raise ConfigError(
+        raise LayoutError(
             f"--vtp-in-flight {shown}: with a limit below 1 no microbatch could ever start; every entry must be at "
             "least 1"
         )

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
+from vtp_plugin.runtime.disclosure import Disclosure
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.startup import agree, open_store
+from vtp_plugin.runtime.rendezvous import open_store
+from vtp_plugin.runtime.startup import agree
 
 
 class AllRanks:
@@ -24,11 +26,13 @@ class AllRanks:
     Attributes:
         store: reaches all ranks; None before the first check.
         monitor: keeps the time; None before the ranks have agreed, and after the end.
+        disclosure: what this rank may tell the others; the least of it while nobody knows how many sites there are.
     """
 
     def __init__(self, timeout_s: Callable[[], float], finish: Callable[[], None]) -> None:
         self.store: dist.Store | None = None
         self.monitor: Monitor | None = None
+        self.disclosure = Disclosure()
         self._timeout_s = timeout_s
         self._finish = finish
         self._rank, self._world_size = 0, 1
@@ -76,9 +80,24 @@ class AllRanks:
         limit_s = self._timeout_s() if timeout_s is None else timeout_s
         monitor_store = store.clone() if self.monitor is None else None
         self.store, self._rank, self._world_size = store, rank, world_size  # the check may use them
-        agree(store, name, prepare, rank=rank, world_size=world_size, timeout_s=limit_s, is_partial=is_partial)
+        agree(
+            store,
+            name,
+            prepare,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=limit_s,
+            is_partial=is_partial,
+            disclosure=lambda: self.disclosure,
+        )
         if monitor_store is not None:
-            self.monitor = Monitor(monitor_store, rank=rank, world_size=world_size, timeout_s=self._timeout_s())
+            self.monitor = Monitor(
+                monitor_store,
+                rank=rank,
+                world_size=world_size,
+                timeout_s=self._timeout_s(),
+                describe=lambda error: self.disclosure.describe(error),
+            )
             self.monitor.start()
             atexit.register(self.stop)
 

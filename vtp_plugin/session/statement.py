@@ -20,6 +20,7 @@ def state_request(config: VtpConfig) -> dict[str, object]:
         "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
         "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
         "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
+        "sites": ",".join(config.sites or ()),
         "timeout_s": config.timeout_s,
     }
 

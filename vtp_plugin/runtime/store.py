@@ -1,0 +1,51 @@
+"""The run's store: what the plugin puts there is a closed list.
+
+Every part of the store that the plugin uses is opened by :func:`part_of` with a :class:`Topic`, so the topics are the
+list of what the plugin's own code tells other ranks outside the process groups. Torch keeps the addresses of its
+process groups in the same store.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch.distributed as dist
+
+
+class Topic(Enum):
+    """What the plugin posts to the store, with a sentence on its content."""
+
+    CHECKS = (
+        "agree",
+        "Start-up and step checks: the arguments that must be equal (between sites as digests, except values of the "
+        "plugin's layout flags), versions, sizes of the vocabulary, digests of plans; errors (between sites their "
+        "type, or the plugin's own text about layout flags); the numbers of ranks that are missing.",
+    )
+    WATCH = (
+        "monitor",
+        "Liveness: a counter for every rank; when one ends, its number, the reason (between sites as for the checks) "
+        "and the boundary at which it stood.",
+    )
+    REPORTS = ("reports", "Measured durations of computing and of the links, and the costs made of them.")
+    NODES = ("nodes", "How many ranks each node of the launcher has.")
+    FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
+    VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
+
+    def __init__(self, key: str, sentence: str) -> None:
+        self.key = key
+        self.sentence = sentence
+
+
+def part_of(store: dist.Store, topic: Topic) -> dist.Store:
+    """Open the part of the run's store that belongs to a topic; the plugin writes nowhere else."""
+    return dist.PrefixStore(topic.key, store)
+
+
+def open_round(store: dist.Store, rank: int) -> dist.Store:
+    """Give the part of a store for the next exchange between all ranks; each counts its own, so all get the same part.
+
+    Args:
+        store: for exchanges of one kind.
+        rank: own rank.
+    """
+    return dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)

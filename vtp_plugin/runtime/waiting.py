@@ -1,0 +1,100 @@
+"""Waiting for other ranks at start-up: polling with a limit, and lines that say for whom and for how much longer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from vtp_plugin import log
+
+EXIT_CODE = 1
+WAITED = "start-up: waited"
+POLL_S = 0.02
+_NEXT_LINE_S = 60.0
+# Tests shorten it.
+_FIRST_LINE_VARIABLE = "VTP_FIRST_WAITING_LINE_S"
+
+
+class WaitingLines:
+    """Says for whom this rank waits: after ten seconds, and then every minute.
+
+    One rank of each machine speaks.
+
+    Args:
+        limit_s: how long the wait may take.
+        describe: says whom it waits for; asked when a line is due.
+        environment: of this process.
+    """
+
+    def __init__(
+        self, limit_s: float, describe: Callable[[], str], environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._begin_s = time.monotonic()
+        self._limit_s = limit_s
+        self._describe = describe
+        self._is_speaker = environment.get("LOCAL_RANK", "0") == "0"
+        self._place = f"{environment.get('MASTER_ADDR', '(no address)')}:{environment.get('MASTER_PORT', '(no port)')}"
+        self._due_s = self._begin_s + float(environment.get(_FIRST_LINE_VARIABLE, "10"))
+
+    @property
+    def pause_s(self) -> float:
+        """How long it is until the next line is due."""
+        return max(0.0, self._due_s - time.monotonic()) if self._is_speaker else float("inf")
+
+    def say(self) -> None:
+        """Write a line if one is due."""
+        now_s = time.monotonic()
+        if not self._is_speaker or now_s < self._due_s:
+            return
+        self._due_s = now_s + _NEXT_LINE_S
+        waited_s = now_s - self._begin_s
+        left_s = max(0.0, self._limit_s - waited_s)
+        log.warning(
+            f"start-up: waiting for {self._describe()}; they meet at {self._place}; waited {waited_s:.0f} s, "
+            f"{left_s:.0f} s left"
+        )
+
+
+def poll(
+    is_true: Callable[[], bool], limit_s: float, *, pause_s: float = POLL_S, lines: WaitingLines | None = None
+) -> bool:
+    """Ask until the answer is yes or the time is up; asks at least once."""
+    deadline_s = time.monotonic() + limit_s
+    while not is_true():
+        if time.monotonic() > deadline_s:
+            return False
+        if lines is not None:
+            lines.say()
+        time.sleep(pause_s)
+    return True
+
+
+def report(rank: int, text: str) -> None:
+    """Write why a rank ends as one line, in one call; not by way of logging, whose locks a stuck thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, log.format_record(logging.ERROR, text, rank=rank).encode(errors="backslashreplace"))
+
+
+@contextlib.contextmanager
+def time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
+    """End the process when the block takes clearly longer than its own timeout.
+
+    Calls on a store have no limit when its server is stopped rather than gone.
+    """
+    limit_s = 1.1 * timeout_s + 1.0
+
+    def leave() -> None:
+        report(rank, f"{WAITED} {limit_s:.1f} s {what}; the process that keeps the store is stopped")
+        os._exit(EXIT_CODE)
+
+    timer = threading.Timer(limit_s, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
