@@ -18,6 +18,7 @@ from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import Session
+from vtp_plugin.session.request import agree_on_request, learn_site
 
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
@@ -78,9 +79,9 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if dist.get_backend() != "fake" and (session.ranks.monitor is None or session.layout is None):
             store = session.ranks.store or _get_default_store()
-            session.agree_on_request(store, lambda: None, rank=rank, world_size=world_size)
+            agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
             session.ranks.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
-            session.learn_site(rank)
+            learn_site(session, rank)
         else:
             _plan(session, options, world_size)
         layout, own = session.layout, session.own

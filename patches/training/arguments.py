@@ -27,6 +27,7 @@ from vtp_plugin.options import (
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
+from vtp_plugin.session.request import agree_on_request, learn_site
 
 
 def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
@@ -111,7 +112,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             )
             layout = session.layout
             assert layout is not None
-            session.learn_site(args.rank)
+            learn_site(session, args.rank)
             check_site(args.vtp_site, args.rank, layout, session.config.sites or ())
             session.open_audit(args.rank)
             if session.config.layerwise_disaggregated:
@@ -132,7 +133,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
         else:
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
-            session.agree_on_request(store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
+            agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
             session.ranks.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         if session.is_active:
             from vtp_plugin.patches.training.checkpointing import require_common_folder

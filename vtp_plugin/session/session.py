@@ -27,7 +27,6 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, join_channels, open_channels
-from vtp_plugin.runtime.disclosure import Disclosure
 from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
@@ -162,33 +161,6 @@ class Session:
         plan_orders(self.config, layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self._boundaries:
             self.transport_rules.choose(layout, upstream, downstream)
-
-    def agree_on_request(
-        self, store: dist.Store, read: Callable[[], None], *, rank: int, world_size: int, timeout_s: float | None = None
-    ) -> None:
-        """Compare what all ranks were told, before anything is derived from it; then it is known who may read what.
-
-        ``read`` adds to ``config`` what else this rank was told; the other arguments are those of ``AllRanks.agree``.
-
-        Raises:
-            ConfigError: a rank was told something else, or something wrong.
-            PeerError: a rank did not come within the timeout.
-        """
-
-        def prepare() -> dict[str, object]:
-            read()
-            return state_request(self.config)
-
-        self.ranks.agree(store, prepare, rank=rank, world_size=world_size, name="start", timeout_s=timeout_s)
-        self.ranks.disclosure = Disclosure(
-            is_one_site=not self.config.has_several_sites, is_opted_in=self.config.share_errors
-        )
-
-    def learn_site(self, rank: int) -> None:
-        """Note the site of this rank, for what it tells the others; after the layout is known."""
-        if self.layout is not None and self.config.sites:
-            site = self.config.sites[self.layout.stage_of(rank)]
-            self.ranks.disclosure = dataclasses.replace(self.ranks.disclosure, site=site)
 
     def statement(self) -> dict[str, object]:
         """Say what this rank is about to run; every rank must say the same."""

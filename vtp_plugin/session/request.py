@@ -1,0 +1,55 @@
+"""What the ranks were told is compared before anything is derived from it; then it is known who may read what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from vtp_plugin.runtime.disclosure import Disclosure
+from vtp_plugin.session.statement import state_request
+
+if TYPE_CHECKING:
+    from vtp_plugin.session.session import Session
+
+
+def agree_on_request(
+    session: Session,
+    store: dist.Store,
+    read: Callable[[], None],
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float | None = None,
+) -> None:
+    """Compare what all ranks were told, and note from then on what this one may tell the others.
+
+    Args:
+        session: of this rank.
+        store: reaches all ranks.
+        read: adds to the session's ``config`` what else this rank was told.
+        rank: own rank.
+        world_size: number of ranks.
+        timeout_s: for the check; default is the configured one.
+
+    Raises:
+        ConfigError: a rank was told something else, or something wrong.
+        PeerError: a rank did not come within the timeout.
+    """
+
+    def prepare() -> dict[str, object]:
+        read()
+        return state_request(session.config)
+
+    session.ranks.agree(store, prepare, rank=rank, world_size=world_size, name="start", timeout_s=timeout_s)
+    config = session.config
+    session.ranks.disclosure = Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors)
+
+
+def learn_site(session: Session, rank: int) -> None:
+    """Note the site of this rank, for what it tells the others; once the layout is known."""
+    if session.layout is not None and session.config.sites:
+        site = session.config.sites[session.layout.stage_of(rank)]
+        session.ranks.disclosure = replace(session.ranks.disclosure, site=site)
