@@ -23,7 +23,7 @@ from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transport import Channel
 
 DTYPE = torch.float32
-type Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
+Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
 
 
 def build_exchanges(stages: Stages) -> dict[str, Exchange]:

@@ -17,7 +17,7 @@ from vtp_plugin.boundary.spread import even_cuts
 
 BROADCAST, ALL_GATHER, POINT_TO_POINT = "broadcast", "all-gather", "point to point"
 
-type Finish = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
 """Takes the tensor of which only the own piece is right; gives the complete one, which may be the same."""
 
 

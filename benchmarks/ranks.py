@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.links import INTERFACE, Links
 
+Result = TypeVar("Result")
 TIMEOUT_S = 60.0
 # Between agreeing on a start time and that time: every rank has to fall asleep before. Links refill their burst in it.
 _LEAD_S = 0.003
@@ -82,7 +83,7 @@ class Stages:
         return self.clock.time(self.rank, act)
 
 
-def run_ranks[Result](sizes: tuple[int, int], mbit: float | None, job: Callable[[Stages], Result]) -> Result:
+def run_ranks(sizes: tuple[int, int], mbit: float | None, job: Callable[[Stages], Result]) -> Result:
     """Fork the ranks of two stages, run `job` on each, and return rank 0's result.
 
     Args:

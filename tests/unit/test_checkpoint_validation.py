@@ -17,8 +17,8 @@ from vtp_plugin.session import Session
 
 ROWS, COLUMNS, NUM_LAYERS = 12, 5, 4
 
-type Shards = list[tuple[int, Any]]
-type Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
+Shards = list[tuple[int, Any]]
+Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
 
 
 @pytest.fixture

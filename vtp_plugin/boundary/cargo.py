@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from types import MappingProxyType
 
+from vtp_plugin.text_enum import TextEnum
 
-class Cargo(StrEnum):
+
+class Cargo(TextEnum):
     """What a message between stages is; :data:`CARGO_FORMS` says what each looks like."""
 
     ACTIVATION = "activation"

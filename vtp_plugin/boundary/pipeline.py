@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_header
@@ -19,6 +18,7 @@ from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.text_enum import TextEnum
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,7 @@ SLICED_FROM_BYTES = 256 * 1024
 """Tensors from this size on cross faster in slices than through the leaders; measured by `benchmarks/boundary.py`."""
 
 
-class Direction(StrEnum):
+class Direction(TextEnum):
     """Which way a channel carries: activations go forward, gradients backward."""
 
     FORWARD = "forward"

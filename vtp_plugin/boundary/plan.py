@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
 from vtp_plugin.errors import LayoutError, PlanError
+from vtp_plugin.text_enum import TextEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Transfer:
         return f"{self.src} -> {self.dst} {' '.join(format_box(box) for box in self.boxes)}"
 
 
-class CollectiveKind(StrEnum):
+class CollectiveKind(TextEnum):
     """What ranks of one stage do together; the root of a group is its first rank.
 
     GATHER: the root gets what all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each
@@ -157,7 +157,7 @@ def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
     return ((0, spread.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
 
 
-type Planner = Callable[[Spread, Spread], BoundaryPlan]
+Planner = Callable[[Spread, Spread], BoundaryPlan]
 """Makes the plan from the upstream to the downstream spread; the same arguments always give the same plan."""
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 
 from vtp_plugin.errors import PlanError
 
-type Box = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]
 """Half-open interval ``(start, stop)`` for every dimension of the global tensor."""
 
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from vtp_plugin.errors import ConfigError
+
+GroupT = TypeVar("GroupT")
 
 _BASE = "base"
 
@@ -56,7 +59,7 @@ class _View:
         return offsets
 
 
-class RankGrid[GroupT]:
+class RankGrid(Generic[GroupT]):
     """A rectangle of ranks with named dimensions, and the process groups made along them.
 
     It covers the ranks ``rank_offset .. rank_offset + size - 1``. The first dimension changes fastest, as in the order

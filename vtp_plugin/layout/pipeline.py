@@ -16,16 +16,16 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import accumulate
 
 from vtp_plugin.errors import LayoutError, PlanError
 from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
+from vtp_plugin.text_enum import TextEnum
 
 _MAX_RUNS_SHOWN = 6
 
 
-class RankOrder(StrEnum):
+class RankOrder(TextEnum):
     """Order of the axes in the numbering of the ranks, the first axis changing fastest.
 
     ``STAGE_MAJOR`` is Megatron's default: a stage is one contiguous block of ranks. ``REPLICA_MAJOR`` is Megatron's

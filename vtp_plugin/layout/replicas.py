@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.text_enum import TextEnum
 
 
-class DpMode(StrEnum):
+class DpMode(TextEnum):
     """How a boundary between different data-parallel sizes works."""
 
     MULTIPLEX = "multiplex"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-type Test = Callable[[object], bool]
+from vtp_plugin.text_enum import TextEnum
+
+Test = Callable[[object], bool]
 """Says of the parsed value of an option whether the option is in use."""
 
 
-class Verdict(enum.StrEnum):
+class Verdict(TextEnum):
     """What happens to a run that uses an option."""
 
     SUPPORTED = "supported"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from vtp_plugin.options.rule import OptionContext
 
-type _Fits = Callable[[int, int], bool]
+_Fits = Callable[[int, int], bool]
 
 
 def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:

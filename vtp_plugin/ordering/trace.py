@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from vtp_plugin.errors import PlanError
+from vtp_plugin.text_enum import TextEnum
 
 # Mark behind the last communication of a training step: no message may be under way there.
 END_OF_STEP = "end of step"
 
 
-class Kind(StrEnum):
+class Kind(TextEnum):
     """Sort of event. A blocking operation is the operation, with a handle, and its wait right behind."""
 
     SEND = "send"

@@ -13,11 +13,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import textwrap
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.patching.record import PatchRecord, resolve_target

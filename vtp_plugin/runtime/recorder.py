@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._num_storages = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Recorder:
         monitoring = sys.monitoring
         if monitoring.get_tool(self._TOOL_ID) is not None:
             raise RuntimeError(f"a recorder is active already ({monitoring.get_tool(self._TOOL_ID)})")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.text_enum import TextEnum
 
 
-class Op(StrEnum):
+class Op(TextEnum):
     """Kinds of actions. What each one promises is written in :mod:`vtp_plugin.schedule.lower`."""
 
     F = "F"

@@ -1,0 +1,18 @@
+"""Enumerations whose members are texts, as the standard library's ``StrEnum`` of Python 3.11; Python 3.10 has none."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class TextEnum(str, Enum):
+    """Base of enumerations whose members are texts and print as such.
+
+    >>> class Colour(TextEnum):
+    ...     RED = "red"
+    >>> str(Colour.RED), f"{Colour.RED:>4}", Colour.RED == "red"
+    ('red', ' red', True)
+    """
+
+    __str__ = str.__str__
+    __format__ = str.__format__
