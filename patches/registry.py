@@ -29,11 +29,18 @@ def platform_records(session: Session) -> tuple[PatchRecord, ...]:
     platform = session.choose_platform()
     if not isinstance(platform, CpuPlatform):
         return common
+    from vtp_plugin.patches.core.distributed import param_and_grad_buffer
     from vtp_plugin.patches.core.tensor_parallel import random
     from vtp_plugin.patches.core.transformer import torch_norm
     from vtp_plugin.patches.training import initialize
 
-    return (*common, *random.records(platform), *torch_norm.records(), *initialize.records(platform))
+    return (
+        *common,
+        *random.records(platform),
+        *torch_norm.records(),
+        *param_and_grad_buffer.records(),
+        *initialize.records(platform),
+    )
 
 
 def training_records(session: Session) -> tuple[PatchRecord, ...]:

@@ -142,6 +142,13 @@ def test_whole_steps_pass_all_models(
     assert check(traces, MODELS if case.varying_lengths else (*MODELS, ONE_QUEUE)) == ()
 
 
+def test_parameters_are_gathered_without_gloos_coalesced_all_gather(recordings: Recordings) -> None:
+    """Two threads of a group would free the memory of its long name: docs/gloo-double-free.md."""
+    names = {event.name for trace in recordings.of(OPTIONS["distributed"]) for event in trace.events}
+    assert "_allgather_base_" in names
+    assert not [name for name in names if name.startswith(("allgather_coalesced", "allgather_into_tensor_coalesced"))]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved-overlapped", marks=pytest.mark.full)])
 def test_slices_completed_by_messages_pass_the_models_of_gloo(recordings: Recordings, schedule: str) -> None:
     traces = recordings.of(case_of((2, 3), schedule, "sliced"), gathers_by_messages=True)
