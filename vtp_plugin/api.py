@@ -64,6 +64,7 @@ def apply(
     audit: str | None = None,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
+    replan_share: float = 0.25,
     log_level: LogLevelName = "INFO",
     share_errors: bool = False,
 ) -> None:
@@ -94,6 +95,8 @@ def apply(
         audit: file that records every message between stages; each rank puts its number into the name.
         in_flight: most microbatches in flight then, on all stages or on each.
         costs: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures it.
+        replan_share: how far real and planned time of a U's step may lie apart, see
+            :class:`~vtp_plugin.config.VtpConfig`.
         log_level: least level of what the plugin says: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
 
@@ -122,6 +125,7 @@ def apply(
         audit=audit,
         in_flight=parse_in_flight(in_flight),
         costs=parse_cost_words(costs),
+        replan_share=replan_share,
         log_level=log_level,
         share_errors=share_errors,
     )

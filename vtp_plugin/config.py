@@ -46,6 +46,8 @@ class VtpConfig:
             busiest stage busy, and two.
         costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
             :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
+        replan_share: share of the planned time of a U's step by which the real one may differ before its costs are
+            measured again and its order is planned anew.
         log_level: least level of what the plugin says, see :mod:`vtp_plugin.log`.
         share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
     """
@@ -65,6 +67,7 @@ class VtpConfig:
     audit: str | None = None
     in_flight: tuple[int, ...] | None = None
     costs: tuple[str, ...] | None = None
+    replan_share: float = 0.25
     log_level: LogLevelName = "INFO"
     share_errors: bool = False
 
@@ -97,6 +100,10 @@ class VtpConfig:
             )
         if not 0 < self.timeout_s < float("inf"):
             raise LayoutError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
+        if not self.replan_share > 0:
+            raise LayoutError(
+                f"replan share {self.replan_share} must be positive, such as 0.25 for a quarter; inf never plans anew"
+            )
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise LayoutError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 

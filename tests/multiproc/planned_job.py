@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +37,15 @@ SHAPE = (6, 1, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One training step or evaluation."""
+    """One training step or evaluation.
+
+    Attributes:
+        factor: durations of the compute are so many times as long.
+    """
 
     num_microbatches: int
     forward_only: bool = False
+    factor: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +141,8 @@ def run(
     costs: Costs | None = None,
     in_flight: tuple[int, ...] | None = None,
     varying: bool = False,
+    replan_share: float = math.inf,
+    interval: int = 100,
 ) -> Seen:
     """Run passes one after another on this rank."""
     init_gloo()
@@ -141,17 +150,17 @@ def run(
     placement, stage = u_placement(len(sizes)), layout.stage_of(dist.get_rank())
     platform = CpuPlatform("of the test")
     channels = _open(layout, stage, platform)
-    planning = Planning(costs=costs, in_flight=in_flight)
+    planning = Planning(costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval)
     pipeline = PlannedPipeline(placement, stage, channels, World(), platform, planning)
     options = ExchangeOptions(
         dtype=torch.float32, is_sharded=False, has_variable_shapes=varying, width=None, is_batched=False
     )
     seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)
     for one in passes:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        numbers = Numbers(placement.num_vstages, [one.factor * duration for duration in forward_ms])
+        with _logged() as printed:
             schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
-        numbers = Numbers(placement.num_vstages, forward_ms)
-        pipeline.run(schedule, options, () if varying else SHAPE, numbers)
+            pipeline.run(schedule, options, () if varying else SHAPE, numbers)
         own = placement.vstages(stage)
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())
@@ -180,7 +189,22 @@ def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[Cha
 
 
 def train_and_print(case: Case) -> tuple[RankResult, str]:
-    """Train a model; return also what this rank printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    """Train a model; return also what this rank logged."""
+    with _logged() as printed:
         result = train(case)
     return result, printed.getvalue()
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[io.StringIO]:
+    """Catch what the plugin logs on this rank; who sets the logger up before keeps it."""
+    logger, text = logging.getLogger("vtp_plugin"), io.StringIO()
+    handler = logging.StreamHandler(text)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.measure import Report, TimedCompute, share_reports
-from vtp_plugin.schedule import Action, Op
+from vtp_plugin.runtime.step_times import StepTimes
+from vtp_plugin.schedule import Action, Costs, Op, Schedule, one_f_one_b, plain_placement, simulate, uniform_costs
 
 
 class Work:
@@ -27,7 +30,15 @@ class Work:
         self._spend(10 * (action.vstage + 1) + action.microbatch)
         return torch.zeros(3, 1, 2)
 
-    def backward(self, action: Action, *tensors: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
+    def backward(
+        self,
+        action: Action,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool,
+    ) -> torch.Tensor | None:
         self._spend(2 * (10 * (action.vstage + 1) + action.microbatch))
         return None
 
@@ -35,8 +46,9 @@ class Work:
         output.data = torch.empty(1)
 
 
-def compute_all(timed: TimedCompute) -> Report:
+def compute_all(timed: TimedCompute, work: Work) -> Report:
     """Three microbatches on two virtual stages: the median is the one in the middle."""
+    timed.compute = work
     for op in (Op.F, Op.B):
         for vstage in (0, 3):
             for microbatch in (4, 0, 1):
@@ -50,7 +62,7 @@ def compute_all(timed: TimedCompute) -> Report:
 
 
 def test_the_host_is_timed_by_its_clock() -> None:
-    report = compute_all(TimedCompute(Work(lambda ms: time.sleep(ms / 1e3)), CpuPlatform("of the test")))
+    report = compute_all(TimedCompute(CpuPlatform("of the test")), Work(lambda ms: time.sleep(ms / 1e3)))
     for name, vstage, least in (("forward_ms", "0", 11), ("forward_ms", "3", 41), ("backward_ms", "3", 82)):
         assert least <= report[name][vstage] <= least + 50
     assert report.keys() == {"forward_ms", "backward_ms"}
@@ -80,10 +92,54 @@ def test_a_device_is_timed_by_events_in_its_stream() -> None:
         clock_ms += ms
 
     platform: Any = SimpleNamespace(host_blocking_wait=False, module=lambda: SimpleNamespace(Event=Event))
-    assert compute_all(TimedCompute(Work(spend), platform)) == {
+    assert compute_all(TimedCompute(platform), Work(spend)) == {
         "forward_ms": {"0": 11, "3": 41},
         "backward_ms": {"0": 22, "3": 82},
     }
+
+
+class Clock:
+    """A host whose clock runs as the test says, and that shares reports with ranks as slow as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others_ms: list[float]) -> None:
+        self.now_s = 0.0
+        self.num_shared = 0
+        self._others_ms = others_ms
+        monkeypatch.setattr("vtp_plugin.runtime.measure.time.perf_counter", lambda: self.now_s)
+
+    def share(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
+        self.num_shared += 1
+        return combine([own, *({"step_ms": {"0": ms}} for ms in self._others_ms)])
+
+    def steps(self, times: StepTimes, steps_ms: list[float], schedule: Schedule, costs: Costs | None) -> list[str]:
+        texts = []
+        for step_ms in steps_ms:
+            start = times.begin()
+            self.now_s += 1e-3 * step_ms
+            texts.append(str(times.end(start, schedule, costs) or ""))
+        return texts
+
+
+def test_steps_are_compared_with_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of the run is left out; the median of the others counts, of the slowest rank."""
+    schedule, costs = one_f_one_b(2, 4), uniform_costs(plain_placement(2), forward=10.0, backward=20.0)
+    predicted_ms = simulate(schedule, costs).makespan
+    clock = Clock(monkeypatch, others_ms=[20.0])
+    times = StepTimes(CpuPlatform("of the test"), clock.share, interval=4, share=0.25)
+    texts = clock.steps(times, [9000, 100, 110, 900, 100, 1000, 100, 100], schedule, costs)
+    assert [*map(bool, texts)] == [False, False, False, True] * 2 and clock.num_shared == 2
+    assert texts[3] == (
+        f"step of 4 microbatches: predicted {predicted_ms:.1f} ms, real 110.0 ms "
+        f"({100 * (110 / predicted_ms - 1):+.0f} %), median of 3 steps"
+    )
+    assert "real 100.0 ms" in texts[7] and "median of 4 steps" in texts[7]
+    # Another rank is slower; another plan begins anew; without costs there is nothing to compare.
+    clock = Clock(monkeypatch, others_ms=[120.0])
+    times = StepTimes(CpuPlatform("of the test"), clock.share, interval=2, share=0.25)
+    texts = clock.steps(times, [100, 100, 100, 100], schedule, costs)
+    assert "real 120.0 ms" in texts[1] and "one step" in texts[1] and "median of 3 steps" in texts[3]
+    assert clock.steps(times, [100, 100], schedule, None) == ["", ""]
+    assert "median of 2 steps" in clock.steps(times, [100, 100], schedule, replace(costs))[1]
 
 
 def share(store: dist.Store, rank: int, texts: dict[int, str], world_size: int, timeout_s: float = 20.0) -> None:

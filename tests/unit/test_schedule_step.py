@@ -44,7 +44,10 @@ def all_costs(draw: st.DrawFn) -> Costs:
 @given(all_costs())
 def test_what_is_printed_is_read_as_the_same(costs: Costs) -> None:
     placement = u_placement(len(costs.forward) - 1)
-    assert parse_costs(format_costs(costs).split(), placement) == costs
+    text = format_costs(costs)
+    assert parse_costs(text.split(), placement) == costs
+    # An endless rate cannot be measured, and says nothing to a user.
+    assert "inf" not in text and ("mbit=" in text) == (min(costs.bandwidth) < math.inf)
 
 
 def test_defaults_of_stated_costs() -> None:

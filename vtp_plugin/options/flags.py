@@ -198,6 +198,17 @@ VTP_FLAGS: tuple[Flag, ...] = (
         + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items()),
     ),
     Flag(
+        name="--vtp-replan-share",
+        group=FlagGroup.WHEN,
+        metavar="0.25",
+        keyword="replan_share",
+        field="replan_share",
+        type=float,
+        help="U-shaped pipeline: where a step takes longer or shorter by more than this share than planned, its "
+        "measured costs are measured again and the order is planned anew, at most three times; default 0.25, inf for "
+        "never",
+    ),
+    Flag(
         name="--vtp-sites",
         group=FlagGroup.TRUST,
         metavar="edge,cloud,cloud",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import LayoutError
@@ -22,10 +22,14 @@ class Planning:
     Attributes:
         costs: in ms; None lets the first steps measure them.
         in_flight: most microbatches in flight, for all stages or for each; None for the default.
+        replan_share: measured costs are measured again where a step takes longer or shorter by this share than planned.
+        report_interval_steps: training steps from one comparison of planned and real times to the next.
     """
 
     costs: Costs | None = None
     in_flight: tuple[int, ...] | None = None
+    replan_share: float = 0.25
+    report_interval_steps: int = 100
 
 
 def plan_layout(
@@ -109,19 +113,23 @@ def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, i
     return {site: layout.leader(list(sites).index(site)) for site in dict.fromkeys(sites)}
 
 
-def plan_orders(config: VtpConfig, num_stages: int, message_bytes: int | None) -> Planning:
+def plan_orders(
+    config: VtpConfig, num_stages: int, message_bytes: int | None, *, report_interval_steps: int = 100
+) -> Planning:
     """Read what the orders are to be planned for.
 
     Args:
         config: what was asked for.
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if it is known.
+        report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
         ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
     """
+    planning = Planning(replan_share=config.replan_share, report_interval_steps=report_interval_steps)
     if config.in_flight is None and config.costs is None:
-        return Planning()
+        return planning
     if not config.layerwise_disaggregated:
         raise LayoutError(
             "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
@@ -131,4 +139,4 @@ def plan_orders(config: VtpConfig, num_stages: int, message_bytes: int | None) -
         check_in_flight(config.in_flight, num_stages)
     words = config.costs
     costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
-    return Planning(costs=costs, in_flight=config.in_flight)
+    return replace(planning, costs=costs, in_flight=config.in_flight)

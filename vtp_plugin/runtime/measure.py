@@ -100,19 +100,24 @@ class TimedCompute:
     there.
 
     Attributes:
+        compute: does the work; set before every step that is timed.
         shapes: by virtual stage, the local shape of the first output.
+
+    Args:
+        platform: where this rank computes.
     """
 
-    def __init__(self, compute: Compute, platform: Platform) -> None:
+    compute: Compute
+
+    def __init__(self, platform: Platform) -> None:
         self.shapes: dict[int, tuple[int, ...]] = {}
-        self._compute = compute
         self._watch = Stopwatch(platform)
         self._marks: defaultdict[tuple[Op, int], list[tuple[Any, Any]]] = defaultdict(list)
 
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         """Run a forward."""
         start = self._watch.mark()
-        output = self._compute.forward(action, activation)
+        output = self.compute.forward(action, activation)
         self._marks[Op.F, action.vstage].append((start, self._watch.mark()))
         self.shapes.setdefault(action.vstage, tuple(output.shape))
         return output
@@ -128,16 +133,16 @@ class TimedCompute:
     ) -> torch.Tensor | None:
         """Run a backward."""
         start = self._watch.mark()
-        result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
+        result = self.compute.backward(action, activation, output, gradient, is_last=is_last)
         self._marks[Op.B, action.vstage].append((start, self._watch.mark()))
         return result
 
     def release(self, output: torch.Tensor) -> None:
         """Let go of an output's data."""
-        self._compute.release(output)
+        self.compute.release(output)
 
     def report(self) -> Report:
-        """Return the median duration of forwards and backwards, by virtual stage."""
+        """Return the median duration of forwards and backwards over all steps, by virtual stage."""
         report: Report = {"forward_ms": {}, "backward_ms": {}}
         for (op, vstage), marks in self._marks.items():
             durations = [self._watch.between_ms(*pair) for pair in marks]

@@ -7,19 +7,21 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin import log
 from vtp_plugin.options.plan import Planning
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Executor, Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
+from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule import Placement, Schedule
 from vtp_plugin.schedule.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.step import Step, is_u_shaped, plan_step
 
-# The training step that is measured, counted from 0: the one before also loads, allocates and compiles.
-_MEASURED_STEP = 1
+# Training steps that are measured together. The first step of a run is not one: it also loads, allocates and compiles.
+NUM_MEASURED_STEPS = 3
 
 
 class Ranks(Protocol):
@@ -38,9 +40,14 @@ class PlannedPipeline:
     """Plans every kind of step once and runs steps over the own channels.
 
     A U's order depends on durations and links. Where they are not stated, the first steps run in the order for the
-    model U-shape; the second training step is timed and the links are tried at its end; then all ranks make one set of
-    costs of their figures, and every step from then on is planned for it, once for each number of microbatches. Each
-    chunk's backwards keep their order whatever the order of a stage, so the plan does not change what is computed.
+    model U-shape; training steps 2 to 4 are timed and the links are tried at their end; then all ranks make one set of
+    costs of their figures (medians over the steps), and every step from then on is planned for it, once for each number
+    of microbatches. Each chunk's backwards keep their order whatever the order of a stage, so the plan does not change
+    what is computed.
+
+    Afterwards the time that steps take is compared with the time that the plan promises. Where they are too far apart,
+    measured costs are measured again and the order is planned anew, a few times at most; of stated costs a warning says
+    so.
 
     Args:
         placement: which stage holds which virtual stage.
@@ -71,6 +78,14 @@ class PlannedPipeline:
         self._schedules: dict[Step, Schedule] = {}
         self._num_trained = 0
         self._report: Report | None = None
+        self._timed: TimedCompute | None = None
+        self._num_left = NUM_MEASURED_STEPS if self.costs is None and is_u_shaped(placement) else 0
+        self._num_replans = 0
+        self._has_stated_costs = planning.costs is not None
+        self._has_warned = False
+        self._times = StepTimes(
+            platform, ranks.share_reports, interval=planning.report_interval_steps, share=planning.replan_share
+        )
 
     @property
     def num_chunks(self) -> int:
@@ -115,8 +130,9 @@ class PlannedPipeline:
         # Through the text, whose rounding is a part of it: the same costs by flag give the same order.
         self.costs = parse_costs(text.split(), self.placement)
         self._report = None
-        if dist.get_rank() == 0:
-            print(f"measured in training step {_MEASURED_STEP + 1}: --vtp-costs {text}", flush=True)
+        first = self._num_trained - NUM_MEASURED_STEPS + 1
+        command = log.wrap_command(["--vtp-costs", *text.split()])
+        log.info(f"measured in training steps {first} to {self._num_trained}:\n{command}")
 
     def _plan(self, step: Step, batch: int | None) -> Schedule:
         plans: list[tuple[Schedule, str]] = []
@@ -127,24 +143,52 @@ class PlannedPipeline:
 
         self._ranks.agree_on_step(prepare)
         ((schedule, reason),) = plans
-        if dist.get_rank() == 0:
-            print(reason, flush=True)
+        log.info(reason)
         return schedule
 
     def run(self, schedule: Schedule, options: ExchangeOptions, shape: Sequence[int], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Link` and ``Executor``."""
-        is_timed = self.costs is None and is_u_shaped(self.placement) and self._is_measured_step(schedule)
-        timed = TimedCompute(compute, self._platform) if is_timed else None
         links = {name: Link(channel, options, shape) for name, channel in self._channels.items()}
+        if schedule.forward_only:
+            Executor(schedule, self._worker, links, compute).run()
+            return
+        self._num_trained += 1
+        timed = self._measured(compute)
+        start = self._times.begin()
         Executor(schedule, self._worker, links, timed or compute).run()
-        if timed is not None:
+        time = self._times.end(start, schedule, self.costs)
+        if timed is not None and self._num_left == 0:
             outputs = timed.shapes
             tried = measure_links(self.placement, self._channels, options, shape, outputs, self._platform)
             self._report = {**timed.report(), **tried}
+            self._timed = None
+        if time is not None:
+            self._compare(time)
 
-    def _is_measured_step(self, schedule: Schedule) -> bool:
-        """Count training steps, and tell whether this is the one to measure."""
-        if schedule.forward_only:
-            return False
-        self._num_trained += 1
-        return self._num_trained == _MEASURED_STEP + 1
+    def _measured(self, compute: Compute) -> TimedCompute | None:
+        """Let the compute of a training step be timed, if the step is one to measure."""
+        if self._num_left == 0 or self._num_trained == 1:
+            return None
+        self._num_left -= 1
+        if self._timed is None:
+            self._timed = TimedCompute(self._platform)
+        self._timed.compute = compute
+        return self._timed
+
+    def _compare(self, time: StepTime) -> None:
+        """Print predicted and real time; where they are too far apart, measure again, or warn of stated costs."""
+        note = ""
+        if time.differs and not self._has_stated_costs and self._num_left == 0 and self._report is None:
+            if self._num_replans < MOST_REPLANS:
+                self._num_replans += 1
+                self._num_left = NUM_MEASURED_STEPS
+                note = f"; too far apart: measuring again, {self._num_replans} of at most {MOST_REPLANS} times"
+            else:
+                note = f"; too far apart, but measured again {MOST_REPLANS} times already: the order stays"
+        log.info(f"{time}{note}")
+        if time.differs and self._has_stated_costs and not self._has_warned and dist.get_rank() == 0:
+            self._has_warned = True
+            log.warning(
+                f"--vtp-costs says {time.predicted_ms:.1f} ms for a step that takes {time.real_ms:.1f} ms: the order "
+                "may be a poor one; correct the costs, or leave them out to let the run measure them"
+            )

@@ -12,6 +12,8 @@ from vtp_plugin.schedule.costs import Costs
 from vtp_plugin.schedule.placement import Placement
 
 _BYTES_PER_MS = 125.0  # 1 Mbit/s
+# Faster than any link: from here on there is no limit.
+_MOST_MBIT = 1e6
 _EXAMPLE = "forward_ms=40,80,40 latency_ms=20"
 
 
@@ -40,7 +42,9 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
             unit="milliseconds",
             meaning="one way, from each part to the next; or one number for the ways from and to the edge; default 0",
         ),
-        "mbit": CostKey(unit="Mbit/s", meaning="bandwidth of the same ways, written likewise; default no limit"),
+        "mbit": CostKey(
+            unit="Mbit/s", meaning="bandwidth of the same ways, written likewise; default, and from 1e6 on, no limit"
+        ),
         "message_kib": CostKey(unit="KiB", meaning="size of an activation, one number; default as in the run"),
     }
 )
@@ -55,7 +59,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
             `forward_ms`: duration of a microbatch's forward, by virtual stage; the only one that must be there;
             `backward_ms`: of its backward, the same way; default twice the forward;
             `latency_ms`: one way, from each virtual stage to the next, or one number for the ways from and to stage 0;
-            `mbit`: bandwidth of these ways in Mbit/s, written the same way; default no limit;
+            `mbit`: bandwidth of these ways in Mbit/s, written the same way; default, and from 1e6 on, no limit;
             `message_kib`: size of an activation in KiB; one number.
         placement: Which stage holds which virtual stage.
         message_bytes: Size of an activation where the words do not say it; None if it is not known.
@@ -86,7 +90,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
         forward=forward,
         backward=_entries(values, "backward_ms", num_vstages, "virtual stages") if "backward_ms" in values else twice,
         latency=_by_link(values, "latency_ms", placement, nothing=0.0),
-        bandwidth=tuple(rate * _BYTES_PER_MS for rate in bandwidth),
+        bandwidth=tuple(rate * _BYTES_PER_MS if rate < _MOST_MBIT else math.inf for rate in bandwidth),
         message_bytes=(round(message_kib[0] * 1024) if message_kib else 0,) * (num_vstages - 1),
     )
 
@@ -94,17 +98,21 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
 def format_costs(costs: Costs) -> str:
     """Write costs in ms so that :func:`parse_costs` reads them, four digits each; the inverse but for rounding.
 
+    Where no way has a limit of bandwidth, `mbit` is left out; where some have, the others get 1,000,000 Mbit/s.
+
     >>> from vtp_plugin.schedule.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
-    'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5 mbit=inf,inf message_kib=0'
+    'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5 message_kib=0'
     """
     rows = {
         "forward_ms": costs.forward,
         "backward_ms": costs.backward,
         "latency_ms": costs.latency,
-        "mbit": tuple(rate / _BYTES_PER_MS for rate in costs.bandwidth),
+        "mbit": tuple(min(rate / _BYTES_PER_MS, _MOST_MBIT) for rate in costs.bandwidth),
         "message_kib": (max(costs.message_bytes, default=0) / 1024,),
     }
+    if min(rows["mbit"], default=_MOST_MBIT) >= _MOST_MBIT:
+        del rows["mbit"]
     return " ".join(f"{name}={','.join(f'{value:.4g}' for value in row)}" for name, row in rows.items())
 
 
@@ -122,7 +130,7 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
     >>> slow = {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}}
     >>> fast = {"forward_ms": {"1": 4.5}, "backward_ms": {"1": 9.5}}
     >>> format_costs(combine_reports([edge, slow, fast], plain_placement(2)))
-    'forward_ms=4,5 backward_ms=8,9.5 latency_ms=3 mbit=inf message_kib=0'
+    'forward_ms=4,5 backward_ms=8,9.5 latency_ms=3 message_kib=0'
     """
 
     def slowest(name: str, vstage: int) -> float:

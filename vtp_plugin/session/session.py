@@ -58,6 +58,7 @@ class Session:
         is_activated: the patches that depend on the command line are applied.
         exchange_options: how tensors cross, by the model configuration; None before all ranks' were compared.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
+        log_interval_steps: training steps from one line about real and planned times to the next.
         audit: record of what crosses; None unless asked for, or before the channels are open.
         notes: lines that the start-up summary ends with.
         close_log: puts the logger back as it was; None before the plugin said anything.
@@ -78,6 +79,7 @@ class Session:
         self.is_activated = False
         self.exchange_options: ExchangeOptions | None = None
         self.tensor_bytes: int | None = None
+        self.log_interval_steps = 100
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
         self.notes: list[str] = []
@@ -242,7 +244,9 @@ class Session:
         if self.config.has_planned_schedule and num_stages > 1:
             by_name = own_channels(placement, replicas, mine, channels)
             worker = worker_of(placement, replicas, own.stage, own.dp_rank)
-            planning = plan_orders(self.config, num_stages, self.tensor_bytes)
+            planning = plan_orders(
+                self.config, num_stages, self.tensor_bytes, report_interval_steps=self.log_interval_steps
+            )
             self.pipeline = PlannedPipeline(placement, worker, by_name, self.ranks, self.platform, planning)
         if tied and own.stage in (0, num_stages - 1):
             self.tied_weight = join_tied_weight(tied, channels, is_first=own.stage == 0)

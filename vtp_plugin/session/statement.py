@@ -45,6 +45,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "layerwise disaggregated": config.layerwise_disaggregated,
         "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
         "vtp_costs": " ".join(config.costs or ()),
+        "vtp_replan_share": config.replan_share,
     }
 
 

@@ -1,0 +1,134 @@
+"""How long steps take, beside how long they were planned to take."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.measure import Report, Stopwatch
+from vtp_plugin.schedule import Costs, Schedule, simulate
+
+# A single step says little: so many make a median that counts.
+_LEAST_STEPS = 3
+# Where the plan's figures stay wrong, measuring them again and again would only cost time.
+MOST_REPLANS = 3
+
+
+class StepTimes:
+    """Times training steps and compares them, all ranks together and now and then, with what the plan promises.
+
+    A step costs two marks in the work of the rank; ranks talk at the end of every interval only.
+
+    Args:
+        platform: where this rank computes.
+        share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
+        interval: training steps from one comparison to the next.
+        share: real and predicted time differ when they are further apart than this share of the predicted one.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        share_reports: Callable[[Report, Callable[[Sequence[Report]], str]], str],
+        *,
+        interval: int,
+        share: float,
+    ) -> None:
+        self._watch = Stopwatch(platform)
+        self._share_reports = share_reports
+        self._interval = interval
+        self._share = share
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=max(interval, _LEAST_STEPS))
+        self._schedule: Schedule | None = None
+        self._costs: Costs | None = None
+        self._num_steps = 0
+
+    def begin(self) -> Any:
+        """Mark the begin of a step; for :meth:`end`."""
+        return self._watch.mark()
+
+    def end(self, start: Any, schedule: Schedule, costs: Costs | None) -> StepTime | None:
+        """Count a training step; at the end of an interval, compare.
+
+        Args:
+            start: from :meth:`begin`.
+            schedule: that the step ran.
+            costs: that it was planned for, in ms; None where there are none yet: then nothing is compared.
+
+        Returns:
+            The comparison, the same on all ranks; None within an interval.
+        """
+        self._num_steps += 1
+        if schedule is not self._schedule or costs is not self._costs:
+            self._steps.clear()
+            self._schedule, self._costs = schedule, costs
+        # The first step of a run also loads, allocates and compiles.
+        if self._num_steps > 1:
+            self._steps.append((start, self._watch.mark()))
+        if costs is None or self._num_steps % self._interval or not self._steps:
+            return None
+        own_ms = statistics.median(self._watch.between_ms(*marks) for marks in self._steps)
+
+        def combine(reports: Sequence[Report]) -> str:
+            slowest_ms = max(report["step_ms"]["0"] for report in reports)
+            return json.dumps([simulate(schedule, costs).makespan, slowest_ms])
+
+        predicted_ms, real_ms = json.loads(self._share_reports({"step_ms": {"0": own_ms}}, combine))
+        return StepTime(
+            predicted_ms=predicted_ms,
+            real_ms=real_ms,
+            num_steps=len(self._steps),
+            num_microbatches=schedule.num_microbatches,
+            share=self._share,
+        )
+
+
+class StepTime:
+    """Predicted and real duration of a step.
+
+    Args:
+        predicted_ms: by simulation of the plan with its costs.
+        real_ms: median over steps, of the slowest rank.
+        num_steps: so many.
+        num_microbatches: of each step.
+        share: from which share of the predicted time on the two count as different.
+
+    >>> print(StepTime(predicted_ms=40.0, real_ms=52.0, num_steps=3, num_microbatches=8, share=0.25))
+    step of 8 microbatches: predicted 40.0 ms, real 52.0 ms (+30 %), median of 3 steps
+    """
+
+    def __init__(
+        self, *, predicted_ms: float, real_ms: float, num_steps: int, num_microbatches: int, share: float
+    ) -> None:
+        self.predicted_ms = predicted_ms
+        self.real_ms = real_ms
+        self._num_steps = num_steps
+        self._num_microbatches = num_microbatches
+        self._share = share
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two are further apart than the share, over enough steps to tell.
+
+        >>> StepTime(predicted_ms=40.0, real_ms=49.0, num_steps=3, num_microbatches=8, share=0.25).differs
+        False
+        >>> StepTime(predicted_ms=40.0, real_ms=29.0, num_steps=3, num_microbatches=8, share=0.25).differs
+        True
+        >>> StepTime(predicted_ms=40.0, real_ms=29.0, num_steps=1, num_microbatches=8, share=0.25).differs
+        False
+        """
+        apart_ms = abs(self.real_ms - self.predicted_ms)
+        return self._num_steps >= _LEAST_STEPS and apart_ms > self._share * self.predicted_ms
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        more = f" ({100 * (self.real_ms / self.predicted_ms - 1):+.0f} %)" if self.predicted_ms else ""
+        steps = f"median of {self._num_steps} steps" if self._num_steps > 1 else "one step"
+        return (
+            f"step of {self._num_microbatches} microbatches: predicted {self.predicted_ms:.1f} ms, real "
+            f"{self.real_ms:.1f} ms{more}, {steps}"
+        )
