@@ -30,16 +30,25 @@ def check_u_shaped(args: object) -> None:
     Raises:
         ConfigError: an option must be left out, or it is not said once which layers a stage holds.
     """
-    for name in _NOT_U_SHAPED:
-        if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} does not work with --layerwise-disaggregated-training; leave it out")
+    refuse_with_u_shape(args)
     ways = ("num_layer_list", "pipeline_model_parallel_layout")
     if sum(getattr(args, name, None) is not None for name in ways) != 1:
         raise ConfigError(
             "--layerwise-disaggregated-training needs --num-layer-list, such as 1,3,3,1, or "
             "--pipeline-model-parallel-layout, such as 'Et|ttt|ttt|tL'; give one of them"
         )
+
+
+def refuse_with_u_shape(args: object) -> None:
+    """Refuse options that do not work with a U-shaped pipeline.
+
+    Raises:
+        ConfigError: an option must be left out.
+    """
+    for name in _NOT_U_SHAPED:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not work with --layerwise-disaggregated-training; leave it out")
 
 
 def check_one_chunk(args: object, replicas: ReplicaMap) -> None:

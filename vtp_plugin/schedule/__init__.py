@@ -8,7 +8,7 @@ from vtp_plugin.schedule.chain import make_chain
 from vtp_plugin.schedule.channels import Channel, channel_label, channel_of, channels, peer_of, started_by, wait_for
 from vtp_plugin.schedule.check import Mode, check, is_lowered, peak_activations, peak_in_flight, require_valid
 from vtp_plugin.schedule.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.schedule.draw import chrome_trace, draw_svg, draw_text
+from vtp_plugin.schedule.draw import chrome_trace, draw_svg, draw_text, summarize
 from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, one_f_one_b_limits, plain_forward_only
 from vtp_plugin.schedule.lower import lower, peak_posted
 from vtp_plugin.schedule.placement import Placement, interleaved_placement, plain_placement, u_placement
@@ -61,6 +61,7 @@ __all__ = [
     "simulate",
     "split_costs",
     "started_by",
+    "summarize",
     "u_costs",
     "u_placement",
     "uniform_costs",

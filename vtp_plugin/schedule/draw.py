@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 
 from vtp_plugin.schedule.actions import Action, Op
@@ -12,37 +13,43 @@ from vtp_plugin.schedule.simulate import Span, Timeline
 
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
-_LEFT, _LEFT_OF_REPLICAS, _TOP, _MARGIN = 76, 136, 84, 24
-_MIN_LABEL_WIDTH = 15  # of a box that has room for the number of its microbatch
-_LEGEND_STEP = 160
+_MARGIN, _LINE_HEIGHT = 20, 20
+_PERCENT_WIDTH = 52  # at the right of a row
+_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # at most, on average over a line; no font is at hand to measure with
+_DIGIT_WIDTH = 6  # of the number of a microbatch
+_SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
 _MAX_TICKS = 12
 
 # The background is the reader's: the grey of the texts on it stands out from white (4.3 : 1) and from black (4.9 : 1).
 _STYLE = """\
 text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
 text.title { font-size: 15px; font-weight: bold; }
-text.number { font-size: 11px; fill: #ffffff; text-anchor: middle; }
+text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
 text.tick { text-anchor: middle; }
 rect.row { fill: #737b85; fill-opacity: 0.12; }
 rect.forward-first { fill: #3f6ca8; }
 rect.forward-later { fill: #2f7d78; }
 rect.backward-first { fill: #b4540a; }
 rect.backward-later { fill: #9a3f73; }
-line.message { stroke: #737b85; stroke-opacity: 0.6; }
+line.message, line.sample { stroke: #737b85; stroke-opacity: 0.6; }
 line.tick { stroke: #737b85; stroke-opacity: 0.3; }"""
 _KINDS = {
     "forward-first": "forward, first chunk",
     "forward-later": "forward, later chunk",
-    "backward-first": "backward, first",
-    "backward-later": "backward, later",
+    "backward-first": "backward, first chunk",
+    "backward-later": "backward, later chunk",
 }
+_MESSAGE = "message on its way"
+_LEGEND = """\
+Time runs from left to right. 0F3---: part 0 of the model runs the forward of microbatch 3; 0B3===: its backward; where
+that is too long, the last digit of the microbatch; dots: the stage is idle."""
 
 
 def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
-    """Draw one line for each worker, time from left to right.
+    """Draw one line for each worker, time from left to right, and a legend.
 
     A compute is written as its action, or where that is too long as the last digit of its microbatch, and filled up
-    with `-` (forward) or `=` (backward) as long as it lasts; a dot is idle time. The last line sums up the step.
+    with `-` (forward) or `=` (backward) as long as it lasts; a dot is idle time.
 
     Args:
         timeline: What to draw.
@@ -52,10 +59,10 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     >>> from vtp_plugin.schedule.generate import one_f_one_b
     >>> from vtp_plugin.schedule.simulate import simulate
     >>> schedule = one_f_one_b(2, 2)
-    >>> print(draw_text(simulate(schedule, uniform_costs(schedule.placement)), columns=36))
+    >>> for row in draw_text(simulate(schedule, uniform_costs(schedule.placement)), columns=36).splitlines()[:2]:
+    ...     print(row)
     stage 0 |0F0-0F1-........0B0=====....0B1=====|
     stage 1 |....1F0-1B0=====1F1-1B1=====........|
-    step 9, bubble 33.3 %
     """
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
@@ -66,15 +73,41 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
             left, right = round(span.start * scale), round(span.end * scale)
             row[left:right] = _cell(span.action, right - left)
         lines.append(f"{label:{max(map(len, labels))}} |{''.join(row)}|")
-    return "\n".join([*lines, _summary(timeline)])
+    return "\n".join([*lines, _LEGEND])
 
 
-def draw_svg(timeline: Timeline, *, title: str, width: int = 1200) -> str:
+def summarize(timeline: Timeline, *, unit: str = "") -> str:
+    """Say in one line how long the step takes, and how much of it the stages work.
+
+    Args:
+        timeline: What to sum up.
+        unit: Of its times.
+
+    >>> from vtp_plugin.schedule.costs import uniform_costs
+    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.simulate import simulate
+    >>> schedule = one_f_one_b(2, 2)
+    >>> summarize(simulate(schedule, uniform_costs(schedule.placement)), unit="ms")
+    'simulated step 9 ms; the stages compute 66.7 % of it on average, the busiest (stage 0) 66.7 %'
+    """
+    shares = timeline.utilization
+    busiest = shares.index(max(shares))
+    return (
+        f"simulated step {timeline.makespan:.6g}{f' {unit}' if unit else ''}; the stages compute "
+        f"{100 * sum(shares) / len(shares):.1f} % of it on average, the busiest "
+        f"({timeline.placement.label(busiest)}) {100 * shares[busiest]:.1f} %"
+    )
+
+
+def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680) -> str:
     """Draw one row for each worker: computes as boxes with the number of their microbatch, messages as thin lines.
+
+    At the right of a row stands how much of the step the worker computes.
 
     Args:
         timeline: What to draw.
         title: Heading.
+        unit: Of the times.
         width: Of the time axis, in pixels.
 
     Returns:
@@ -83,25 +116,37 @@ def draw_svg(timeline: Timeline, *, title: str, width: int = 1200) -> str:
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
-    left = _LEFT_OF_REPLICAS if timeline.placement.num_workers > timeline.placement.num_stages else _LEFT
-    bottom = _TOP + len(labels) * _ROW_HEIGHT
-    full_width, full_height = left + width + _MARGIN, bottom + 30
+    left = _MARGIN + round(max(map(len, labels)) * _LETTER_WIDTH) + 8
+    full_width = left + width + _PERCENT_WIDTH + _MARGIN // 2
+    room = full_width - 2 * _MARGIN
+    y = _MARGIN
+    head: list[str] = []
+    for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH)):
+        head.append(f'<text class="title" x="{_MARGIN}" y="{y + 8}">{_escape(line)}</text>')
+        y += _LINE_HEIGHT
+    for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH)):
+        head.append(f'<text x="{_MARGIN}" y="{y + 8}">{line}</text>')
+        y += _LINE_HEIGHT
+    legend, y = _legend(timeline, y, full_width - _MARGIN)
+    top = y + 14
+    bottom = top + len(labels) * _ROW_HEIGHT
+    full_height = bottom + 30
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{full_width}" height="{full_height}" '
         f'viewBox="0 0 {full_width} {full_height}" role="img">',
         f"<title>{_escape(title)}</title>",
         f"<style>\n{_STYLE}\n</style>",
-        f'<text class="title" x="{_MARGIN}" y="28">{_escape(title)}</text>',
-        f'<text x="{_MARGIN}" y="48">{_summary(timeline)}</text>',
-        *_legend(timeline),
-        *_axis(timeline, left, scale, bottom),
+        *head,
+        *legend,
+        *_axis(timeline, left, scale, top, bottom, unit),
     ]
-    for worker, label in enumerate(labels):
-        y = _TOP + worker * _ROW_HEIGHT
+    for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
+        y = top + worker * _ROW_HEIGHT
         lines.append(f'<text x="{_MARGIN}" y="{y + 16}">{label}</text>')
         lines.append(f'<rect class="row" x="{left}" y="{y}" width="{width}" height="{_BOX_HEIGHT}"/>')
-    lines += _messages(timeline, left, scale)
-    lines += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale)]
+        lines.append(f'<text x="{left + width + 8}" y="{y + 16}">{100 * share:.0f} %</text>')
+    lines += _messages(timeline, left, scale, top)
+    lines += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -143,17 +188,13 @@ def _cell(action: Action, length: int) -> str:
     return name.ljust(length, "=" if action.op is Op.B else "-")[:length]
 
 
-def _summary(timeline: Timeline) -> str:
-    return f"step {timeline.makespan:.6g}, bubble {100 * timeline.bubble:.1f} %"
-
-
 def _kind(timeline: Timeline, span: Span) -> str:
     pass_name = "backward" if span.action.op is Op.B else "forward"
     return f"{pass_name}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
 
 
-def _boxes(timeline: Timeline, worker: int, left: int, scale: float) -> Iterator[str]:
-    y = _TOP + worker * _ROW_HEIGHT
+def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -> Iterator[str]:
+    y = top + worker * _ROW_HEIGHT
     for span in timeline.spans[worker]:
         x, box_width = left + span.start * scale, (span.end - span.start) * scale
         # The gap keeps neighbours apart without strokes.
@@ -161,26 +202,29 @@ def _boxes(timeline: Timeline, worker: int, left: int, scale: float) -> Iterator
             f'<rect class="{_kind(timeline, span)}" x="{x:.1f}" y="{y}" width="{max(0.5, box_width - 1):.1f}" '
             f'height="{_BOX_HEIGHT}" rx="2"><title>{span.action}: {span.start:.6g} to {span.end:.6g}</title></rect>'
         )
-        if box_width >= _MIN_LABEL_WIDTH:
-            yield f'<text class="number" x="{x + box_width / 2:.1f}" y="{y + 16}">{span.action.microbatch}</text>'
+        number = str(span.action.microbatch)
+        if box_width >= _DIGIT_WIDTH * len(number) + 2:
+            yield f'<text class="number" x="{x + box_width / 2:.1f}" y="{y + 16}">{number}</text>'
 
 
-def _messages(timeline: Timeline, left: int, scale: float) -> Iterator[str]:
+def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator[str]:
     for flight in timeline.flights:
         down = flight.channel.dst > flight.channel.src
-        y1 = _TOP + flight.channel.src * _ROW_HEIGHT + (_BOX_HEIGHT if down else 0)
-        y2 = _TOP + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
+        y1 = top + flight.channel.src * _ROW_HEIGHT + (_BOX_HEIGHT if down else 0)
+        y2 = top + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
         x1, x2 = left + flight.start * scale, left + flight.end * scale
         yield f'<line class="message" x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}"/>'
 
 
-def _axis(timeline: Timeline, left: int, scale: float, bottom: int) -> Iterator[str]:
+def _axis(timeline: Timeline, left: int, scale: float, top: int, bottom: int, unit: str) -> Iterator[str]:
     step = _tick_step(timeline.makespan)
-    for tick in range(int(timeline.makespan / step) + 1):
+    last = int(timeline.makespan / step)
+    for tick in range(last + 1):
         time = tick * step
         x = left + time * scale
-        yield f'<line class="tick" x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}"/>'
-        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{time:.4g}</text>'
+        yield f'<line class="tick" x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{bottom}"/>'
+        text = f"{time:.4g}" + (f" {unit}" if unit and tick == last else "")
+        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{text}</text>'
 
 
 def _tick_step(makespan: float) -> float:
@@ -191,12 +235,25 @@ def _tick_step(makespan: float) -> float:
     return next(decade * factor for factor in (1, 2, 5, 10, 20) if makespan / (decade * factor) <= _MAX_TICKS)
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
+def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
+    """Return the marks that are used with their words, and the height below them."""
     used = {_kind(timeline, span) for spans in timeline.spans for span in spans}
-    for index, kind in enumerate(kind for kind in _KINDS if kind in used):
-        x = _LEFT + index * _LEGEND_STEP
-        yield f'<rect class="{kind}" x="{x}" y="58" width="14" height="12" rx="2"/>'
-        yield f'<text x="{x + 20}" y="68">{_KINDS[kind]}</text>'
+    entries = {kind: text for kind, text in _KINDS.items() if kind in used}
+    if timeline.flights:
+        entries["message"] = _MESSAGE
+    entries["row"] = "idle; at the right: share of the step that is computed"
+    x, lines = _MARGIN, []
+    for kind, text in entries.items():
+        entry_width = _SAMPLE_WIDTH + round(_LETTER_WIDTH * len(text)) + 14
+        if x > _MARGIN and x + entry_width > right:
+            x, y = _MARGIN, y + _LINE_HEIGHT
+        if kind == "message":
+            lines.append(f'<line class="sample" x1="{x}" y1="{y + 8}" x2="{x + 14}" y2="{y - 2}"/>')
+        else:
+            lines.append(f'<rect class="sample {kind}" x="{x}" y="{y - 2}" width="14" height="12" rx="2"/>')
+        lines.append(f'<text x="{x + _SAMPLE_WIDTH}" y="{y + 8}">{text}</text>')
+        x += entry_width
+    return lines, y + _LINE_HEIGHT
 
 
 def _escape(text: str) -> str:

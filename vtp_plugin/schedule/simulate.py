@@ -74,6 +74,11 @@ class Timeline:
         return tuple(math.fsum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
+    def utilization(self) -> tuple[float, ...]:
+        """Share of the step in which each worker computes, from 0 to 1."""
+        return tuple(busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
     def bubble(self) -> float:
         """Share of the step in which the busiest worker does not compute, from 0 to 1."""
         return 1 - max(self.busy) / self.makespan if self.makespan else 0.0

@@ -1,0 +1,219 @@
+"""``doctor``: whether the plugin works in this environment, with what it finds there.
+
+Exit code 0: all is well; 1: problems, each named in the verdict; 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import vtp_plugin
+from vtp_plugin.cli.parser import print_json
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import VtpError
+
+if TYPE_CHECKING:
+    from vtp_plugin.config import DeviceName
+    from vtp_plugin.patching import PatchStatus
+
+_WIDTH = 160
+_REQUIRED_PACKAGES = {"torch": "torch", "megatron-core": "'megatron-core>=0.19,<0.20'"}
+_OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # they change what Megatron does
+# A launcher's: with them the plugin would wait for the other ranks.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_KEYS = "Keys of --json: versions; platform; interfaces; patches: id, state, target, remarks; problems; exit_code."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.epilog = "Exit code 0: all is well; 1: problems; 2: bad usage. " + _KEYS
+    parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
+    parser.add_argument(
+        "--verbose", action="store_true", help="why each patch is there, and the table of Megatron's options"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Look, try, and say; leaves with the exit code."""
+    if options.unknown:
+        raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin doctor --help")
+    device = VtpConfig(device=options.device).device
+    report = _Report()
+    report.look(device)
+    if options.json:
+        print_json("doctor", report.as_json())
+    else:
+        print("\n".join(_fold(report.lines(is_verbose=options.verbose))))
+    sys.exit(report.exit_code)
+
+
+class _Report:
+    """What was found."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, str] = {}
+        self.platform = ""
+        self.interfaces: list[str] = []
+        self.patches: tuple[PatchStatus, ...] = ()
+        self.problems: list[str] = []
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.problems else 0
+
+    def look(self, device: DeviceName) -> None:
+        """Find out everything; what is missing ends the search."""
+        found = {name: _version(name) for name in (*_REQUIRED_PACKAGES, *_OPTIONAL_PACKAGES)}
+        self.versions = {"vtp_plugin": vtp_plugin.__version__}
+        self.versions |= {name: number for name, number in found.items() if number}
+        self.versions["Python"] = sys.version.split()[0]
+        if missing := [name for name in _REQUIRED_PACKAGES if not found[name]]:
+            wanted = " ".join(_REQUIRED_PACKAGES[name] for name in missing)
+            self.problems.append(f"not installed: {', '.join(missing)}; run: pip install {wanted}")
+            return
+        self.interfaces = list(_interfaces())
+        try:
+            self._try_platform(device)
+            self._try_patches(device)
+        except VtpError as error:
+            self.problems.append(str(error))
+        except Exception as error:  # whatever importing torch or Megatron raises
+            self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _try_platform(self, device: DeviceName) -> None:
+        from vtp_plugin.platform import detect
+
+        platform = detect(device)
+        self.platform = f"{platform.name}, backend {platform.backend} ({platform.reason})"
+
+    def _try_patches(self, device: DeviceName) -> None:
+        """Apply all patches as a run with a U-shaped pipeline does, note their state, and revert them."""
+        for name in _LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
+            vtp_plugin.apply(vtp_size_list=[1, 2, 2], layerwise_disaggregated=True, device=device, log_level="ERROR")
+            try:
+                self.patches = vtp_plugin.status()
+            finally:
+                vtp_plugin.revert()
+        for patch in self.patches:
+            if not patch.applied:
+                self.problems.append(f"patch {patch.id} ({patch.target}) was not applied: {patch.skipped or 'lost'}")
+            if patch.aliases_missing:
+                self.problems.append(f"patch {patch.id} does not reach {', '.join(patch.aliases_missing)}")
+            if _is_replaced(patch.target):
+                self.problems.append(f"patch {patch.id} ({patch.target}) is still there after revert()")
+
+    def lines(self, *, is_verbose: bool) -> Iterator[str]:
+        """Write the report for people; the verdict comes last."""
+        if len(self.versions) < 2 + len(_REQUIRED_PACKAGES):
+            # One line with the way out.
+            yield self._verdict()
+            return
+        yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        yield f"platform: {self.platform or 'none'}"
+        yield f"interfaces: {', '.join(self.interfaces)}"
+        yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
+        if is_verbose:
+            from vtp_plugin.options import format_table
+            from vtp_plugin.patching import format_status
+
+            yield from format_status(self.patches).splitlines()
+            yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")
+        else:
+            ids = ", ".join(patch.id for patch in self.patches if patch.applied)
+            yield f"    {ids}"
+            yield from (
+                f"    {patch.id}: wrapped before by {w}" for patch in self.patches if (w := patch.foreign_wrapper)
+            )
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        if not self.problems:
+            return "verdict: fine"
+        number = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        return f"verdict: {number}: {' | '.join(self.problems)}"
+
+    def as_json(self) -> dict[str, object]:
+        """Give the report for machines."""
+        return {
+            "versions": self.versions,
+            "platform": self.platform or None,
+            "interfaces": self.interfaces,
+            "patches": [
+                {
+                    "id": patch.id,
+                    "state": patch.state,
+                    "target": patch.target,
+                    "skipped": patch.skipped,
+                    "foreign_wrapper": patch.foreign_wrapper,
+                }
+                for patch in self.patches
+            ],
+            "problems": self.problems,
+            "exit_code": self.exit_code,
+        }
+
+
+def _is_replaced(target: str) -> bool:
+    """Tell whether a replacement of ours is still in a target's place."""
+    from vtp_plugin.patching import MARKER, resolve_target
+
+    value = resolve_target(target).value
+    accessor = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    return hasattr(accessor, MARKER)
+
+
+def _interfaces() -> Iterator[str]:
+    """Name the network interfaces, with the IPv4 addresses that the host's names have."""
+    for _, name in socket.if_nameindex():
+        address = _address(name)
+        yield f"{name} {address}" if address else name
+
+
+def _address(interface: str) -> str:
+    """Return the IPv4 address of an interface; empty where it has none, or where the system does not say."""
+    try:
+        import fcntl
+    except ImportError:
+        return ""
+    request = interface[:15].encode().ljust(256, b"\0")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR of Linux
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _fold(lines: Iterator[str]) -> Iterator[str]:
+    """Break lines that are wider than a terminal; indentation stays."""
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent=f"{indent}    ", break_on_hyphens=False) or [""]
+
+
+def _version(distribution: str) -> str:
+    """Return the version of an installed distribution, else an empty string."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""

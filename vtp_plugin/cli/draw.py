@@ -1,0 +1,43 @@
+"""``draw``: the pipeline as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from vtp_plugin.boundary.draw import draw_pipeline
+from vtp_plugin.cli.flags import add_run_flags, read_run
+from vtp_plugin.cli.parser import check_ending, print_json, write_file
+
+_KEYS = "Keys of --json: output (file), num_stages, world_size, num_replicas."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_run_flags(parser)
+    parser.add_argument_group("Of the picture").add_argument(
+        "--output", type=Path, required=True, metavar="FILE.svg", help="file to write"
+    )
+    parser.epilog = _KEYS
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draw and write."""
+    check_ending(options.output, {".svg": "picture"})
+    flags = read_run(options)
+    layout = flags.layout
+    write_file(
+        options.output, draw_pipeline(layout, is_ring=flags.is_ring, rules=flags.rules, dp_mode=flags.replicas.mode)
+    )
+    if options.json:
+        print_json(
+            "draw",
+            {
+                "output": str(options.output),
+                "num_stages": layout.num_stages,
+                "world_size": layout.world_size,
+                "num_replicas": max(layout.dp_sizes),
+            },
+        )
+    else:
+        print(f"wrote {options.output}")

@@ -1,0 +1,45 @@
+"""The commands and what they have in common: a bad word or value is one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import vtp_plugin
+from vtp_plugin.cli import doctor, draw, plan, run, simulate
+from vtp_plugin.cli.parser import Parser, fail
+from vtp_plugin.errors import VtpError
+
+_COMMANDS = {
+    "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
+    "plan": (plan.add_arguments, plan.run, "print who is where and what crosses, without starting anything"),
+    "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
+    "simulate": (simulate.add_arguments, simulate.run, "simulate one step; nothing is measured"),
+    "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; errors of the plugin are one line and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(words)
+    options.words, options.unknown = words, unknown
+    try:
+        options.command(options)
+    except VtpError as error:
+        if options.command is run.run:
+            # The exception hook also tells the other ranks.
+            raise
+        fail(str(error))
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m vtp_plugin", description=vtp_plugin.__doc__)
+    parser.add_argument("--version", action="version", version=f"vtp_plugin {vtp_plugin.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    for name, (add_arguments, command, text) in _COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=text)
+        add_arguments(one)
+        one.set_defaults(command=command)
+    return parser

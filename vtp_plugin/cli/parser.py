@@ -1,0 +1,76 @@
+"""What all commands use: a parser whose errors are one line, and how results are written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import vtp_plugin
+from vtp_plugin.errors import ConfigError
+
+_MAX_COLUMNS = 120
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the line breaks of help texts."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(_MAX_COLUMNS, shutil.get_terminal_size().columns - 2))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.splitlines() for line in super(HelpFormatter, self)._split_lines(part, width)]
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, and takes flags in full only: a run does not know abbreviations either."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with the error and where to read on."""
+        fail(f"{message}; see: {self.prog} --help")
+
+
+def fail(message: str) -> NoReturn:
+    """Leave with one line and exit code 2."""
+    print(f"vtp_plugin: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}; choose another file") from error
+
+
+def check_ending(path: Path | None, endings: Mapping[str, str]) -> None:
+    """Refuse a file whose ending names no format that can be written.
+
+    Args:
+        path: of ``--output``; None passes.
+        endings: the formats by their endings.
+
+    Raises:
+        ConfigError: it has another ending.
+    """
+    if path is not None and path.suffix not in endings:
+        known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
+        raise ConfigError(f"--output {path}: the name must end in {known}")
+
+
+def print_json(command: str, result: Mapping[str, object]) -> None:
+    """Print a result for machines: one object, with the command and the plugin's version."""
+    print(json.dumps({"command": command, "vtp_plugin": vtp_plugin.__version__, **result}, indent=2))

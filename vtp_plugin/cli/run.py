@@ -1,0 +1,41 @@
+"""``run SCRIPT ...``: a Megatron training script under the plugin."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+import vtp_plugin
+from vtp_plugin.cli.parser import HelpFormatter, fail
+from vtp_plugin.options.flags import add_vtp_arguments
+
+
+class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the text below the flags, too."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the script; its flags stand in the help text only, since the script's own parser reads them."""
+    parser.formatter_class = _Formatter
+    parser.usage = "%(prog)s [-h] SCRIPT [flags of the script, of Megatron, and those below]"
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; all that follows it is the script's")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="such as --vtp-size-list 1,4,4")
+    flags = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=HelpFormatter)
+    parser.epilog = add_vtp_arguments(flags).format_help().replace("%", "%%")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Apply the plugin and run the script."""
+    if options.unknown:
+        fail(f"{options.unknown[0]} stands before the script; write: python -m vtp_plugin run SCRIPT {{flags}}")
+    script = Path(options.script)
+    if not script.is_file():
+        fail(f"script {options.script} does not exist; give the path of the training script")
+    vtp_plugin.apply()
+    # As Python itself does for a script: its own arguments, and the modules beside it first. argparse would swallow a
+    # "--" that is the script's.
+    sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(options.script, run_name="__main__")

@@ -1,0 +1,192 @@
+"""``simulate``: one step of the schedule that a run with these flags takes; nothing is measured."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from vtp_plugin.cli.flags import Run, add_run_flags, read_run
+from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.runtime.workers import place_workers
+from vtp_plugin.schedule import (
+    Costs,
+    Schedule,
+    Timeline,
+    channel_label,
+    chrome_trace,
+    draw_svg,
+    draw_text,
+    lower_bound,
+    make_chain,
+    simulate,
+    split_costs,
+    summarize,
+    u_costs,
+    uniform_costs,
+)
+from vtp_plugin.schedule.limits import choose_limits
+from vtp_plugin.schedule.step import Step, plan_step
+
+_WIDTH = 120
+_ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
+_TEXT = """\
+The order is the one that a run with these flags takes, and so is the digest that the run prints. Durations and links come
+from --vtp-costs, here for every kind of schedule. Without it: the forward of a stage takes 1, of a cloud stage of a
+U-shaped pipeline 2, a backward twice its forward, and messages take no time."""
+_KEYS = """\
+Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest, why;
+step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy, utilization
+(share of the step), in_flight (microbatches), kept_activations (by chunk); channels: name, bytes; output (file, or null)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.description = _TEXT
+    parser.epilog = _KEYS
+    add_run_flags(parser)
+    group = parser.add_argument_group("Of the simulation")
+    group.add_argument(
+        "--num-microbatches",
+        type=int,
+        metavar="N",
+        help="of a step, instead of --global-batch-size and --micro-batch-size; those of all replicas of a stage that "
+        "work for one replica of another",
+    )
+    group.add_argument(
+        "--output", type=Path, metavar="FILE", help="FILE.svg: picture; FILE.json: trace for Perfetto or Chrome"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Simulate, print and write."""
+    check_ending(options.output, _ENDINGS)
+    flags = read_run(options, takes_all_costs=True)
+    num_microbatches = options.num_microbatches or flags.num_microbatches
+    if num_microbatches is None:
+        raise ConfigError(
+            "the number of microbatches is missing; give --global-batch-size and --micro-batch-size, or "
+            "--num-microbatches"
+        )
+    stated = flags.planning.costs
+    costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
+    step = Step(
+        placement=flags.placement,
+        num_microbatches=num_microbatches,
+        costs=costs if stated is not None or flags.replicas.is_split else None,
+        in_flight=flags.planning.in_flight,
+    )
+    schedule, _ = plan_step(step)
+    # As on gloo, NCCL and HCCL: a message leaves when its receiver is ready.
+    timeline = simulate(schedule, costs, mode="rendezvous")
+    why, least = _why(flags, step, costs)
+    if options.output is not None:
+        _write(options.output, timeline, f"{schedule.name}, {_counts(flags, num_microbatches)}", unit)
+    if options.json:
+        print_json("simulate", _as_json(timeline, schedule, unit, why, least, options.output))
+        return
+    print(draw_text(timeline), "", summarize(timeline, unit=unit), *_table(timeline), "", sep="\n")
+    for text in (why, f"schedule {schedule.digest}; {_unit_text(flags, unit)}"):
+        print(textwrap.fill(text, _WIDTH))
+    if options.output is not None:
+        print(f"wrote {options.output}")
+
+
+def _model_costs(flags: Run) -> Costs:
+    """Give the durations of the model pipeline, those of a split run for its joined microbatches."""
+    is_u_shaped = flags.config.layerwise_disaggregated
+    costs = u_costs(flags.layout.num_stages) if is_u_shaped else uniform_costs(flags.placement)
+    if not flags.replicas.is_split:
+        return costs
+    replicas = ReplicaMap(dp_sizes=flags.layout.dp_sizes)
+    return split_costs(place_workers(replicas, num_chunks=1, is_u_shaped=is_u_shaped), costs)
+
+
+def _counts(flags: Run, num_microbatches: int) -> str:
+    sizes = ",".join(map(str, flags.layout.tp_sizes))
+    dp = f" --vtp-dp-list {','.join(map(str, flags.layout.dp_sizes))}" if not flags.replicas.is_equal else ""
+    return f"--vtp-size-list {sizes}{dp}, {num_microbatches} microbatches"
+
+
+def _write(path: Path, timeline: Timeline, title: str, unit: str) -> None:
+    write_file(path, draw_svg(timeline, title=title, unit=unit) if path.suffix == ".svg" else chrome_trace(timeline))
+
+
+def _why(flags: Run, step: Step, costs: Costs) -> tuple[str, float | None]:
+    """Say why this order, and which time no order can beat."""
+    if not flags.config.layerwise_disaggregated:
+        if flags.num_chunks > 1:
+            return f"order: Megatron's interleaved 1F1B, {flags.num_chunks} model chunks on each stage", None
+        return (
+            "order: Megatron's 1F1B, each stage runs forwards and backwards in turn once the first gradient is there",
+            (None),
+        )
+    placement = step.placement
+    limits, _ = choose_limits(step.in_flight, placement, costs, step.num_microbatches)
+    by_worker = [limits[placement.place(worker)[0]] for worker in range(placement.num_workers)]
+    least = lower_bound(make_chain(placement, costs), step.num_microbatches, by_worker)
+    source = "what keeps the busiest stage busy, plus two" if step.in_flight is None else "--vtp-in-flight"
+    return (
+        "order: the shortest of many that were tried for these durations; no order can take less than "
+        f"{least:.6g} with at most {','.join(map(str, limits))} microbatches in flight on the stages ({source})",
+        least,
+    )
+
+
+def _unit_text(flags: Run, unit: str) -> str:
+    if unit:
+        return "times in ms, from --vtp-costs"
+    forward = "1, of a cloud stage 2" if flags.config.layerwise_disaggregated else "1"
+    return f"no --vtp-costs: model durations (a forward takes {forward}; a backward twice that; messages no time)"
+
+
+def _rows(timeline: Timeline) -> Iterator[dict[str, object]]:
+    placement = timeline.placement
+    for worker, in_flight in enumerate(timeline.in_flight):
+        stage, replica = placement.place(worker)
+        yield {
+            "stage": stage,
+            "replica": replica,
+            "busy": timeline.busy[worker],
+            "utilization": timeline.utilization[worker],
+            "in_flight": in_flight,
+            "kept_activations": [timeline.activations[vstage] for vstage in placement.vstages(stage)],
+        }
+
+
+def _table(timeline: Timeline) -> Iterator[str]:
+    """Write one line for each stage or replica."""
+    placement = timeline.placement
+    names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
+    width = max(map(len, ("stage", *names)))
+    yield f"{'stage':>{width}}  computing   idle  microbatches in flight  activations kept, by chunk"
+    for name, share, in_flight, row in zip(
+        names, timeline.utilization, timeline.in_flight, _rows(timeline), strict=True
+    ):
+        kept = row["kept_activations"]
+        assert isinstance(kept, list)
+        yield (
+            f"{name:>{width}}  {100 * share:7.1f} %  {100 - 100 * share:3.0f} %  {in_flight:22}  "
+            f"{', '.join(map(str, kept))}"
+        )
+
+
+def _as_json(
+    timeline: Timeline, schedule: Schedule, unit: str, why: str, least: float | None, output: Path | None
+) -> dict[str, object]:
+    return {
+        "unit": unit or None,
+        "num_microbatches": schedule.num_microbatches,
+        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": why},
+        "step": timeline.makespan,
+        "least_step": least,
+        "stages": list(_rows(timeline)),
+        "channels": [
+            {"name": channel_label(timeline.placement, channel), "bytes": size}
+            for channel, size in timeline.bytes_by_channel
+        ],
+        "output": None if output is None else str(output),
+    }
