@@ -18,8 +18,8 @@ OPTIONS_INTRO = """\
 # Megatron's options with stages of unequal size
 
 Options that meet the stages' sizes: supported, with the test that shows it, or refused at start-up, with the reason and
-the way out. `python -m vtp_plugin doctor` prints the same table. Options that are not listed are not known to depend on
-the sizes.
+the way out. `python -m vtp_plugin doctor --verbose` prints the same table. Options that are not listed are not known to
+depend on the sizes.
 """
 SITES_INTRO = """\
 # Arguments that may differ

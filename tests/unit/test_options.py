@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import vtp_plugin
 from tests.import_rules import ROOT
+from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
@@ -406,3 +407,14 @@ def test_every_flag_is_declared_once_and_reaches_the_config() -> None:
 def test_flags_that_do_not_collide_with_megatrons(parser: argparse.ArgumentParser) -> None:
     theirs = {name for action in parser._actions for name in action.option_strings}
     assert not theirs & {flag.name for flag in VTP_FLAGS}
+
+
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.ArgumentParser) -> None:
+    """Plan, draw and simulate take those that matter, refuse words near them, and leave out the others."""
+    theirs = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
+    others = theirs - set(known_flags())
+    assert len(others) > 500 and "--eval-micro-batch-size" in others
+    pairs = [(word, known) for word in others for known in known_flags() if abs(len(word) - len(known)) <= MAX_TYPOS]
+    assert not [pair for pair in pairs if num_typos(*pair) <= MAX_TYPOS]
+    own = {"--world-size", "--json", "--output", "--num-microbatches"} | {flag.name for flag in VTP_FLAGS}
+    assert set(known_flags()) - own < theirs, "no flag is declared that Megatron does not have"

@@ -21,6 +21,7 @@ from vtp_plugin.schedule import (
     plan_u_shape,
     reference_u_shape,
     simulate,
+    summarize,
     u_costs,
     uniform_costs,
 )
@@ -48,13 +49,14 @@ def test_svg_has_every_compute_at_its_time(timeline: Timeline) -> None:
     rows = [by_row[y] for y in sorted(by_row)]
     assert len(rows) == len(timeline.spans)
     scale = 1000 / timeline.makespan
+    origin = float(next(rect.get("x", "") for rect in root.iter(SVG + "rect") if rect.get("class") == "row"))
     for row, spans in zip(rows, timeline.spans, strict=True):
         for box, span in zip(row, spans, strict=True):
             title = box.findtext(SVG + "title", "")
             assert title.split(":")[0] == str(span.action)
             left, width = float(box.get("x", "")), float(box.get("width", ""))
-            assert left == pytest.approx(76 + span.start * scale, abs=0.1)
-            assert left + width <= 76 + span.end * scale + 0.6
+            assert left == pytest.approx(origin + span.start * scale, abs=0.1)
+            assert left + width <= origin + span.end * scale + 0.6
             assert ("backward" in box.get("class", "")) == (span.action.op == "B")
     assert len([line for line in root.iter(SVG + "line") if line.get("class") == "message"]) == len(timeline.flights)
     assert all(0 <= float(box.get("x", "")) <= float(root.get("width", "")) for box in boxes)
@@ -68,8 +70,9 @@ def test_svg_labels_later_chunks_only_where_there_are_some() -> None:
 @pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)
 def test_text_has_a_row_for_each_stage_and_idle_time(timeline: Timeline) -> None:
     columns = 400
-    *rows, summary = draw_text(timeline, columns=columns).splitlines()
-    assert f"step {timeline.makespan:.6g}" in summary
+    lines = draw_text(timeline, columns=columns).splitlines()
+    rows = lines[: timeline.placement.num_workers]
+    assert "dots: the stage is idle" in lines[-1]
     for row, spans, busy in zip(rows, timeline.spans, timeline.busy, strict=True):
         cells = row.split("|")[1]
         assert len(cells) == columns
@@ -107,5 +110,6 @@ def test_nothing_to_show_is_drawn() -> None:
     costs = Costs(forward=(0.0,), backward=(0.0,), latency=(), bandwidth=(), message_bytes=())
     timeline = simulate(plain_forward_only(1, 1), costs)
     assert timeline.bubble == 0
-    assert "step 0" in draw_text(timeline, columns=20)
+    assert "|....................|" in draw_text(timeline, columns=20)
+    assert summarize(timeline).startswith("simulated step 0; ")
     ET.fromstring(draw_svg(timeline, title="empty"))

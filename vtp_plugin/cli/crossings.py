@@ -207,7 +207,7 @@ def site_traffic(flags: Run, views: Sequence[CrossingView]) -> dict[tuple[str, s
         ends = flags.sites[view.boundary.upstream], flags.sites[view.boundary.downstream]
         if ends[0] == ends[1]:
             continue
-        for way, plan in ((ends, view.forward), (ends[::-1], view.backward)):
+        for way, plan in ((ends, view.forward), ((ends[1], ends[0]), view.backward)):
             share = float(sum(view.share(transfer) for transfer in plan.transfers))
             size = view.itemsize_bytes
             num_bytes = None if size is None else sum(t.num_elements for t in plan.transfers) * size

@@ -73,6 +73,7 @@ class _Report:
         self.interfaces: list[str] = []
         self.patches: tuple[PatchStatus, ...] = ()
         self.problems: list[str] = []
+        self.is_complete = False
 
     @property
     def exit_code(self) -> int:
@@ -88,6 +89,7 @@ class _Report:
             wanted = " ".join(_REQUIRED_PACKAGES[name] for name in missing)
             self.problems.append(f"not installed: {', '.join(missing)}; run: pip install {wanted}")
             return
+        self.is_complete = True
         self.interfaces = list(_interfaces())
         try:
             self._try_platform(device)
@@ -124,7 +126,7 @@ class _Report:
 
     def lines(self, *, is_verbose: bool) -> Iterator[str]:
         """Write the report for people; the verdict comes last."""
-        if len(self.versions) < 2 + len(_REQUIRED_PACKAGES):
+        if not self.is_complete:
             # One line with the way out.
             yield self._verdict()
             return
@@ -175,7 +177,8 @@ class _Report:
 
 def _is_replaced(target: str) -> bool:
     """Tell whether a replacement of ours is still in a target's place."""
-    from vtp_plugin.patching import MARKER, resolve_target
+    from vtp_plugin.patching.engine import MARKER
+    from vtp_plugin.patching.record import resolve_target
 
     value = resolve_target(target).value
     accessor = getattr(value, "fget", None) or getattr(value, "__func__", value)

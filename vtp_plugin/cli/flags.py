@@ -28,7 +28,8 @@ from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.placement import Placement
 from vtp_plugin.schedule.stated import parse_costs
 
-_MAX_TYPOS = 2
+MAX_TYPOS = 2
+"""Letters by which a word may differ from a flag and still be taken for it."""
 
 # Megatron's, with what stands for the value; a switch has none.
 _NUMBERS = {
@@ -192,7 +193,7 @@ def check_unknown(words: Sequence[str]) -> None:
         raise ConfigError(f"{words[0]!r} belongs to no flag; give the flags that follow the script in a run")
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     for flag in flags:
-        near = [name for name in known_flags() if num_typos(flag, name) <= _MAX_TYPOS]
+        near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
         if near or flag.startswith("--vtp"):
             hint = f"; do you mean {near[0]}?" if near else "; `python -m vtp_plugin run --help` lists the flags"
             raise ConfigError(f"{flag} is unknown{hint}")

@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
-        super().__init__(**{"allow_abbrev": False, **options})
+        options["allow_abbrev"] = False
+        super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
         """Leave with the error and where to read on."""

@@ -34,13 +34,14 @@ from vtp_plugin.schedule.step import Step, plan_step
 _WIDTH = 120
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
 _TEXT = """\
-The order is the one that a run with these flags takes, and so is the digest that the run prints. Durations and links come
-from --vtp-costs, here for every kind of schedule. Without it: the forward of a stage takes 1, of a cloud stage of a
-U-shaped pipeline 2, a backward twice its forward, and messages take no time."""
+The order is the one that a run with these flags takes, and so is the digest that the run prints. Durations and links
+come from --vtp-costs, here for every kind of schedule. Without it: the forward of a stage takes 1, of a cloud stage of
+a U-shaped pipeline 2, a backward twice its forward, and messages take no time."""
 _KEYS = """\
 Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest, why;
 step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy, utilization
-(share of the step), in_flight (microbatches), kept_activations (by chunk); channels: name, bytes; output (file, or null)."""
+(share of the step), in_flight (microbatches), kept_activations (by chunk); channels: name, bytes; output (file or
+null)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             "fails",
             versions=">=0.19,<0.20",
             remove_when="with U1",
-            aliases=("megatron.training.models.base:build_virtual_pipeline_stages",),
+            aliases=("megatron.training.models:build_virtual_pipeline_stages",),
             optional=True,
         ),
     )
