@@ -177,12 +177,14 @@ def test_function_and_its_aliases_are_replaced(host: Any) -> None:
     assert module("toyhost.renamed").configure is host.setup
 
 
-def test_other_packages_and_siblings_are_left_alone(host: Any) -> None:
-    original, before = host.setup, snapshot()
-    apply(record(TARGETS["setup"]))
-    assert module("toyhostile").setup is original
+def test_siblings_are_left_alone_and_other_packages_follow(host: Any) -> None:
+    before = snapshot()
+    applied = apply(record(TARGETS["setup"]))
+    assert module("toyhostile").setup is host.setup
+    assert applied.status()[0].aliases_outside == ("toyhostile:setup",)
     changed = {place for place, value in snapshot().items() if value is not before[place]}
-    assert changed == {("toyhost.state", "setup"), ("toyhost.user", "setup"), ("toyhost.renamed", "configure")}
+    names = {("toyhost.state", "setup"), ("toyhost.user", "setup"), ("toyhost.renamed", "configure")}
+    assert changed == names | {("toyhostile", "setup")}
 
 
 def test_module_imported_later_gets_the_replacement(host: Any) -> None:
@@ -247,10 +249,261 @@ def test_lazy_loader_module_stays_unloaded(host: Any) -> None:
     assert lazy.setup is host.setup
 
 
+# What other packages took before
+
+SCRIPT = """
+import functools
+import toyhost.core
+from toyhost.state import Grid, setup
+
+class Widget:
+    begin = setup
+    helper = staticmethod(setup)
+    made = classmethod(setup)
+    def use(self, f=setup, *, g=setup):
+        return f, g
+
+def call(first, f=setup, *, g=setup):
+    return f, g
+
+def outer():
+    def inner(f=setup):
+        return f
+    return inner
+
+half = functools.partial(setup, 3)
+handed = functools.partial(sorted, setup, key=setup)
+inner = outer()
+area = Grid.area
+unit = Grid.unit
+bound = type("Any", (), {"f": setup})().f
+"""
+KEPT = """
+from toyhost.state import setup
+
+class Holder:
+    def __init__(self, f):
+        self.f = f
+
+class Slotted:
+    __slots__ = ("f",)
+
+TABLE = {"setup": setup}
+STEPS = [len, (setup,)]
+HELD = Holder(setup)
+BOX = Slotted()
+BOX.f = setup
+
+def keep(f):
+    def kept():
+        return f(1)
+    return kept
+
+kept = keep(setup)
+"""
+
+
+@pytest.fixture
+def write_module(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
+    """Write a module of another package and import it."""
+    written: list[str] = []
+
+    def write(name: str, text: str) -> Any:
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        written.append(name)
+        return module(name)
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def held_by(script: Any) -> dict[str, object]:
+    """What every binding of SCRIPT holds."""
+    widget = script.Widget
+    return {
+        "name": script.setup,
+        "class attribute": vars(widget)["begin"],
+        "staticmethod": vars(widget)["helper"].__func__,
+        "classmethod": vars(widget)["made"].__func__,
+        "default of a method": widget.use.__defaults__[0],
+        "keyword default of a method": widget.use.__kwdefaults__["g"],
+        "default": script.call.__defaults__[0],
+        "keyword default": script.call.__kwdefaults__["g"],
+        "default of a nested function": script.inner.__defaults__[0],
+        "partial": script.half.func,
+        "argument of a partial": script.handed.args[0],
+        "keyword of a partial": script.handed.keywords["key"],
+        "bound method": script.bound.__func__,
+    }
+
+
+def test_every_kind_of_binding_follows_and_goes_back(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    script, original = write_module("toyscript", SCRIPT), host.setup
+    before = held_by(script)
+    assert set(before.values()) == {original}
+    applied = apply(record(TARGETS["setup"]))
+    assert {kind: held is host.setup for kind, held in held_by(script).items()} == dict.fromkeys(before, True)
+    assert script.half() == ("new", ("setup", 3)) and script.call(0) == (host.setup, host.setup)
+    assert isinstance(vars(script.Widget)["helper"], staticmethod) and not applied.unreached
+    applied.revert()
+    assert {kind: held is original for kind, held in held_by(script).items()} == dict.fromkeys(before, True)
+
+
+def test_methods_that_a_script_took_follow_and_go_back(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    script = write_module("toyscript", SCRIPT)
+    area, unit = script.area, script.unit
+    applied = apply(record(TARGETS["area"]), record(TARGETS["unit"], id="X2"))
+    assert script.area is host.Grid.area is not area and script.unit is host.Grid.unit is not unit
+    applied.revert()
+    assert script.area is area is host.Grid.area and script.unit is unit is host.Grid.unit
+
+
+def test_a_live_reference_needs_nothing(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    script = write_module("toyscript", "import toyhost.state as state\n")
+    applied = apply(record(TARGETS["setup"]))
+    assert script.state.setup(1) == ("new", ("setup", 1))
+    assert applied.status()[0].aliases_outside == ("toyhostile:setup",)
+
+
+def test_the_script_itself_follows(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "begin", host.setup, raising=False)
+    applied = apply(record(TARGETS["setup"]))
+    assert main.begin is host.setup  # type: ignore[attr-defined]
+    assert any(place.endswith(":begin") for place in applied.status()[0].aliases_outside)
+
+
+def test_what_the_plugin_itself_holds_stays(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, own = host.setup, ModuleType("vtp_plugin.kept")
+    vars(own)["setup"] = original
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    apply(record(TARGETS["setup"]))
+    assert vars(own)["setup"] is original
+
+
+def test_names_taken_between_two_looks_follow(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    original = host.setup
+    applied = apply(record(TARGETS["setup"]))
+    script = write_module("toyscript", "kept = None\n")
+    script.kept = original
+    applied.rebind()
+    assert script.kept is host.setup
+    applied.revert()
+    assert script.kept is original
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "toykept:TABLE['setup']",
+        "toykept:STEPS[1][0]",
+        "toykept:HELD.f",
+        "toykept:BOX",
+        "toykept:keep.<locals>.kept (closure variable f)",
+    ],
+)
+def test_what_cannot_be_rebound_is_named(host: Any, write_module: Callable[[str, str], Any], place: str) -> None:
+    kept, original = write_module("toykept", KEPT), host.setup
+    applied = apply(record(TARGETS["setup"]))
+    assert f"{place} (setup)" in applied.unreached
+    assert kept.TABLE["setup"] is original and len(applied.unreached) == 5
+    assert apply(record(TARGETS["area"])).unreached == ()
+
+
+def test_revert_leaves_what_a_script_assigned_meanwhile(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    script, original = write_module("toyscript", SCRIPT), host.setup
+    applied = apply(record(TARGETS["setup"]))
+    script.setup = script.Widget.begin = len
+    applied.revert()
+    assert script.setup is script.Widget.begin is len
+    assert script.call.__defaults__[0] is host.setup is original
+
+
+def test_revert_reaches_what_took_the_replacement(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    original = host.setup
+    applied = apply(record(TARGETS["setup"]))
+    script = write_module("toyscript", SCRIPT)
+    assert set(held_by(script).values()) == {host.setup}
+    applied.revert()
+    assert set(held_by(script).values()) == {original}
+
+
+def test_a_class_that_lets_nobody_change_it_is_named(host: Any, write_module: Callable[[str, str], Any]) -> None:
+    text = "from toyhost.state import Frozen, setup\nclass Iced(metaclass=Frozen):\n    begin = setup\n"
+    write_module("toyscript", text)
+    applied = apply(record(TARGETS["setup"]))
+    assert applied.unreached == ("toyscript:Iced.begin (setup)",)
+    applied.revert()
+
+
+@pytest.mark.parametrize("base", ["Grid", "type('Between', (Grid,), {})"])
+def test_a_class_with_subclasses_elsewhere_is_refused(
+    host: Any, write_module: Callable[[str, str], Any], base: str
+) -> None:
+    script = write_module("toyscript", f"from toyhost.state import Grid\nclass Mine({base}):\n    pass\n")
+    replaced = record("toyhost.state:Grid", lambda old: type("Grid", (old,), {}))
+    before = snapshot()
+    with pytest.raises(PatchError, match=r"toyscript has made class \w+ from it already.* move vtp_plugin.apply\(\)"):
+        apply(replaced)
+    assert_same(before)
+    del script.Mine  # and nobody else holds it
+    apply(replaced)
+
+
+STALE = """
+import functools
+from toyhost.state import setup as begin, other
+table = [begin]
+
+def logged(f):
+    @functools.wraps(f)
+    def logging(*args):
+        return f(*args)
+    return logging
+
+class Hook:
+    def __init__(self):
+        self.f = table[0]
+    def __call__(self, *args):
+        return self.f(*args)
+    def run(self, *args):
+        return self.f(*args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "is_stale"),
+    [
+        ("table[0]", True),
+        ("functools.partial(table[0], 1)", True),
+        ("logged(table[0])", True),
+        ("functools.partial(logged(table[0]), 1)", True),
+        ("lambda f=table[0]: f(1)", True),
+        ("Hook()", True),
+        ("Hook().run", True),
+        ("begin", False),
+        ("logged(begin)", False),
+        ("functools.partial(begin, 1)", False),
+        ("lambda: begin(1)", False),
+        ("other", False),
+        ("None", False),
+    ],
+)
+def test_an_original_is_recognised_wherever_it_hides(
+    host: Any, write_module: Callable[[str, str], Any], taken: str, is_stale: bool
+) -> None:
+    script = write_module("toystale", STALE)
+    applied = apply(record(TARGETS["setup"]))
+    line = "toyhostile: from toyhost.user import setup and toystale: from toyhost.user import setup as begin"
+    assert applied.taken_before(eval(taken, vars(script))) == (line if is_stale else "")
+
+
 # Revert
 
 
-@pytest.mark.parametrize("count", range(len(TARGETS) + 1))
+@pytest.mark.parametrize("count", [0, 1, 2, len(TARGETS)])
 def test_revert_restores_identity_of_everything(host: Any, count: int) -> None:
     before = snapshot()
     for names in combinations(TARGETS, count):

@@ -6,173 +6,18 @@ replacement built, and from then on every change is an entry of one undo list.
 
 from __future__ import annotations
 
+import gc
 import importlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Final, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from packaging.version import InvalidVersion
 
-from vtp_plugin.errors import PatchError
-from vtp_plugin.patching.objects import attributes, chain, describe, foreign_wrapper, functions, wrong_kind
-from vtp_plugin.patching.record import PatchRecord, PatchStatus, Target, namespace, resolve_target
-
-MARKER: Final = "__vtp_record__"
-"""Attribute of every replacement (of a property: of its accessors); holds the id of its record."""
-
-_ABSENT: Final = object()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """One assignment and its undo; `old` is `_ABSENT` where the owner has no such attribute of its own."""
-
-    where: str
-    owner: ModuleType | type
-    name: str
-    old: object
-    new: object
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    def current(self) -> object:
-        return namespace(self.owner).get(self.name, _ABSENT)
-
-    def set(self) -> None:
-        setattr(self.owner, self.name, self.new)
-
-    def restore(self) -> None:
-        if self.old is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.old)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Patch:
-    """A record with its original and its replacement; `slots[0]` is the target itself, the others are aliases."""
-
-    record: PatchRecord
-    target: Target
-    new: object
-    foreign: str
-    slots: tuple[_Slot, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """The package that is patched: the prefix of its module names, and its version."""
-
-    prefix: str
-    version: str
-
-    def owns(self, module: str) -> bool:
-        return module == self.prefix or module.startswith(self.prefix + ".")
-
-    def fail(self, record: PatchRecord, reason: str, cause: BaseException | None = None) -> NoReturn:
-        raise PatchError(f"patch {record.id} on {record.target} ({self.prefix} {self.version}): {reason}") from cause
-
-    def bindings(self, objects: Iterable[object]) -> dict[int, list[_Slot]]:
-        """Find the names in loaded host modules that hold one of the objects.
-
-        Returns:
-            `id(object)` -> slots with `old` and `new` both set to the object, sorted by module name.
-        """
-        wanted = {id(obj) for obj in objects}
-        found: dict[int, list[_Slot]] = {key: [] for key in wanted}
-        seen: set[int] = set()
-        for module_name in sorted(filter(self.owns, list(sys.modules))):
-            module = sys.modules.get(module_name)
-            # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
-            if not issubclass(type(module), ModuleType) or id(module) in seen:
-                continue
-            assert module is not None
-            seen.add(id(module))
-            for name, value in list(namespace(module).items()):
-                if id(value) in wanted:
-                    slot = _Slot(where=f"{module_name}:{name}", owner=module, name=name, old=value, new=value)
-                    found[id(value)].append(slot)
-        return found
-
-
-class AppliedPatches:
-    """The patches that one :func:`apply_records` set: the handle to report and to undo them."""
-
-    def __init__(
-        self, host: _Host, patches: Sequence[_Patch], skipped: Mapping[int, str], records: Sequence[PatchRecord]
-    ):
-        self._host = host
-        self._patches = tuple(patches)
-        self._skipped = dict(skipped)
-        self._records = tuple(records)
-        self._active = True
-
-    @property
-    def active(self) -> bool:
-        """Tell whether the replacements are in force, that is :meth:`revert` has not run yet."""
-        return self._active
-
-    def revert(self) -> None:
-        """Put every original back, the identical object, in reverse order; a second call does nothing.
-
-        Names in host modules that were imported after applying hold the replacement: they get the original too.
-
-        Raises:
-            PatchError: Somebody else has replaced one of our replacements meanwhile. Nothing is changed then.
-        """
-        if not self._active:
-            return
-        slots = [slot for patch in self._patches for slot in patch.slots]
-        for patch in self._patches:
-            for slot in patch.slots:
-                if (current := slot.current()) is not slot.new:
-                    now = "deleted" if current is _ABSENT else describe(current)
-                    self._host.fail(
-                        patch.record,
-                        f"cannot revert: {slot.where} is now {now}; undo that first, then revert",
-                    )
-        known = {slot.key for slot in slots}
-        for patch, bindings in self._bindings():
-            for late in bindings:
-                if late.key not in known:
-                    slots.append(
-                        _Slot(where=late.where, owner=late.owner, name=late.name, old=patch.target.value, new=patch.new)
-                    )
-        _restore(slots)
-        self._active = False
-
-    def status(self) -> tuple[PatchStatus, ...]:
-        """Report every record that was given to :func:`apply_records`, in that order, as things are now."""
-        aliases = {id(patch.record): slots for patch, slots in self._bindings()} if self._active else {}
-        patches = {id(patch.record): patch for patch in self._patches}
-        return tuple(
-            self._status(record, patches.get(id(record)), aliases.get(id(record), ())) for record in self._records
-        )
-
-    def _status(self, record: PatchRecord, patch: _Patch | None, bindings: Sequence[_Slot]) -> PatchStatus:
-        applied = self._active and patch is not None and patch.slots[0].current() is patch.new
-        return PatchStatus(
-            id=record.id,
-            target=record.target,
-            versions=record.versions,
-            applied=applied,
-            skipped=self._skipped.get(id(record), ""),
-            aliases_found=tuple(slot.where for slot in bindings if patch and slot.key != patch.slots[0].key),
-            aliases_missing=tuple(a for a in record.aliases if not _holds(a, patch.new)) if applied and patch else (),
-            foreign_wrapper=patch.foreign if patch else "",
-            why=record.why,
-            remove_when=record.remove_when,
-        )
-
-    def _bindings(self) -> Iterator[tuple[_Patch, list[_Slot]]]:
-        """Yield every patch with all names in loaded host modules that hold its replacement now."""
-        found = self._host.bindings(patch.new for patch in self._patches)
-        for patch in self._patches:
-            yield patch, found[id(patch.new)]
+from vtp_plugin.patching.applied import AppliedPatches, Host, Patch, Slot, is_own, restore, search
+from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
+from vtp_plugin.patching.places import ABSENT, Name
+from vtp_plugin.patching.record import PatchRecord, Target, resolve_target
+from vtp_plugin.patching.search import is_named, shown_module
 
 
 def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix: str = "megatron") -> AppliedPatches:
@@ -181,7 +26,8 @@ def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix
     Args:
         records: The records, in the order in which they are set.
         host_version: PEP 440 version of the host package.
-        host_prefix: Name of the host package. Only it and its submodules are searched for aliases and may be patched.
+        host_prefix: Name of the host package. Only what it and its submodules define may be patched; aliases are
+            searched for, and rebound, in all loaded modules but our own.
 
     Returns:
         The handle to report and to undo.
@@ -190,7 +36,7 @@ def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix
         PatchError: A target does not exist or cannot be replaced, is the target of two records, is patched already,
             or its replacement could not be built or set. Nothing of the host is changed then.
     """
-    host = _Host(host_prefix, host_version)
+    host = Host(host_prefix, host_version)
     records = tuple(records)
     skipped = _skip(records, host)
     selected = [record for record in records if id(record) not in skipped]
@@ -199,12 +45,12 @@ def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix
     built = [
         (record, target, _check_target(record, target, host), _build(record, target, host)) for record, target in found
     ]
-    patches = _plan(built, host)
-    _set_all(patches, host)
-    return AppliedPatches(host, patches, skipped, records)
+    patches, unreached = _plan(built, host)
+    refused = _set_all(patches, host)
+    return AppliedPatches(host, patches, skipped, records, (*unreached, *refused))
 
 
-def _skip(records: Sequence[PatchRecord], host: _Host) -> dict[int, str]:
+def _skip(records: Sequence[PatchRecord], host: Host) -> dict[int, str]:
     """Import the modules of all fitting targets; return `id(record)` -> reason for the records to leave out.
 
     Importing comes before every look-up, because importing one host module may change another one.
@@ -235,14 +81,14 @@ def _other_version(record: PatchRecord) -> str:
     return f"the record is made for {record.versions}: install such a version or narrow the record's range"
 
 
-def _lookup(record: PatchRecord, host: _Host) -> Target:
+def _lookup(record: PatchRecord, host: Host) -> Target:
     try:
         return resolve_target(record.target)
     except LookupError as error:
         host.fail(record, f"{error.args[0]}; {_other_version(record)}", error)
 
 
-def _check_distinct(found: Sequence[tuple[PatchRecord, Target]], host: _Host) -> None:
+def _check_distinct(found: Sequence[tuple[PatchRecord, Target]], host: Host) -> None:
     """Refuse two records for one target, also under two names of a module-level object or through inheritance."""
     taken: dict[object, PatchRecord] = {}
     for record, target in found:
@@ -257,7 +103,7 @@ def _check_distinct(found: Sequence[tuple[PatchRecord, Target]], host: _Host) ->
             host.fail(record, f"the method is inherited from the target of record {base.id}; join the two records")
 
 
-def _check_target(record: PatchRecord, target: Target, host: _Host) -> str:
+def _check_target(record: PatchRecord, target: Target, host: Host) -> str:
     """Refuse what cannot be patched (again); return the module of a foreign wrapper or an empty string."""
     value = target.value
     if not (callable(value) or isinstance(value, classmethod | property)):
@@ -265,6 +111,8 @@ def _check_target(record: PatchRecord, target: Target, host: _Host) -> str:
     for link in chain(value):
         if (other := attributes(link).get(MARKER)) is not None:
             host.fail(record, f"it is patched already (by record {other}); revert that first")
+    if isinstance(value, type):
+        _refuse_subclasses(record, value, host)
     foreign = foreign_wrapper(target, host.owns)
     if foreign and record.refuse_foreign:
         host.fail(
@@ -273,7 +121,29 @@ def _check_target(record: PatchRecord, target: Target, host: _Host) -> str:
     return foreign
 
 
-def _build(record: PatchRecord, target: Target, host: _Host) -> object:
+def _refuse_subclasses(record: PatchRecord, original: type, host: Host) -> None:
+    """Refuse a class that has subclasses outside the host: they, and their objects, would go past the replacement."""
+    if not list(_foreign_subclasses(original, host)):
+        return
+    gc.collect()  # a class that nobody uses any more lives on until then
+    for subclass in _foreign_subclasses(original, host):
+        where, name = shown_module(subclass.__module__), original.__name__
+        host.fail(
+            record,
+            f"{where} has made class {subclass.__qualname__} from it already, which would go past the replacement; "
+            f"move vtp_plugin.apply() above the line in {where} that imports {name}",
+        )
+
+
+def _foreign_subclasses(original: type, host: Host) -> Iterator[type]:
+    """Yield the classes outside the host that are made from a class, at any distance."""
+    for subclass in type.__subclasses__(original):
+        if not host.owns(subclass.__module__) and not is_own(subclass.__module__):
+            yield subclass
+        yield from _foreign_subclasses(subclass, host)
+
+
+def _build(record: PatchRecord, target: Target, host: Host) -> object:
     """Build and mark the replacement, in the same kind of descriptor as the original."""
     old = target.value
     wrapped = isinstance(old, staticmethod | classmethod)
@@ -293,54 +163,52 @@ def _build(record: PatchRecord, target: Target, host: _Host) -> object:
     return type(old)(new) if wrapped else new
 
 
-def _plan(built: Sequence[tuple[PatchRecord, Target, str, object]], host: _Host) -> list[_Patch]:
-    """List every assignment: the targets and, for module-level objects, their aliases in loaded host modules.
-
-    A module-level name of a method is no alias: it may mean the method of a base class that the target inherits.
-    """
-    modules = [(target.value, new) for _, target, _, new in built if not isinstance(target.owner, type)]
-    found = host.bindings(obj for pair in modules for obj in pair)
-    patches: list[_Patch] = []
-    for record, target, foreign, new in built:
+def _plan(
+    built: Sequence[tuple[PatchRecord, Target, str, object]], host: Host
+) -> tuple[list[Patch], Sequence[tuple[int, str]]]:
+    """List every assignment, the targets and their aliases, and the places that originals stay in."""
+    for i, (record, _, _, new) in enumerate(built):
         # Otherwise revert could not tell our bindings from the ones that were there before.
-        if found.get(id(new)) or any(new is patch.new for patch in patches):
+        if is_named(new, is_own) or any(new is other for *_, other in built[:i]):
             host.fail(record, "its replacement is in use elsewhere; build must return a new object (wrap the old one)")
-        inherited = target.defined_in is not target.owner
-        old = _ABSENT if inherited else target.value
-        first = _Slot(where=record.target, owner=target.owner, name=target.name, old=old, new=new)
-        others = () if isinstance(target.owner, type) else found[id(target.value)]
-        aliases = (
-            _Slot(where=slot.where, owner=slot.owner, name=slot.name, old=slot.old, new=new)
-            for slot in others
-            if slot.key != first.key
-        )
-        patches.append(_Patch(record=record, target=target, new=new, foreign=foreign, slots=(first, *aliases)))
-    return patches
+    patches = [
+        Patch(record=record, target=target, new=new, foreign=foreign, slots=(_first_slot(record, target, new),))
+        for record, target, foreign, new in built
+    ]
+    found = search(patch.swaps for patch in patches)
+    of = {id(old): patch for patch in patches for old, _ in patch.swaps}
+    aliases: dict[int, list[Slot]] = {id(patch): [] for patch in patches}
+    for key, slot in host.slots(found.hits, {patch.slots[0].place.key for patch in patches}):
+        aliases[id(of[key])].append(slot)
+    patches = [replace(patch, slots=(*patch.slots, *aliases[id(patch)])) for patch in patches]
+    return patches, found.unreached
 
 
-def _set_all(patches: Sequence[_Patch], host: _Host) -> None:
-    """Set every slot in order; on a failure restore the ones that were set."""
-    done: list[_Slot] = []
+def _first_slot(record: PatchRecord, target: Target, new: object) -> Slot:
+    old = ABSENT if target.defined_in is not target.owner else target.value
+    return Slot(where=record.target, place=Name(target.owner, target.name), old=old, new=new)
+
+
+def _set_all(patches: Sequence[Patch], host: Host) -> list[tuple[int, str]]:
+    """Set every slot in order; on a failure in the host restore the ones that were set.
+
+    Returns:
+        `id` of the original and the place, where another package does not let itself be changed.
+    """
+    done: list[Slot] = []
+    refused: list[tuple[int, str]] = []
     try:
         for patch in patches:
             for slot in patch.slots:
                 try:
                     slot.set()
                 except Exception as error:
-                    host.fail(patch.record, f"setting {slot.where} fails with {error!r}; choose another seam", error)
-                done.append(slot)
+                    if slot.is_host:
+                        host.fail(patch.record, f"setting {slot.where} fails with {error!r}; choose another seam", error)
+                    refused.append((id(patch.target.value), slot.where))
+                else:
+                    done.append(slot)
     except BaseException:
-        _restore(done)
+        restore(done)
         raise
-
-
-def _restore(slots: Sequence[_Slot]) -> None:
-    for slot in reversed(slots):
-        slot.restore()
-
-
-def _holds(place: str, obj: object) -> bool:
-    """Tell whether a declared alias holds the object, or will: a module that is not loaded yet imports it later."""
-    module_name, _, name = place.partition(":")
-    module = sys.modules.get(module_name)
-    return module is None or namespace(module).get(name) is obj
+    return refused

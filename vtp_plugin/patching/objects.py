@@ -9,6 +9,9 @@ from typing import Any, Final
 
 from vtp_plugin.patching.record import Target
 
+MARKER: Final = "__vtp_record__"
+"""Attribute of every replacement (of a property: of its accessors); holds the id of its record."""
+
 # These packages do not patch the host: their decorators are part of how it writes its own functions.
 _DECORATOR_LIBRARIES: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -123,8 +123,9 @@ class PatchStatus:
         id: As in the record; so are `target`, `versions`, `why` and `remove_when`.
         applied: The replacement is in force.
         skipped: Why the record was left out from the start; empty when it was carried out (and maybe reverted since).
-        aliases_found: Places ``"module:name"`` in loaded host modules that hold the replacement, the target itself
-            apart, sorted. Contains modules that were imported after applying.
+        aliases_found: Places such as ``"module:name"`` in loaded host modules that hold the replacement, the target
+            itself apart, sorted. Contains modules that were imported after applying.
+        aliases_outside: The same in modules of other packages, the script among them.
         aliases_missing: Declared aliases in loaded modules that do not hold the replacement. A declared alias in a
             module that is not loaded is not missing: it gets the replacement when the module is imported.
         foreign_wrapper: Module of the other package that had replaced or wrapped the target before us, or empty.
@@ -136,6 +137,7 @@ class PatchStatus:
     applied: bool
     skipped: str
     aliases_found: tuple[str, ...]
+    aliases_outside: tuple[str, ...]
     aliases_missing: tuple[str, ...]
     foreign_wrapper: str
     why: str
@@ -154,7 +156,7 @@ def format_status(statuses: Iterable[PatchStatus]) -> str:
 
     >>> status = PatchStatus(
     ...     id="X1", target="host.state:setup", versions=">=1,<2", applied=True, skipped="",
-    ...     aliases_found=("host.a:f",), aliases_missing=(), foreign_wrapper="", why="only place", remove_when="never",
+    ...     aliases_found=("host.a:f",), aliases_outside=(), aliases_missing=(), foreign_wrapper="", why="only place", remove_when="never",
     ... )
     >>> print(format_status([status]))
     id  state    target            versions
@@ -179,11 +181,18 @@ def _remarks(status: PatchStatus) -> list[str]:
         "why": status.why,
         "remove when": status.remove_when,
         "skipped": status.skipped,
-        "aliases": ", ".join(status.aliases_found),
+        "aliases": _shortened(status.aliases_found),
+        "aliases in other packages": _shortened(status.aliases_outside),
         "DECLARED ALIASES MISSING": ", ".join(status.aliases_missing),
         "FOREIGN WRAPPER BELOW OURS": status.foreign_wrapper,
     }
     return [f"{name}: {text}" for name, text in remarks.items() if text]
+
+
+def _shortened(items: Sequence[str], limit: int = 8) -> str:
+    """Join texts, at most some of them."""
+    rest = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def resolve_target(target: str) -> Target:
