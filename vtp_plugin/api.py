@@ -70,9 +70,12 @@ def apply(
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
-    Call it before Megatron's ``parallel_state`` is initialised and before the script imports names from Megatron that
-    the plugin replaces. Without a list here or on the command line (``--vtp-size-list``), Megatron stays as it is. In a
-    child process that ``multiprocessing`` spawns while it imports the script again, the call does nothing.
+    Call it before Megatron's ``parallel_state`` is initialised, best before the script imports anything from Megatron.
+    Names, class attributes, default arguments and partial objects that took something from Megatron before are made to
+    hold the replacement, here and once the list is known; a warning names what was seen to stay in closures,
+    containers and attributes, and what would make a run wrong is refused. Without a list here or on the command line
+    (``--vtp-size-list``), Megatron stays as it is. In a child process that ``multiprocessing`` spawns while it imports
+    the script again, the call does nothing.
 
     With a list, under a launcher and before torch.distributed is initialised, all ranks meet here: torch would wait for
     a missing rank for its own timeout, 30 minutes by default, and not name it.
@@ -156,14 +159,19 @@ def apply(
         records = platform_records(session)
         if session.config.size_list is not None:
             records += training_records(session)
+        earlier = tuple(session.applied)
         session.applied.append(apply_records(records, host_version))
+        if session.config.size_list is not None:
+            for applied in earlier:
+                applied.rebind()
+            _warn_of_unreached(session)
 
     session.applied.append(apply_records(argument_records(session, activate), host_version))
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
         session.open_log()
-        activate()
-        session.meet()
+        session.meet(activate)
+        activate()  # unless this rank has met nobody
 
 
 def revert() -> None:
@@ -257,6 +265,17 @@ def _megatron_version() -> str:
             f"pip install 'megatron-core{_SUPPORTED}'"
         )
     return found
+
+
+def _warn_of_unreached(session: Session) -> None:
+    """Name what took something from Megatron before and still holds it."""
+    places = [place for applied in session.applied for place in applied.unreached]
+    if places:
+        rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
+        log.warning(
+            f"taken from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; what uses "
+            "these goes past the plugin: move vtp_plugin.apply() above the lines that take them"
+        )
 
 
 def _refuse_late() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options import (
-    OptionContext,
     add_vtp_arguments,
     check_batches,
     check_one_chunk,
@@ -208,16 +207,9 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option or a size of the model does not fit the list.
     """
-    layout, platform = session.layout, session.platform
-    assert layout is not None and platform is not None
-    context = OptionContext(
-        tp_sizes=layout.tp_sizes,
-        cp_sizes=layout.cp_sizes,
-        dp_sizes=layout.dp_sizes,
-        num_virtual=args.num_virtual_stages_per_pipeline_rank or 1,
-        forced=session.config.force or session.config.has_planned_schedule,
-        device=platform.name,
-    )
+    layout = session.layout
+    assert layout is not None
+    context = session.option_context(args.num_virtual_stages_per_pipeline_rank or 1)
     if not session.replicas.is_equal:
         check_one_chunk(args, session.replicas)
         check_batches(args, session.replicas)

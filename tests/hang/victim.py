@@ -53,6 +53,7 @@ class Script:
 def train(script: Script) -> None:
     """Train a few steps, save once, and end normally."""
     options = script.options
+    take(options)
     if not options.without_plugin:
         apply_plugin(options)
     torch.set_num_threads(1)
@@ -86,6 +87,18 @@ def train(script: Script) -> None:
         print(f"stopped within {time.monotonic() - begin_s:.3f} s", flush=True)
 
 
+def take(options: argparse.Namespace) -> None:
+    """Take something from Megatron before the plugin is applied, and keep it where no name leads to it."""
+    if options.takes == "original":
+        from megatron.core.distributed import finalize_model_grads
+
+        options.kept = [finalize_model_grads]
+    elif options.takes == "subclass":
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        options.kept = [type("Mine", (P2PCommunicator,), {"__module__": "__main__"})]
+
+
 def apply_plugin(options: argparse.Namespace) -> None:
     """Apply the plugin, maybe pretending another version, maybe twice."""
     import vtp_plugin
@@ -94,7 +107,13 @@ def apply_plugin(options: argparse.Namespace) -> None:
         vtp_plugin.__version__ = options.pretend_version
 
     def apply(timeout_s: float) -> None:
-        vtp_plugin.apply(vtp_size_list=options.vtp_size_list, device="cpu", timeout_s=timeout_s, force=options.force)
+        vtp_plugin.apply(
+            vtp_size_list=options.vtp_size_list,
+            device="cpu",
+            timeout_s=timeout_s,
+            force=options.force,
+            schedule=options.schedule,
+        )
 
     apply(options.timeout_s)
     if options.apply_again == "same":
@@ -127,7 +146,7 @@ def build(options: argparse.Namespace, num_stages: int) -> tuple[Any, Any]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = options.kept[0] if options.takes == "original" else finalize_model_grads
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -137,6 +156,8 @@ def build(options: argparse.Namespace, num_stages: int) -> tuple[Any, Any]:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
+    for name in options.switched_on:
+        setattr(config, name, True)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     return wrapped, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=1.0), [wrapped])
 
@@ -248,6 +269,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tensor-size", type=int, default=1)
     parser.add_argument("--config-tensor-size", type=int)
     parser.add_argument("--pipeline-dtype", default="float32")
+    parser.add_argument("--takes", choices=("original", "subclass"))
+    parser.add_argument("--schedule", default="stock")
+    parser.add_argument("--switched-on", nargs="*", default=[], help="switches of the model's configuration")
     return parser.parse_args(arguments)
 
 

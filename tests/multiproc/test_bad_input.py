@@ -100,6 +100,41 @@ def test_stages_that_would_send_another_type_are_refused(rank_server: Server, tm
         assert_refused(whole, r"pipeline_dtype is torch.bfloat16 on rank 0 and torch.float32 on rank 1, 2")
 
 
+STALE = (
+    r"config\.finalize_model_grads_func was taken from Megatron before vtp_plugin\.apply\(\) and would give wrong "
+    r"gradients; victim\.py or a module that it imports: from megatron\.core\.distributed import finalize_model_grads: "
+    r"move vtp_plugin\.apply\(\) above that line"
+)
+EARLY_SUBCLASS = (
+    r"victim\.py has made class Mine from it already.*above the line in victim\.py that imports P2PCommunicator"
+)
+# What a rank finds wrong when its first step begins, or when it applies the plugin: the others leave with it.
+FOUND_BY_A_STEP = {
+    "an original, stock schedule": (["--takes=original"], STALE),
+    "an original, planned schedule": (["--takes=original", "--schedule=planned"], STALE),
+    "a subclass": (["--takes=subclass"], EARLY_SUBCLASS),
+    "flextron": (["--switched-on", "flextron"], r"config\.flextron with --vtp-size-list 1,2; .*; switch it off"),
+    "what the planned schedule leaves out": (
+        ["--schedule=planned", "--switched-on", "overlap_moe_expert_parallel_comm"],
+        r"overlap_moe_expert_parallel_comm is not supported by planned schedules; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND_BY_A_STEP)
+def test_what_one_rank_finds_ends_all(rank_server: Server, tmp_path: Path, case: str) -> None:
+    arguments, pattern = FOUND_BY_A_STEP[case]
+    others = [argument for argument in arguments if argument.startswith("--schedule")]
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start(whole, {-1: others, 2: arguments})
+        assert_refused(whole, pattern)
+        assert "trained" not in whole.ranks[0].text()
+        if "--takes=original" in arguments:
+            text = " ".join(whole.ranks[2].text().split())
+            assert "warning: taken from Megatron before vtp_plugin.apply() and not replaced" in text
+            assert "kept[0] (finalize_model_grads)" in text
+
+
 def test_one_rank_without_the_plugin(rank_server: Server, tmp_path: Path) -> None:
     """The others name it and end; it stays in torch's own start, which is not ours, and is ended by the test."""
     with run(tmp_path, rank_server, world_size=WORLD, agent_store=True) as whole:

@@ -161,9 +161,7 @@ class AppliedPatches:
         for patch, slot in slots:
             if slot.is_host and (current := slot.place.get()) is not slot.new:
                 now = "deleted" if current is ABSENT else describe(current)
-                self._host.fail(
-                    patch.record, f"cannot revert: {slot.where} is now {now}; undo that first, then revert"
-                )
+                self._host.fail(patch.record, f"cannot revert: {slot.where} is now {now}; undo that first, then revert")
         undo = [slot for _, slot in slots if slot.place.get() is slot.new]
         found = find((pair for patch in self._patches for pair in swaps_of(patch.new, patch.target.value)), is_own)
         late = (slot for _, slot in self._host.slots(found.hits, self._known()))

@@ -204,7 +204,9 @@ def _set_all(patches: Sequence[Patch], host: Host) -> list[tuple[int, str]]:
                     slot.set()
                 except Exception as error:
                     if slot.is_host:
-                        host.fail(patch.record, f"setting {slot.where} fails with {error!r}; choose another seam", error)
+                        host.fail(
+                            patch.record, f"setting {slot.where} fails with {error!r}; choose another seam", error
+                        )
                     refused.append((id(patch.target.value), slot.where))
                 else:
                     done.append(slot)

@@ -1,10 +1,10 @@
-"""Places that hold an object and can be made to hold another one: names, default arguments, parts of partial objects."""
+"""Places that hold an object and can be made to hold another one: names, default arguments, parts of partials."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Final, Protocol
 
 from vtp_plugin.patching.record import namespace
@@ -65,7 +65,7 @@ class Default:
     ((<built-in function max>,), {'g': <built-in function min>}, True)
     """
 
-    function: FunctionType
+    function: Any
     index: int | str
 
     @property
@@ -124,7 +124,8 @@ class PartialPart:
         else:
             args = _with_item(args, self.index, value)
         # Its fields are read-only, but it can be unpickled in place.
-        self.partial.__setstate__((function, args, keywords, vars(self.partial)))
+        state = function, args, keywords, vars(self.partial)
+        self.partial.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _item(items: tuple[Any, ...], index: int) -> object:

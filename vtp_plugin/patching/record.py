@@ -156,7 +156,8 @@ def format_status(statuses: Iterable[PatchStatus]) -> str:
 
     >>> status = PatchStatus(
     ...     id="X1", target="host.state:setup", versions=">=1,<2", applied=True, skipped="",
-    ...     aliases_found=("host.a:f",), aliases_outside=(), aliases_missing=(), foreign_wrapper="", why="only place", remove_when="never",
+    ...     aliases_found=("host.a:f",), aliases_outside=(), aliases_missing=(),
+    ...     foreign_wrapper="", why="only place", remove_when="never",
     ... )
     >>> print(format_status([status]))
     id  state    target            versions

@@ -98,12 +98,12 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
                 continue
             named.add(id(value))
             if place is not None and item.new is not ABSENT:
-                hits.append(
-                    Hit(where=where + label, module=module, of=item.of, place=place, old=value, new=item.new)
-                )
+                hits.append(Hit(where=where + label, module=module, of=item.of, place=place, old=value, new=item.new))
             elif not isinstance(item.value, functools.partial):
                 unreached.append((item.of, where + label + item.path))
-    unreached += [(known[key].of, text + known[key].path) for key, text in objects.items() if key in known.keys() - named]
+    unreached += [
+        (known[key].of, text + known[key].path) for key, text in objects.items() if key in known.keys() - named
+    ]
     return Found(hits=tuple(sorted(hits, key=lambda hit: hit.where)), unreached=tuple(sorted(set(unreached))))
 
 
@@ -178,7 +178,9 @@ def _rewrapped(holder: Any, new: Any) -> object:
 def _contents(holder: Any) -> Iterator[tuple[str, object]]:
     """Yield what a container or another object holds, each with its label."""
     if isinstance(holder, dict):
-        yield from ((f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value) for key, value in _items(holder))
+        yield from (
+            (f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value) for key, value in _items(holder)
+        )
     elif isinstance(holder, list | tuple):
         yield from ((f"[{i}]", value) for i, value in enumerate(holder))
     elif isinstance(holder, set | frozenset):

@@ -19,9 +19,10 @@ from vtp_plugin import log
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PatchError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.options import OptionContext
 from vtp_plugin.options.plan import plan_layout, plan_orders, reporting_ranks, stage_boundaries, stage_sites
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
@@ -169,14 +170,22 @@ class Session:
         assert self.layout is not None and self.platform is not None
         return state_run(self.config, self.layout, self.platform.name)
 
-    def meet(self) -> None:
+    def meet(self, prepare: Callable[[], None]) -> None:
         """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
 
+        Args:
+            prepare: what this rank has to do before; if it raises, all ranks leave.
+
         Raises:
-            ConfigError: a rank was told something else.
+            ConfigError: a rank was told something else, or could not prepare.
             PeerError: a rank did not come within the timeout.
         """
-        self.ranks.meet(os.environ, lambda: state_request(self.config))
+
+        def state() -> dict[str, object]:
+            prepare()
+            return state_request(self.config)
+
+        self.ranks.meet(os.environ, state)
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
@@ -338,6 +347,40 @@ class Session:
         self.ranks.agree_again(prepare, name="the first step's check", is_partial=True)
         self.exchange_options = found[0]
         return found[0]
+
+    def option_context(self, num_virtual: int) -> OptionContext:
+        """Say what Megatron's options are checked against.
+
+        Args:
+            num_virtual: chunks per stage.
+        """
+        layout, platform = self.layout, self.platform
+        assert layout is not None and platform is not None
+        return OptionContext(
+            tp_sizes=layout.tp_sizes,
+            cp_sizes=layout.cp_sizes,
+            dp_sizes=layout.dp_sizes,
+            num_virtual=num_virtual,
+            forced=self.config.force or self.config.has_planned_schedule,
+            device=platform.name,
+        )
+
+    def refuse_originals(self, name: str, value: object) -> None:
+        """Refuse a function that goes past the patches.
+
+        Args:
+            name: what the user calls it.
+            value: the function, maybe one of Megatron's that was taken before ``apply()``, or one that calls it.
+
+        Raises:
+            PatchError: it is.
+        """
+        for applied in self.applied:
+            if line := applied.taken_before(value):
+                raise PatchError(
+                    f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients; {line}: "
+                    "move vtp_plugin.apply() above that line"
+                )
 
     def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
         """Refuse a model configuration that was made for another stage's sizes.

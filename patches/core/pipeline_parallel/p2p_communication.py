@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.options import check_config
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.session import Session
@@ -35,17 +36,32 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def exchange_options(session: Session, config: Any) -> ExchangeOptions:
+def exchange_options(session: Session, config: Any, refuse: Callable[[], None] = lambda: None) -> ExchangeOptions:
     """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
 
+    Args:
+        session: the applied plugin.
+        config: of the model.
+        refuse: a further check; it raises ConfigError.
+
     Raises:
-        ConfigError: it was made for another stage, asks for a ring exchange, or differs from another rank's.
+        ConfigError: it was made for another stage, asks for what does not work, or differs from another rank's.
+        PatchError: its end of the backward pass is Megatron's own, taken before the plugin was applied.
     """
-    return session.agree_on_exchange(lambda: _read_options(session, config))
+
+    def read() -> ExchangeOptions:
+        refuse()
+        return _read_options(session, config)
+
+    return session.agree_on_exchange(read)
 
 
 def _read_options(session: Session, config: Any) -> ExchangeOptions:
+    session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
     session.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
+    num_virtual = config.virtual_pipeline_model_parallel_size or 1
+    if problems := check_config(config, session.option_context(num_virtual)):
+        raise ConfigError(" | ".join(problems))
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
     has_variable_shapes = config.variable_seq_lengths or config.mtp_standalone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +140,9 @@ def forward_backward(
     """Run one step as planned; contract of the functions that Megatron's ``get_forward_backward_func`` returns."""
     chunks = model if isinstance(model, list) else [model]
     config = get_model_config(chunks[0])
-    _refuse(config, p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
+    arguments = {"p2p_communicator": p2p_communicator, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
+    # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
+    options = exchange_options(session, config, functools.partial(_refuse, config, arguments))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
     get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
     (shape,) = get_shapes(
@@ -176,7 +178,6 @@ def forward_backward(
         },
         first_val_step=first_val_step,
     )
-    options = exchange_options(session, config)
     with compute.sync.step():
         pipeline.run(schedule, options, shape, compute)
     if config.finalize_model_grads_func is not None and not forward_only:
@@ -191,7 +192,7 @@ def forward_backward(
     return compute.reports
 
 
-def _refuse(config: Any, **arguments: Any) -> None:
+def _refuse(config: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse what would be left out without a word.
 
     Raises:
