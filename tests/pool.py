@@ -32,7 +32,7 @@ from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tests.pace import slowness
+from tests.pace import pace
 from tests.pool_worker import serve
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Pool:
                     case _:
                         failures[rank] = workers[rank].death(rank)
             if failures:
-                deadline_s = min(deadline_s, time.monotonic() + GRACE_S * slowness())
+                deadline_s = min(deadline_s, time.monotonic() + GRACE_S * pace())
         elapsed_s = time.monotonic() - start_s
         for worker in (workers[rank] for rank in waiting):
             worker.ask_for_stacks()

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from tests.lines import error_line
+from tests.pace import pace
 from tests.pool import ENVIRONMENT, HOST, ROOT, free_port
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
@@ -52,7 +53,7 @@ class Rank:
         """
         self.send(signal.SIGKILL)
         self.send(signal.SIGCONT)
-        wait_until(lambda: self.status() is not None, 10.0, f"rank {self.rank} to die")
+        wait_until(lambda: self.status() is not None, 60.0, f"rank {self.rank} to die")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -99,7 +100,7 @@ class Server:
 
     def close(self) -> None:
         """End the server; the kernel kills what it left."""
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=60)
 
 
 class Run:
@@ -109,9 +110,13 @@ class Run:
         folder: for outputs.
         server: forks the ranks; None starts each as a script of its own.
         agent_store: the parent keeps the store, as torchrun's agent does; otherwise rank 0 does.
+
+    Attributes:
+        pace: factor for the limits of this run, see :func:`tests.pace.pace`.
     """
 
     def __init__(self, folder: Path, server: Server | None, *, world_size: int, agent_store: bool = False) -> None:
+        self.pace = pace()
         self._folder = folder
         self._server = server
         self._world_size = world_size
@@ -152,7 +157,7 @@ class Run:
             self.ranks[rank] = Rank(rank=rank, pid=process.pid, output=output, process=process)
         return self.ranks[rank]
 
-    def reached(self, rank: int, limit_s: float = 60.0) -> None:
+    def reached(self, rank: int, limit_s: float = 300.0) -> None:
         """Wait until a rank is at its moment."""
         path = self._folder / f"{rank}.reached"
         wait_until(lambda: path.exists() or self.ranks[rank].status() is not None, limit_s, f"rank {rank} to be there")

@@ -22,12 +22,14 @@ TIMEOUT_S = 6.0
 
 def start(whole: Run, arguments: dict[int, list[str]]) -> None:
     for rank in range(WORLD):
-        whole.start(rank, f"--timeout-s={TIMEOUT_S}", "--num-steps=1", *arguments.get(rank, arguments.get(-1, [])))
+        whole.start(
+            rank, f"--timeout-s={TIMEOUT_S * whole.pace}", "--num-steps=1", *arguments.get(rank, arguments.get(-1, []))
+        )
 
 
 def assert_refused(whole: Run, pattern: str, may_trace: Collection[int] = ()) -> list[str]:
     """All ranks end with status 1 and an error line that matches; there is no traceback."""
-    whole.ended(range(WORLD), TIMEOUT_S + 20.0)
+    whole.ended(range(WORLD), (TIMEOUT_S + 20.0) * whole.pace)
     lines = [whole.ranks[rank].error_line() for rank in range(WORLD)]
     for rank, line in enumerate(lines):
         assert whole.ranks[rank].status() == 1, whole.ranks[rank].text()
@@ -80,7 +82,7 @@ def test_all_ranks_refuse_with_one_text(rank_server: Server, tmp_path: Path, cas
 def test_applying_again_with_the_same_arguments_changes_nothing(rank_server: Server, tmp_path: Path) -> None:
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
         start(whole, {-1: ["--apply-again=same"]})
-        whole.ended(range(WORLD), 60.0)
+        whole.ended(range(WORLD), 300.0)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
 
 
@@ -139,7 +141,7 @@ def test_one_rank_without_the_plugin(rank_server: Server, tmp_path: Path) -> Non
     """The others name it and end; it stays in torch's own start, which is not ours, and is ended by the test."""
     with run(tmp_path, rank_server, world_size=WORLD, agent_store=True) as whole:
         start(whole, {1: ["--without-plugin"]})
-        whole.ended([0, 2], TIMEOUT_S + 6.0)
+        whole.ended([0, 2], (TIMEOUT_S + 6.0) * whole.pace)
         for rank in (0, 2):
             assert whole.ranks[rank].status() == 1
             line = whole.ranks[rank].error_line()

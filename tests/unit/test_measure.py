@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.pace import pace
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.measure import Report, TimedCompute, share_reports
@@ -64,7 +65,7 @@ def compute_all(timed: TimedCompute, work: Work) -> Report:
 def test_the_host_is_timed_by_its_clock() -> None:
     report = compute_all(TimedCompute(CpuPlatform("of the test")), Work(lambda ms: time.sleep(ms / 1e3)))
     for name, vstage, least in (("forward_ms", "0", 11), ("forward_ms", "3", 41), ("backward_ms", "3", 82)):
-        assert least <= report[name][vstage] <= least + 50
+        assert least <= report[name][vstage] <= least + 50 * pace()
     assert report.keys() == {"forward_ms", "backward_ms"}
 
 
@@ -142,7 +143,7 @@ def test_steps_are_compared_with_their_plan(monkeypatch: pytest.MonkeyPatch) -> 
     assert "median of 2 steps" in clock.steps(times, [100, 100], schedule, replace(costs))[1]
 
 
-def share(store: dist.Store, rank: int, texts: dict[int, str], world_size: int, timeout_s: float = 20.0) -> None:
+def share(store: dist.Store, rank: int, texts: dict[int, str], world_size: int, timeout_s: float = 60.0) -> None:
     own: Report = {"forward_ms": {str(rank): 1.0 + rank}}
     texts[rank] = share_reports(
         store, own, lambda reports: str(reports), rank=rank, world_size=world_size, timeout_s=timeout_s
@@ -157,7 +158,7 @@ def test_all_ranks_get_the_text_of_all_reports() -> None:
         for thread in ranks[::-1]:
             thread.start()
         for thread in ranks:
-            thread.join(30)
+            thread.join(60)
         assert texts == dict.fromkeys(range(3), str([{"forward_ms": {str(i): 1.0 + i}} for i in range(3)]))
 
 

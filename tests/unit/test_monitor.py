@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.pace import pace
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.runtime.monitor import Monitor
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0 * pace()
 PLACE = "boundary 0->1, forward, microbatch 3"
 
 
@@ -23,7 +24,7 @@ class World:
 
     def __init__(self, size: int, store: dist.Store | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.store = store or dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.ended: dict[int, float] = {}
         self.monitors = [
@@ -48,8 +49,8 @@ class World:
         self.monitors[rank]._stopping.set()
         self.monitors[rank]._timer_ends.set()
 
-    def wait(self, num_ended: int, limit_s: float = 3 * TIMEOUT_S) -> None:
-        deadline_s = time.monotonic() + limit_s
+    def wait(self, num_ended: int) -> None:
+        deadline_s = time.monotonic() + 60.0
         while len(self.ended) < num_ended and time.monotonic() < deadline_s:
             time.sleep(0.01)
         assert len(self.ended) == num_ended, self.ended
@@ -59,7 +60,7 @@ class World:
             self.silence(rank)
         for monitor in self.monitors:
             for thread in monitor._threads:
-                thread.join(5.0)
+                thread.join(60.0)
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def lines(capfd: pytest.CaptureFixture[str]) -> dict[int, str]:
 
 def test_a_normal_end(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     time.sleep(0.5)
-    assert stop_all(world, [2, 1, 3, 0]) < 0.5
+    assert stop_all(world, [2, 1, 3, 0]) < 0.25 * TIMEOUT_S
     assert not world.ended and not lines(capfd)
     assert not any(thread.is_alive() for monitor in world.monitors for thread in monitor._threads)
     world.monitors[1].stop()  # A second call does nothing.
@@ -103,7 +104,7 @@ def test_ranks_may_end_far_apart(world: World, capfd: pytest.CaptureFixture[str]
 def test_alone() -> None:
     whole = World(1)
     time.sleep(1.2 * TIMEOUT_S)
-    assert stop_all(whole, [0]) < 0.5
+    assert stop_all(whole, [0]) < 0.25 * TIMEOUT_S
     assert not whole.ended
 
 
@@ -138,17 +139,17 @@ def test_a_silent_rank_ends_all_others_within_the_timeout(
     assert max(world.ended.values()) - begin_s < TIMEOUT_S
     assert silent not in world.ended
     for text in lines(capfd).values():
-        assert re.match(rf"rank {silent} does not answer: no sign of life for 1\.\d s; this rank had not used", text)
+        assert re.match(rf"rank {silent} does not answer: no sign of life for [\d.]+ s; this rank had not used", text)
 
 
 def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     wait = world.monitors[1].begin(PLACE, "rank 0")
     assert not wait.is_over()
     world.wait(4)
-    assert max(world.ended.values()) < TIMEOUT_S + 0.2
+    assert max(world.ended.values()) < 1.1 * TIMEOUT_S
     texts = lines(capfd)
-    assert re.match(rf"waited 1\.\d s at {PLACE} for rank 0: no answer; look for a rank that", texts[1])
-    assert re.match(rf"rank 1 waited 1\.\d s at {PLACE} for rank 0: no answer; this rank had not used", texts[2])
+    assert re.match(rf"waited [\d.]+ s at {PLACE} for rank 0: no answer; look for a rank that", texts[1])
+    assert re.match(rf"rank 1 waited [\d.]+ s at {PLACE} for rank 0: no answer; this rank had not used", texts[2])
 
 
 def test_waits_that_end_in_time_are_no_failure(world: World) -> None:

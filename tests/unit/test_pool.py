@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import slowness
+from tests.pace import pace
 from tests.pool import HOST, ROOT, TIMEOUT_S, Pool, PoolError, free_port
 
 JOBS = "tests.pool_jobs"
@@ -91,7 +91,7 @@ def test_a_rank_that_raises_is_told_from_those_that_wait_for_it(own: Pool) -> No
 def test_timeout_kills_and_the_next_job_works(own: Pool) -> None:
     own.run(3, f"{JOBS}:rank_and_pid")
     old = own.pids
-    error = failure(own, 2, "wait_for_a_peer_that_never_comes", timeout_s=3.0 * slowness())
+    error = failure(own, 2, "wait_for_a_peer_that_never_comes", timeout_s=3.0 * pace())
     assert [(f.rank, f.kind) for f in error.failures] == [(1, "hung")]
     assert "wait_for_a_peer_that_never_comes" in error.failures[0].text  # the stack of the rank that hangs
     assert not any(is_alive(pid) for pid in old[:2])

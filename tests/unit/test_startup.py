@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.disclosure import describe_error
 from vtp_plugin.runtime.rendezvous import open_store
@@ -27,7 +28,7 @@ class Server:
     """A store's server and a connection for each of some ranks; new connections can take seconds on some machines."""
 
     def __init__(self) -> None:
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._clones = [self._store.clone() for _ in range(6)]
         self.port = self._store.port
         self.test = 0
@@ -66,7 +67,7 @@ def check(
     prepare: Mapping[int, Callable[[], Mapping[str, object]]],
     *,
     world_size: int,
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
     name: str = "check",
 ) -> list[object]:
     """Run the agreement on the ranks that ``prepare`` names."""
@@ -96,7 +97,7 @@ def test_equal_statements(server: Server, world_size: int) -> None:
         check(server, dict.fromkeys(range(world_size), says(sizes=[1, 2], x=None)), world_size=world_size)
         == ["agreed"] * world_size
     )
-    assert time.monotonic() - begin_s < 3.0
+    assert time.monotonic() - begin_s < 3.0 * pace()
 
 
 def test_the_same_name_again(server: Server) -> None:
@@ -145,36 +146,39 @@ def test_equal_errors_are_one(server: Server) -> None:
     assert {str(e) for e in errors} == {"rank 0, 2: same; rank 1: other"}
 
 
-@pytest.mark.parametrize(("missing", "timeout_s"), [([2], 1.0), ([1, 3], 1.0)])
-def test_missing_ranks_are_named_in_time(server: Server, missing: list[int], timeout_s: float) -> None:
+@pytest.mark.parametrize("missing", [[2], [1, 3]])
+def test_missing_ranks_are_named_in_time(server: Server, missing: list[int]) -> None:
+    timeout_s = 1.0 * pace()
     present = [rank for rank in range(4) if rank not in missing]
     begin_s = time.monotonic()
     errors = check(server, dict.fromkeys(present, says(x=1)), world_size=4, timeout_s=timeout_s)
-    assert time.monotonic() - begin_s < timeout_s + 1.0
+    assert time.monotonic() - begin_s < timeout_s + 1.0 * pace()
     shown = ", ".join(str(rank) for rank in missing)
     for error in errors:
         assert isinstance(error, PeerError)
-        assert re.match(rf"start-up: waited 0\.\d s for rank {shown} at check: no answer; it did not start", str(error))
+        assert re.match(
+            rf"start-up: waited [\d.]+ s for rank {shown} at check: no answer; it did not start", str(error)
+        )
 
 
 def test_many_missing_ranks_cost_no_more_than_one(server: Server) -> None:
     begin_s = time.monotonic()
-    (error,) = check(server, {0: says(x=1)}, world_size=2000, timeout_s=1.0)
+    (error,) = check(server, {0: says(x=1)}, world_size=2000, timeout_s=pace())
     assert "for rank 1, 2, 3, 4, 5, 6, 7, 8 and 1991 more at check" in str(error)
-    assert time.monotonic() - begin_s < 3.0
+    assert time.monotonic() - begin_s < 3.0 * pace()
 
 
 def test_rank_0_missing(server: Server) -> None:
     begin_s = time.monotonic()
-    errors = check(server, {1: says(x=1), 2: says(x=1)}, world_size=3, timeout_s=1.0)
-    assert time.monotonic() - begin_s < 2.5
+    errors = check(server, {1: says(x=1), 2: says(x=1)}, world_size=3, timeout_s=pace())
+    assert time.monotonic() - begin_s < 2.5 * pace()
     for error in errors:
         assert isinstance(error, PeerError)
-        assert re.match(r"start-up: waited 1\.\d s for rank 0 at check: no answer", str(error))
+        assert re.match(r"start-up: waited [\d.]+ s for rank 0 at check: no answer", str(error))
 
 
 def test_an_error_is_told_although_a_rank_is_missing(server: Server) -> None:
-    errors = check(server, {0: says(x=1), 1: fails(ConfigError("bad"))}, world_size=3, timeout_s=1.0)
+    errors = check(server, {0: says(x=1), 1: fails(ConfigError("bad"))}, world_size=3, timeout_s=pace())
     assert [str(e) for e in errors] == ["rank 1: bad"] * 2
 
 
@@ -183,7 +187,7 @@ def test_a_rank_that_comes_late_but_in_time(server: Server) -> None:
         time.sleep(1.0)
         return {"x": 1}
 
-    assert check(server, {0: late, 1: says(x=1), 2: late}, world_size=3, timeout_s=4.0) == ["agreed"] * 3
+    assert check(server, {0: late, 1: says(x=1), 2: late}, world_size=3) == ["agreed"] * 3
 
 
 def test_the_store_ends(server: Server) -> None:
@@ -197,13 +201,13 @@ def test_the_store_ends(server: Server) -> None:
     try:
         assert owner.stdout is not None
         store = dist.TCPStore(HOST, int(owner.stdout.readline()), is_master=False, wait_for_workers=False)
-        agreement = Agreement(store, "check", rank=1, world_size=2, timeout_s=30.0)
+        agreement = Agreement(store, "check", rank=1, world_size=2, timeout_s=60.0)
         with ThreadPoolExecutor(1) as threads:
             settled = threads.submit(agreement.settle, {})
             time.sleep(0.5)
             owner.kill()
-            with pytest.raises(PeerError, match=r"start-up: waited 0\.\d s for rank 0 or the launcher, .* broke"):
-                settled.result(timeout=10)
+            with pytest.raises(PeerError, match=r"start-up: waited [\d.]+ s for rank 0 or the launcher, .* broke"):
+                settled.result(timeout=60)
     finally:
         owner.kill()
         owner.communicate()
@@ -212,10 +216,10 @@ def test_the_store_ends(server: Server) -> None:
 @pytest.mark.parametrize("kind", ["hash", "file"])
 def test_other_stores(tmp_path: Path, kind: str) -> None:
     store = dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 2)
-    store.set_timeout(timedelta(seconds=5))
+    store.set_timeout(timedelta(seconds=60))
 
     def action(rank: int) -> object:
-        agree(store.clone(), "check", says(x=1), rank=rank, world_size=2, timeout_s=5.0)
+        agree(store.clone(), "check", says(x=1), rank=rank, world_size=2, timeout_s=60.0)
         return "agreed"
 
     assert on_ranks([0, 1], action) == ["agreed"] * 2
@@ -239,9 +243,9 @@ class TestOpenStore:
             monkeypatch.setenv("MASTER_ADDR", HOST)
             monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
             begin_s = time.monotonic()
-            with pytest.raises(PeerError, match=r"start-up: waited \d\.\d s for the store that rank 0 or the launcher"):
+            with pytest.raises(PeerError, match=r"start-up: waited [\d.]+ s for the store that rank 0 or the launcher"):
                 open_store(1, 2, 1.0)
-            assert time.monotonic() - begin_s < 4.0
+            assert time.monotonic() - begin_s < 4.0 * pace()
 
     def test_a_server_that_never_answers(self) -> None:
         """As when rank 0 is stopped: the kernel still takes connections. Torch then waits without limit."""
@@ -256,7 +260,7 @@ class TestOpenStore:
                 "import time; store = open_store(1, 2, 2.0)\n"
                 "Agreement(store, 'check', rank=1, world_size=2, timeout_s=2.0).settle({})\n"
             )
-            done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=40)
+            done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=600)
         assert done.returncode == 1
         assert "start-up: waited" in done.stderr
 
@@ -278,10 +282,12 @@ class TestNodeSizes:
     def env(node: int, num_local: int, num_nodes: int = 2) -> dict[str, str]:
         return {"GROUP_RANK": str(node), "GROUP_WORLD_SIZE": str(num_nodes), "LOCAL_WORLD_SIZE": str(num_local)}
 
-    def gather(self, server: Server, envs: list[dict[str, str]], divisor: int = 1) -> list[object]:
+    def gather(
+        self, server: Server, envs: list[dict[str, str]], divisor: int = 1, timeout_s: float = 60.0
+    ) -> list[object]:
         return on_ranks(
             list(range(len(envs))),
-            lambda i: gather_node_sizes(server.client(i), envs[i], divisor=divisor, timeout_s=1.0),
+            lambda i: gather_node_sizes(server.client(i), envs[i], divisor=divisor, timeout_s=timeout_s),
         )
 
     def test_two_nodes(self, server: Server) -> None:
@@ -301,9 +307,9 @@ class TestNodeSizes:
         assert isinstance(second, ConfigError) and "the ranks of node 0 do not divide" in str(second)
 
     def test_a_node_is_missing(self, server: Server) -> None:
-        (error,) = self.gather(server, [self.env(0, 2, num_nodes=3)])
+        (error,) = self.gather(server, [self.env(0, 2, num_nodes=3)], timeout_s=1.0)
         assert isinstance(error, PeerError)
-        assert re.match(r"start-up: waited 1\.\d s for node 1, 2: no answer", str(error))
+        assert re.match(r"start-up: waited [\d.]+ s for node 1, 2: no answer", str(error))
 
 
 def test_describing_errors() -> None:
