@@ -101,7 +101,7 @@ def render() -> dict[str, str]:
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
         "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
-        "edge-cloud.md": _filled("edge-cloud.md", {"what crosses": _cargo()}),
+        "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
         "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -161,10 +161,17 @@ def _core_only() -> str:
     return f"```python\n{code}```"
 
 
-def _cargo() -> str:
+def _crossing() -> dict[str, str]:
+    """Return the closed lists of what crosses between sites."""
     from vtp_plugin.boundary.cargo import CARGO_FORMS
+    from vtp_plugin.runtime.disclosure import SHARED_NAMES
+    from vtp_plugin.runtime.store import Topic
 
-    return _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()])
+    return {
+        "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()]),
+        "what the store holds": _table(("key", "content"), [(f"`{topic.key}`", topic.sentence) for topic in Topic]),
+        "what is compared by value": ", ".join(sorted(SHARED_NAMES)) + ".",
+    }
 
 
 def _sliced_over_rank0() -> str:
