@@ -217,7 +217,7 @@ def _pictures() -> dict[str, str]:
     costs = u_costs(3, cloud=2.0, latency=1.0)
     limit = need(u_placement(3), costs) + 2
     step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
-    title = f"Simulated step: 8 microbatches, latency 1 between edge and cloud, at most {limit} microbatches in flight"
+    title = "One step of a U-shaped pipeline: 8 microbatches, latency 1 between edge and cloud"
     return {
         "pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
         "transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),

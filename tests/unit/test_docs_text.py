@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 import vtp_plugin
 from tests.doc_commands import DOCUMENTS, ROOT, joined, programs_of_the_project
 from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
-from vtp_plugin.cli import _parser as cli_parser
+from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
 from vtp_plugin.runtime.store import Topic
 from vtp_plugin.schedule.stated import COST_KEYS
