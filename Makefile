@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses=2 --dis
 	--durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help env check test test-full demo clean
+.PHONY: help env check test test-full test-busy demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,14 @@ test: $(STAMP) ## the tests that every change runs (within 10 minutes on 2 cores
 
 test-full: $(STAMP) ## all tests, the whole grids included (up to 60 minutes)
 	$(PYTEST)
+
+# What a full machine can break: limits of time, and the order of lines.
+BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/test_bad_input.py \
+	tests/multiproc/test_training_bad_input.py
+
+test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs and bad input 3 times beside 20
+	bash scripts/busy.sh 6 env $(PYTEST) -m "not full"
+	for round in 1 2 3; do bash scripts/busy.sh 20 $(BUSY) || exit 1; done
 
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
