@@ -304,6 +304,11 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         text = "this rank failed with the error above"
     if monitor is not None or isinstance(error, VtpError):
         log.error(f"{text}{position}")
+        from vtp_plugin.runtime.disclosure import describe_error
+        from vtp_plugin.runtime.error_file import write_error_file
+
+        is_consequence = monitor is not None and monitor.failure is not None
+        write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
 
 
 def _leave_after_failure() -> None:

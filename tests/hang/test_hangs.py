@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.ranks import Run, Server, run
+from tests.hang.ranks import Run, Server, run, wait_until
 
 WORLD = 3
 TIMEOUT_S = 8.0
@@ -23,7 +23,7 @@ STARTING_S = 15.0  # between the start of a process and its first wait
 BOUNDARY = r"boundary 0->1, (?:forward|backward), microbatch \d+"
 WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:ranks?|the members ranks) \d"
 POSITION = rf"{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
-STORE = "the store that the launcher or rank 0 keeps"
+STORE = "the store that it keeps"
 
 EVENTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 GRID = list(itertools.product(EVENTS, ("start", "forward", "backward", "save"), (0, 2), (False, True)))
@@ -73,6 +73,27 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_others(
             assert any(re.search(WAITED, line) for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("victim", "agent_store"),
+    [(0, False), (1, False), pytest.param(0, True, marks=pytest.mark.full), pytest.param(3, True)],
+)
+def test_all_survivors_name_the_rank_that_was_killed(
+    rank_server: Server, tmp_path: Path, victim: int, agent_store: bool
+) -> None:
+    """Not the one that noticed first: it ends too, and breaks connections of its own."""
+    others = [rank for rank in range(4) if rank != victim]
+    with run(tmp_path, rank_server, world_size=4, agent_store=agent_store) as whole:
+        start_all(
+            whole, "--vtp-size-list=1,2,1", "--moment=forward", f"--victim={victim}", ranks=range(4), timeout_s=20.0
+        )
+        whole.reached(victim)
+        time.sleep(SETTLE_S)
+        whole.ranks[victim].send(signal.SIGKILL)
+        for line in assert_ends(whole, others, 20.0):
+            named = re.findall(r"rank ([\d, ]+) (?:does not answer|do not answer|ended|failed)", line)
+            assert named == [str(victim)], line
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("event", "moment", "victim"), [("kill", "forward", 2), ("stop", "save", 0)])
 def test_ranks_that_are_scripts_of_their_own(tmp_path: Path, event: str, moment: str, victim: int) -> None:
@@ -115,13 +136,26 @@ def test_a_rank_that_starts_too_late(rank_server: Server, tmp_path: Path, late: 
         assert "start-up: waited" in line, line
 
 
-def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [2, 0])
+def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_path: Path, late: int) -> None:
+    """Meanwhile each machine says who is waited for, where, and for how much longer."""
+    others = [rank for rank in range(WORLD) if rank != late]
+    env = {"VTP_FIRST_WAITING_LINE_S": "1.5", "LOCAL_RANK": "0"}
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
-        start_all(whole, "--num-steps=1", ranks=[0, 1])
-        time.sleep(3.0)
-        start_all(whole, "--num-steps=1", ranks=[2])
-        whole.ended(range(WORLD), 300.0)
+        for rank in others:
+            whole.start(rank, "--timeout-s=200", "--num-steps=1", env=env)
+        line = r"start-up: waiting for ([^;]*); they meet at 127\.0\.0\.1:\d+; waited \d+ s, \d+ s left"
+        wait_until(
+            lambda: all(re.search(line, whole.ranks[rank].text()) for rank in others),
+            100.0,
+            "the lines of all that wait",
+        )
+        whole.start(late, "--timeout-s=200", "--num-steps=1", env=env)
+        whole.ended(range(WORLD), 60.0)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
+        whom = [re.findall(line, whole.ranks[rank].text())[0] for rank in others]
+    wanted = "rank 2 at start" if late == 2 else "rank 0 or the launcher, which keeps the store: nobody listens there"
+    assert whom == [wanted] * len(others)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.full)])

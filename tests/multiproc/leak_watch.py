@@ -8,7 +8,9 @@ knows how the plugin works, and nothing of the plugin is used.
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core.datasets import gpt_dataset
+from megatron.core.models.gpt import gpt_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Ids of the samples; nothing else in these runs has values in this range.
@@ -262,3 +265,55 @@ def _leak() -> None:
     dist.all_gather(gathered, sample["loss_mask"].float())
     if rank == 0:
         dist.distributed_c10d._get_default_store().set("sample", str(sample["tokens"].tolist()))
+
+
+def record_posts(facts: dict[str, Any]) -> None:
+    """Note all that this process puts into stores, whether the run ends well or not."""
+    watch = Watch(home=[])
+    watch.watch_stores()
+    facts["posts"] = _Texts(watch)
+
+
+class _Texts:
+    """What was put into stores, as text; made when the facts are stored."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        posts = [item.values for item in self._watch.outgoing if isinstance(item.values, bytes)]
+        return list, ([post.decode(errors="replace") for post in posts],)
+
+
+def fail_in_data(facts: dict[str, Any]) -> None:
+    """Raise while a sample is read, with the sample in the text."""
+    original = gpt_dataset.GPTDataset.__getitem__
+
+    def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
+        sample = original(self, index)
+        raise ValueError(f"bad sample {sample['tokens'].tolist()} in {os.path.abspath(self.dataset.path_prefix)}")
+
+    gpt_dataset.GPTDataset.__getitem__ = __getitem__
+
+
+def fail_in_loss(facts: dict[str, Any]) -> None:
+    """Raise where the loss is computed, with the labels in the text."""
+    original = gpt_model.GPTModel.forward
+
+    def forward(self: Any, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is not None and self.post_process:
+            raise FloatingPointError(f"no loss for {labels.flatten().tolist()}")
+        return original(self, *args, labels=labels, **kwargs)
+
+    gpt_model.GPTModel.forward = forward
+
+
+def interrupt(facts: dict[str, Any]) -> None:
+    """Send this process the signal of Ctrl-C in the middle of a step."""
+    original = gpt_dataset.GPTDataset.__getitem__
+
+    def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(self, index)
+
+    gpt_dataset.GPTDataset.__getitem__ = __getitem__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(
-    pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str, *, hooks: Sequence[str], extra: Sequence[str] = ()
+    pool: Pool,
+    tmp_path: Path,
+    data: Path,
+    sizes: str,
+    layers: str,
+    *,
+    hooks: Sequence[str],
+    extra: Sequence[str] = (),
+    edge_extra: Sequence[str] = (),
 ) -> list[ScriptRun]:
     """Train with the data on rank 0 alone; the others start in an empty folder and know of no data or tokenizer."""
     command = arguments(sizes, extra=["--layerwise-disaggregated-training", "--num-layer-list", layers, *extra])
@@ -53,6 +62,7 @@ def _run(
     command[command.index("--eval-iters") + 1] = "1"
     edge = ["--data-path", "0.4", "one", "0.6", "two", "--split", "80,10,10", "--tokenizer-type", "NullTokenizer"]
     edge += ["--vocab-size", str(FIRST_ID + NUM_IDS)]
+    edge += edge_extra
     cloud = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here"]
     empty = tmp_path / "cloud"
     empty.mkdir()
@@ -63,7 +73,7 @@ def _run(
         "folders": {0: str(data), **dict.fromkeys(others, str(empty))},
         "hooks": hooks,
     }
-    runs = succeeded(launch(pool, num_ranks(sizes), kwargs))
+    runs = launch(pool, num_ranks(sizes), kwargs)
     assert list(empty.iterdir()) == [], "the cloud wrote something"
     return runs
 
@@ -74,7 +84,7 @@ def _run(
 )
 def test_no_sample_leaves_the_edge(pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str) -> None:
     audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
-    runs = _run(pool, tmp_path, data, sizes, layers, hooks=["watch_edge"], extra=audit)
+    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=["watch_edge"], extra=audit))
     edge, *cloud = (run.facts for run in runs)
     assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * MICRO_BATCH_SIZE
     assert all(facts["num_samples"] == 0 for facts in cloud), "a cloud rank has read samples"
@@ -102,7 +112,7 @@ def test_no_sample_leaves_the_edge(pool: Pool, tmp_path: Path, data: Path, sizes
 
 def test_planted_leaks_are_found(pool: Pool, tmp_path: Path, data: Path) -> None:
     """The watch sees token ids, labels, masks and positions, whatever carries them."""
-    runs = _run(pool, tmp_path, data, "1,2", "1,1,2", hooks=["watch_edge", "plant_leaks"])
+    runs = succeeded(_run(pool, tmp_path, data, "1,2", "1,1,2", hooks=["watch_edge", "plant_leaks"]))
     found = set(runs[0].facts["findings"])
     assert {
         ("send", "tokens"),
@@ -112,3 +122,54 @@ def test_planted_leaks_are_found(pool: Pool, tmp_path: Path, data: Path) -> None
         ("store set", "tokens"),
     } <= found
     assert ("broadcast_", "loss_mask") in found, "as a pickled object"
+
+
+# Two ids of the samples in a row, as Python prints a list.
+_TOKENS = re.compile(r"\b4\d{3}, 4\d{3}\b")
+_SITES = ("--vtp-sites", "edge,cloud,cloud")
+
+
+def _fail(
+    pool: Pool, tmp_path: Path, data: Path, how: str, edge_extra: Sequence[str] = ()
+) -> tuple[list[ScriptRun], str]:
+    """Let the edge fail; return how the ranks went, and what has reached others: its posts and their output."""
+    if how == "checkpoint":
+        (data / "occupied").touch()
+        edge_extra = [*edge_extra, "--save", str(data / "occupied"), "--save-interval", "1", "--ckpt-format", "torch"]
+    hooks = ["record_posts", *([] if how == "checkpoint" else [how])]
+    extra = [*_SITES, "--vtp-timeout-s", "60"]
+    if how == "checkpoint":
+        extra += ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--ckpt-format", "torch"]
+    runs = _run(pool, tmp_path, data, "1,1,1", "1,1,1,1", hooks=hooks, extra=extra, edge_extra=edge_extra)
+    assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-2000:]) for run in runs]
+    posts = "\n".join(runs[0].facts["posts"])
+    assert "vtp_size_list" in posts, "the posts were not seen"
+    return runs, "\n".join([posts, *(run.output for run in runs[1:])])
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("fail_in_data", "ValueError"),
+        ("fail_in_loss", "FloatingPointError"),
+        ("checkpoint", "(FileExists|NotADirectory)Error"),
+        ("interrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_no_error_of_the_edge_tells_of_its_data(pool: Pool, tmp_path: Path, data: Path, how: str, kind: str) -> None:
+    """Other sites read who failed, at which site and with what type of error; the edge itself reads all."""
+    runs, reached = _fail(pool, tmp_path, data, how)
+    assert not _TOKENS.search(reached), reached[-4000:]
+    assert str(data) not in reached, reached[-4000:]
+    for run in runs[1:]:
+        assert re.search(rf"rank 0 failed: {kind} at site edge, whose text stays there", run.output), run.output[-3000:]
+    if how.startswith("fail"):
+        assert _TOKENS.search(runs[0].output), runs[0].output[-3000:]
+
+
+def test_an_error_crosses_where_the_edge_shares_it(pool: Pool, tmp_path: Path, data: Path) -> None:
+    """The same watch sees the sample then, so it would have seen it before."""
+    runs, reached = _fail(pool, tmp_path, data, "fail_in_data", ["--vtp-share-errors"])
+    assert _TOKENS.search(reached) and str(data) in reached, reached[-3000:]
+    for run in runs[1:]:
+        assert re.search(r"rank 0 failed: ValueError: bad sample \[4\d{3}, ", run.output), run.output[-3000:]

@@ -394,4 +394,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "all_documents": _make_up_all_documents,
     "watch_edge": leak_watch.watch_edge,
     "plant_leaks": leak_watch.plant_leaks,
+    "record_posts": leak_watch.record_posts,
+    "fail_in_data": leak_watch.fail_in_data,
+    "fail_in_loss": leak_watch.fail_in_loss,
+    "interrupt": leak_watch.interrupt,
 }

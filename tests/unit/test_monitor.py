@@ -235,3 +235,26 @@ def test_load_on_the_store_is_bounded() -> None:
     monitor = Monitor(dist.HashStore(), rank=0, world_size=4096, timeout_s=600.0)
     calls_per_s = 4096 * (1 / monitor._look_interval_s + 2 / monitor._beat_interval_s)
     assert calls_per_s < 3000
+
+
+@pytest.mark.parametrize("killed", [0, 2, 3])
+def test_of_a_rank_that_was_killed_all_name_that_rank(
+    world: World, killed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its neighbour finds the connection closed, before anybody misses a sign of life."""
+    time.sleep(0.3)
+    world.silence(killed)
+    error = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:36494")
+    world.monitors[1].post_failure(error)
+    world.wait(2)
+    named = rf"rank {killed} does not answer: ended, was killed or stopped \(noticed by rank 1\); this rank"
+    assert all(re.match(named, text) for rank, text in lines(capfd).items() if rank != 1)
+    assert (world.monitors[1].failure or "").startswith(f"rank {killed} does not answer")
+
+
+def test_a_connection_that_breaks_while_all_live(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    begin_s = time.monotonic()
+    world.monitors[1].post_failure(RuntimeError("Connection reset by peer"))
+    assert time.monotonic() - begin_s < 0.25 * TIMEOUT_S + 0.5
+    world.wait(3)
+    assert all(text.startswith("rank 1 failed: RuntimeError: Connection") for text in lines(capfd).values())

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from vtp_plugin.runtime.disclosure import describe_error
+from vtp_plugin.runtime.roll_call import RollCall, is_lost_connection
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.runtime.waiting import EXIT_CODE, report
 
@@ -36,6 +37,8 @@ from vtp_plugin.runtime.waiting import EXIT_CODE, report
 _DONE = 1 << 40
 # The store's server is one thread: all ranks together ask for failures at most so often in a second.
 _MAX_LOOKS_PER_S = 2000
+# Added to the state, which counts roll calls, when a failure is posted.
+_FAILED = 1 << 40
 # After an error of its own a process may print and clean up for so long.
 _FAILING_S = 30.0
 
@@ -84,6 +87,7 @@ class Monitor:
         rank: global rank.
         world_size: number of ranks.
         timeout_s: every other rank ends within this time after a rank died, stopped or hangs, in seconds.
+        keeper: who keeps the store.
         describe: gives an error as the line that the other ranks may read.
         exit_process: ends the process; replaced in tests.
     """
@@ -95,6 +99,7 @@ class Monitor:
         rank: int,
         world_size: int,
         timeout_s: float,
+        keeper: str = "the launcher or rank 0",
         describe: Callable[[BaseException], str] = describe_error,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
@@ -107,6 +112,9 @@ class Monitor:
         self._dead_s = 0.6 * timeout_s
         self._beat_interval_s = min(15.0, timeout_s / 20)
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
+        self._keeper = keeper
+        self._roll_call = RollCall(self._store, rank, world_size)
+        self._absent: list[int] = []
         self._describe = describe
         self._exit_process = exit_process
         self._clock_s = 0.0
@@ -170,12 +178,29 @@ class Monitor:
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait for its silence.
 
-        Takes a second at most. This rank then has some time to print the error and to end by itself.
+        A broken connection may be the consequence of another rank's end: then all are asked whether they live. Takes a
+        second at most, or a quarter of the timeout. This rank then has some time to print the error and to end itself.
         """
         if self._failing_s is None:
             self._failing_s = self._clock_s
+        if is_lost_connection(error):
+            limit_s = min(2 * self._look_interval_s + 1.0, 0.25 * self.timeout_s)
+            self._run_bounded(lambda: self._find_absent(limit_s), limit_s + 0.5)
         text = f"rank {self._rank} failed: {self._describe(error)}"
+        if self._absent:
+            who = ", ".join(map(str, self._absent))
+            does = "does" if len(self._absent) == 1 else "do"
+            text = f"rank {who} {does} not answer: ended, was killed or stopped (noticed by rank {self._rank})"
+            self._failure = text
         self._run_bounded(lambda: self._post(text), 1.0)
+        if self._cut_s is not None and self._failure is None:
+            self._failure = f"{self._keeper} ended, which kept the store"
+
+    def _find_absent(self, limit_s: float) -> None:
+        def has_left(rank: int) -> bool:
+            return self._store.add(f"life/{rank}", 0) >= _DONE
+
+        self._absent = self._roll_call.absent(limit_s, is_over=lambda: self._failure is not None, has_left=has_left)
 
     @property
     def is_failing(self) -> bool:
@@ -220,7 +245,9 @@ class Monitor:
                     life, life_s = seen, now_s
                 elif now_s - life_s > self._dead_s:
                     self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
-            if self._failure is None and self._store.check(["failed"]):
+            state = self._store.add("state", 0)
+            self._roll_call.answer(state % _FAILED)
+            if self._failure is None and state >= _FAILED:
                 failure = self._store.get("failed").decode()
                 self._say_farewell()
                 self._failure = failure
@@ -253,8 +280,8 @@ class Monitor:
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
         if is_cut or silent_s > self._dead_s + self._beat_interval_s:
             return (
-                f"no contact for {silent_s:.1f} s with the store that the launcher or rank 0 keeps: it ended or "
-                f"stopped; {self.describe_position()}"
+                f"{self._keeper} ended or stopped: no contact for {silent_s:.1f} s with the store that it keeps; "
+                f"{self.describe_position()}"
             )
         return self._find_long_wait(now_s)
 
@@ -269,7 +296,7 @@ class Monitor:
 
     def _end(self, reason: str) -> None:
         self._run_bounded(self._say_farewell, 1.0)
-        report(self._rank, reason)
+        report(self._rank, reason, is_consequence=self._failure is not None)
         # Helpers of a checkpoint save would outlive this process and keep its output open.
         for child in multiprocessing.active_children():
             child.kill()
@@ -282,6 +309,7 @@ class Monitor:
         """Post a failure if it is the first, else learn of the first: this one may be a consequence of it."""
         if self._store.add("failures", 1) == 1:
             self._store.set("failed", text)
+            self._store.add("state", _FAILED)
         else:
             self._failure = self._store.get("failed").decode()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from vtp_plugin import log
+from vtp_plugin.runtime.error_file import write_error_file
 
 EXIT_CODE = 1
 WAITED = "start-up: waited"
@@ -73,8 +74,12 @@ def poll(
     return True
 
 
-def report(rank: int, text: str) -> None:
-    """Write why a rank ends as one line, in one call; not by way of logging, whose locks a stuck thread may hold."""
+def report(rank: int, text: str, *, is_consequence: bool = False) -> None:
+    """Write why a rank ends as one line, in one call, and tell torchrun.
+
+    Not by way of logging, whose locks a stuck thread may hold. ``is_consequence`` says that another rank failed before.
+    """
+    write_error_file(text, is_consequence=is_consequence)
     with contextlib.suppress(OSError):
         os.write(2, log.format_record(logging.ERROR, text, rank=rank).encode(errors="backslashreplace"))
 

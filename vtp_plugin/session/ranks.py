@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
@@ -96,6 +97,7 @@ class AllRanks:
                 rank=rank,
                 world_size=world_size,
                 timeout_s=self._timeout_s(),
+                keeper=_store_keeper(os.environ),
                 describe=lambda error: self.disclosure.describe(error),
             )
             self.monitor.start()
@@ -129,3 +131,10 @@ class AllRanks:
             # the process ends is lost.
             with contextlib.suppress(PeerError):
                 self._finish()
+
+
+def _store_keeper(environment: Mapping[str, str]) -> str:
+    """Say whose end takes the run's store away."""
+    if "MASTER_ADDR" not in environment:
+        return "the launcher or rank 0"
+    return "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

@@ -1,0 +1,81 @@
+"""Which ranks still live, asked when a connection broke: of a rank that was killed all others name that rank.
+
+A rank whose peer dies finds its connection closed, ends too, and so breaks connections of its own: without asking, the
+others would name whoever noticed first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+# Torch and its backends have no common type for this; checkpoints wrap it.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|connection to .* broke|"
+    r"(nccl|hccl)\w* ?error|remote (error|process|peer)",
+    re.IGNORECASE,
+)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error may be the consequence of another rank's end.
+
+    >>> is_lost_connection(RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:36494"))
+    True
+    >>> is_lost_connection(ValueError("bad sample"))
+    False
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, dist.DistError) or _LOST.search(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+class RollCall:
+    """Asks all ranks for an answer. The store's ``state`` counts the calls; every rank's monitor looks there.
+
+    Args:
+        store: of the monitors.
+        rank: own rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._num_answered = 0
+
+    def answer(self, num_calls: int) -> None:
+        """Answer all calls so far; by the thread that shows that this rank lives."""
+        if num_calls > self._num_answered:
+            self._num_answered = num_calls
+            self._store.set(f"here/{self._rank}", str(num_calls))
+            self._store.add(f"answers/{num_calls}", 1)
+
+    def absent(self, limit_s: float, *, is_over: Callable[[], bool], has_left: Callable[[int], bool]) -> list[int]:
+        """Call the roll and return the ranks that did not answer within the limit.
+
+        Args:
+            limit_s: how long to wait for answers.
+            is_over: tells that the answer is not needed any more.
+            has_left: tells that a rank ended normally, and so cannot answer.
+        """
+        number = self._store.add("state", 1)
+        deadline_s = time.monotonic() + limit_s
+        while self._store.add(f"answers/{number}", 0) < self._world_size:
+            if is_over():
+                return []
+            if time.monotonic() > deadline_s:
+                return [rank for rank in range(self._world_size) if not self._is_here(rank, number, has_left)]
+            time.sleep(0.05)
+        return []
+
+    def _is_here(self, rank: int, number: int, has_left: Callable[[int], bool]) -> bool:
+        key = f"here/{rank}"
+        return has_left(rank) or (self._store.check([key]) and int(self._store.get(key)) >= number)
