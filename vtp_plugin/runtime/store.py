@@ -26,7 +26,7 @@ class Topic(Enum):
         "Liveness: a counter for every rank; when one ends, its number, the reason (between sites as for the checks) "
         "and the boundary at which it stood.",
     )
-    REPORTS = ("reports", "Measured durations of computing and of the links, and the costs made of them.")
+    REPORTS = ("reports", "Measured durations of computing, of steps and of the links, and the costs made of them.")
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
