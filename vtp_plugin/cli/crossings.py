@@ -49,6 +49,11 @@ class CrossingView:
         return self.boundary.strategy
 
     @property
+    def buffer_bytes(self) -> int | None:
+        """Size that a channel's buffer gets on HCCL; None where the tensor's size is not known."""
+        return self.boundary.crossing(Direction.FORWARD).largest_message_bytes
+
+    @property
     def pattern(self) -> tuple[object, ...]:
         """What is the same for boundaries that are crossed alike: ranks counted inside their stages."""
         src, dst = self.boundary.src.ranks, self.boundary.dst.ranks
@@ -73,6 +78,7 @@ class CrossingView:
             "reason": self.reason,
             "num_replicas": self.num_replicas,
             "probe_shape": None if self.itemsize_bytes is not None else list(self.forward.src.shape),
+            "hccl_buffer_bytes": self.buffer_bytes,
             "forward": self._direction(self.forward),
             "backward": self._direction(self.backward),
         }

@@ -37,7 +37,10 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-_KEYS = "Keys of --json: versions; platform; interfaces; patches: id, state, target, remarks; problems; exit_code."
+_KEYS = (
+    "Keys of --json: versions; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
+    "skipped, foreign_wrapper; problems; exit_code."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument(
         "--verbose", action="store_true", help="why each patch is there, and the table of Megatron's options"
+    )
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="test from this machine whether the store of a run answers there"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -56,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin doctor --help")
     device = VtpConfig(device=options.device).device
     report = _Report()
-    report.look(device)
+    report.look(device, options.rendezvous)
     if options.json:
         print_json("doctor", report.as_json())
     else:
@@ -71,6 +77,8 @@ class _Report:
         self.versions: dict[str, str] = {}
         self.platform = ""
         self.interfaces: list[str] = []
+        self.listening: list[str] = []
+        self.rendezvous: list[str] = []
         self.patches: tuple[PatchStatus, ...] = ()
         self.problems: list[str] = []
         self.is_complete = False
@@ -79,7 +87,7 @@ class _Report:
     def exit_code(self) -> int:
         return 1 if self.problems else 0
 
-    def look(self, device: DeviceName) -> None:
+    def look(self, device: DeviceName, rendezvous: str | None) -> None:
         """Find out everything; what is missing ends the search."""
         found = {name: _version(name) for name in (*_REQUIRED_PACKAGES, *_OPTIONAL_PACKAGES)}
         self.versions = {"vtp_plugin": vtp_plugin.__version__}
@@ -92,12 +100,23 @@ class _Report:
         self.is_complete = True
         self.interfaces = list(_interfaces())
         try:
+            self._try_network(rendezvous)
             self._try_platform(device)
             self._try_patches(device)
         except VtpError as error:
             self.problems.append(str(error))
         except Exception as error:  # whatever importing torch or Megatron raises
             self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _try_network(self, rendezvous: str | None) -> None:
+        """Say what a run that is started like this would listen on, and ask a run's store."""
+        from vtp_plugin.runtime.rendezvous import describe_listening, test_rendezvous
+
+        self.listening = describe_listening(os.environ)
+        if rendezvous is not None:
+            self.rendezvous, is_well = test_rendezvous(rendezvous)
+            if not is_well:
+                self.problems.append(f"rendezvous {rendezvous}: {self.rendezvous[-1]}")
 
     def _try_platform(self, device: DeviceName) -> None:
         from vtp_plugin.platform import detect
@@ -128,11 +147,16 @@ class _Report:
         """Write the report for people; the verdict comes last."""
         if not self.is_complete:
             # One line with the way out.
-            yield self._verdict()
+            yield f"verdict: {self.problems[0]}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
         yield f"platform: {self.platform or 'none'}"
         yield f"interfaces: {', '.join(self.interfaces)}"
+        yield "a run that is started from here would listen for its ranks on"
+        yield from (f"    {line}" for line in self.listening)
+        if self.rendezvous:
+            yield "rendezvous"
+            yield from (f"    {line}" for line in self.rendezvous)
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if is_verbose:
             from vtp_plugin.options import format_table
@@ -146,13 +170,9 @@ class _Report:
             yield from (
                 f"    {patch.id}: wrapped before by {w}" for patch in self.patches if (w := patch.foreign_wrapper)
             )
-        yield self._verdict()
-
-    def _verdict(self) -> str:
-        if not self.problems:
-            return "verdict: fine"
-        number = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        return f"verdict: {number}: {' | '.join(self.problems)}"
+        yield from (f"problem: {problem}" for problem in self.problems)
+        number = len(self.problems)
+        yield f"verdict: {number} problem{'s' if number > 1 else ''}, see above" if number else "verdict: fine"
 
     def as_json(self) -> dict[str, object]:
         """Give the report for machines."""
@@ -160,6 +180,8 @@ class _Report:
             "versions": self.versions,
             "platform": self.platform or None,
             "interfaces": self.interfaces,
+            "listening": self.listening,
+            "rendezvous": self.rendezvous,
             "patches": [
                 {
                     "id": patch.id,

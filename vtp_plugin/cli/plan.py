@@ -15,13 +15,14 @@ from vtp_plugin.options import describe_batches
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
+_MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
 Keys of --json: world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
-ranks, leaders; boundaries: upstream, downstream, strategy, reason, num_replicas, and of the first replica forward and
-backward: transfers with src, dst, share (of the tensor), bytes (null where unknown) and boxes (half-open intervals of
-S, B and H; of probe_shape where the shape is not known), before and after (collectives inside a stage); traffic:
-tensors and bytes from site to site for each microbatch of a replica."""
+ranks, leaders; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and
+of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes (null where unknown)
+and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known), before and after
+(collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a replica."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +38,10 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("plan", _as_json(flags, views))
         return
-    lines = [*_stages(flags), *_tensor(flags), *_boundaries(flags, views, is_short=False), *_traffic(flags, views)]
+    head, sums = [*_stages(flags), *_tensor(flags)], [*_buffers(views), *_traffic(flags, views)]
+    lines = [*head, *_boundaries(flags, views, is_short=False), *sums]
     if len(lines) > _MAX_LINES:
-        lines = [*_stages(flags), *_tensor(flags), *_boundaries(flags, views, is_short=True), *_traffic(flags, views)]
+        lines = [*head, *_boundaries(flags, views, is_short=True), *sums]
     if len(lines) > _MAX_LINES:
         more = f"... {len(lines) - _MAX_LINES + 1} more lines; --json has everything"
         lines = [*lines[: _MAX_LINES - 1], more]
@@ -112,6 +114,15 @@ def _boundaries(flags: Run, views: Sequence[CrossingView], *, is_short: bool) ->
         yield f"{name}: {first.strategy} ({first.reason})"
         if not is_short:
             yield from (f"  {line}" for line in explain(first, flags))
+
+
+def _buffers(views: Sequence[CrossingView]) -> Iterator[str]:
+    """Say how large the buffers of channels are where the plugin sizes them."""
+    sizes = [f"{view.name} {format_bytes(size)}" for view in views if (size := view.buffer_bytes) is not None]
+    if sizes:
+        more = [f"and {len(sizes) - _MAX_BUFFERS_SHOWN} more"] if len(sizes) > _MAX_BUFFERS_SHOWN else []
+        shown = ", ".join([*sizes[:_MAX_BUFFERS_SHOWN], *more])
+        yield f"buffer of each channel, on HCCL only (never run on an NPU), in whole MiB: {shown}"
 
 
 def _traffic(flags: Run, views: Sequence[CrossingView]) -> Iterator[str]:
