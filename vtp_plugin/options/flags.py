@@ -182,7 +182,7 @@ VTP_FLAGS: tuple[Flag, ...] = (
         keyword="in_flight",
         field="in_flight",
         parse=parse_in_flight,
-        help="U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps so "
+        help="U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that "
         "many activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two",
     ),
     Flag(
@@ -255,7 +255,7 @@ VTP_FLAGS: tuple[Flag, ...] = (
         metavar="INFO",
         keyword="log_level",
         field="log_level",
-        help="what the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
+        help="how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
         "rank of every other site, DEBUG from all ranks",
     ),
 )
