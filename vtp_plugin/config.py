@@ -42,8 +42,8 @@ class VtpConfig:
         layerwise_disaggregated: stage 0 holds the first and the last layers, with embedding, head and loss; the order
             is planned.
         audit: file that records every message between stages; each rank puts its number into the name.
-        in_flight: in a U, the largest number of microbatches in flight: one for all stages, or one for each; ``None`` is
-            the number that keeps the busiest stage busy, plus two.
+        in_flight: in a U, the largest number of microbatches in flight: one for all stages, or one for each. ``None``
+            is the number that keeps the busiest stage busy, plus two.
         costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
             :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
         replan_share: share of the planned time of a U's step by which the real one may differ before its costs are

@@ -255,8 +255,8 @@ VTP_FLAGS: tuple[Flag, ...] = (
         metavar="INFO",
         keyword="log_level",
         field="log_level",
-        help="how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
-        "rank of every other site, DEBUG from all ranks",
+        help="how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the "
+        "first rank of every other site, DEBUG from all ranks",
     ),
 )
 """All flags, in the order of ``--help``."""
