@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "log", "text_enum"}),
+    frozenset({"advance", "errors", "log", "text_enum"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "ordering", "schedule"}),
@@ -28,7 +28,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"__main__"}),
 )
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
-PURE_PARTS = frozenset({"errors", "log", "text_enum", "config", "layout", "boundary", "ordering", "schedule"})
+PURE_PARTS = frozenset(
+    {"advance", "errors", "log", "text_enum", "config", "layout", "boundary", "ordering", "schedule"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
+from vtp_plugin.advance import advance
 from vtp_plugin.ordering.match import Partners
 from vtp_plugin.ordering.models import Communicator, Model
 from vtp_plugin.ordering.trace import Event, Kind, Trace
@@ -36,8 +37,16 @@ class Replay:
 
     def run(self) -> str | None:
         """Go on until nothing moves; give the circle in which the rest waits, or None when all is done."""
-        while sum(self._walk(rank) for rank in self._next) + self._finish():
-            pass
+        ranks = list(self._next)
+        everybody = range(len(ranks))
+
+        def go(index: int) -> Iterable[int]:
+            has_moved = False
+            while self._walk(ranks[index]) | self._finish():
+                has_moved = True
+            return everybody if has_moved else ()
+
+        advance(len(ranks), go)
         blocked: list[Event] = [self._traces[rank][i] for rank, i in self._next.items() if i < len(self._traces[rank])]
         if not blocked:
             blocked = [event for queue in self._queues.values() for event in queue[0] if event not in self._done]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from vtp_plugin.advance import advance
 from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.costs import Costs
@@ -249,9 +250,8 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     free_at = [0.0] * len(workers)
     lane_free = [0.0] * chain.num_lanes
     places = [0] * len(workers)
-    waiting = list(range(len(workers) - 1, -1, -1))
-    while waiting:
-        worker = waiting.pop()
+
+    def go(worker: int) -> set[int]:
         order, place, now = orders[worker], places[worker], free_at[worker]
         stage, replica = workers[worker]
         woken: set[int] = set()
@@ -271,8 +271,9 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
                 arrived[q + 1][h] = end + latency[q]
                 woken.add(takers[q][h % len(takers[q])])
         places[worker], free_at[worker] = place, now
-        woken.discard(worker)
-        waiting.extend(woken)
+        return woken
+
+    advance(len(workers), go)
     return max(free_at) if places == [len(order) for order in orders] else None
 
 

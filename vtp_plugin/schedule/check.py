@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.channels import (
@@ -207,15 +208,14 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     """Walk all lists as far as they go; yield one line if that is not the end."""
     lowered = is_lowered(schedule)
     done: set[Action] = set()
-    places = [0] * len(schedule.orders)
-    moved = True
-    while moved:
-        moved = False
-        for worker, order in enumerate(schedule.orders):
-            while places[worker] < len(order) and _needed(schedule, order[places[worker]], mode, lowered) <= done:
-                done.add(order[places[worker]])
-                places[worker] += 1
-                moved = True
+
+    def step(_worker: int, action: Action) -> bool:
+        is_possible = _needed(schedule, action, mode, lowered) <= done
+        if is_possible:
+            done.add(action)
+        return is_possible
+
+    places = advance_orders(schedule.orders, step)
     stuck = [
         f"{schedule.placement.label(worker)} stands before {order[place]}, which needs "
         + ", ".join(map(str, sorted(_needed(schedule, order[place], mode, lowered) - done)))

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
+from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.channels import Channel, channel_of, peer_of, receive_for, send_after, wait_for
@@ -167,19 +168,20 @@ def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
     """List `(worker, place)` of all computes so that what a compute needs comes before it."""
     last = schedule.placement.num_vstages - 1
     done: set[Action] = set()
-    places = [0] * len(schedule.orders)
+    numbered = [tuple(enumerate(order)) for order in schedule.orders]
     result: list[tuple[int, int]] = []
-    while True:
-        before = len(result)
-        for worker, order in enumerate(schedule.orders):
-            while places[worker] < len(order) and needs(order[places[worker]], last) <= done:
-                done.add(order[places[worker]])
-                result.append((worker, places[worker]))
-                places[worker] += 1
-        if len(result) == before:
-            if before != sum(map(len, schedule.orders)):
-                raise PlanError(f"{schedule.name}: deadlock: the orders wait for each other")
-            return result
+
+    def step(worker: int, entry: tuple[int, Action]) -> bool:
+        place, compute = entry
+        if not needs(compute, last) <= done:
+            return False
+        done.add(compute)
+        result.append((worker, place))
+        return True
+
+    if advance_orders(numbered, step) != [*map(len, numbered)]:
+        raise PlanError(f"{schedule.name}: deadlock: the orders wait for each other")
+    return result
 
 
 def needs(compute: Action, last_vstage: int) -> set[Action]:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.actions import Action, Op
 from vtp_plugin.schedule.bounds import ROUNDING
@@ -149,7 +150,6 @@ class _Walk:
         self.mode = mode
         num_workers = schedule.placement.num_workers
         self.now = [0.0] * num_workers
-        self.places = [0] * num_workers
         self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
         self.flights: list[Flight] = []
         self.lines: dict[Channel, _Line] = defaultdict(_Line)
@@ -158,15 +158,9 @@ class _Walk:
 
     def run(self) -> None:
         """Let every worker go as far as it can until all are through."""
-        moved = True
-        while moved:
-            moved = False
-            for worker, order in enumerate(self.schedule.orders):
-                while self.places[worker] < len(order) and self.step(worker, order[self.places[worker]]):
-                    self.places[worker] += 1
-                    moved = True
-        if self.places != [len(order) for order in self.schedule.orders]:
-            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {self.places}")
+        places = advance_orders(self.schedule.orders, self.step)
+        if places != [*map(len, self.schedule.orders)]:
+            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {places}")
 
     def step(self, worker: int, action: Action) -> bool:
         """Do one action; False if it waits for something whose time is not known yet."""
