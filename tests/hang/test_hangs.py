@@ -87,7 +87,7 @@ def test_all_survivors_name_the_rank_that_was_killed(
             whole, "--vtp-size-list=1,2,1", "--moment=forward", f"--victim={victim}", ranks=range(4), timeout_s=20.0
         )
         whole.reached(victim)
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S * whole.pace)
         whole.ranks[victim].send(signal.SIGKILL)
         for line in assert_ends(whole, others, 20.0):
             named = re.findall(r"rank ([\d, ]+) (?:does not answer|do not answer|ended|failed)", line)
@@ -140,18 +140,18 @@ def test_a_rank_that_starts_too_late(rank_server: Server, tmp_path: Path, late: 
 def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_path: Path, late: int) -> None:
     """Meanwhile each machine says who is waited for, where, and for how much longer."""
     others = [rank for rank in range(WORLD) if rank != late]
-    env = {"VTP_FIRST_WAITING_LINE_S": "1.5", "LOCAL_RANK": "0"}
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        env = {"VTP_FIRST_WAITING_LINE_S": str(1.5 * whole.pace), "LOCAL_RANK": "0"}
         for rank in others:
-            whole.start(rank, "--timeout-s=200", "--num-steps=1", env=env)
+            whole.start(rank, "--timeout-s=600", "--num-steps=1", env=env)
         line = r"start-up: waiting for ([^;]*); they meet at 127\.0\.0\.1:\d+; waited \d+ s, \d+ s left"
         wait_until(
             lambda: all(re.search(line, whole.ranks[rank].text()) for rank in others),
-            100.0,
+            300.0,
             "the lines of all that wait",
         )
-        whole.start(late, "--timeout-s=200", "--num-steps=1", env=env)
-        whole.ended(range(WORLD), 60.0)
+        whole.start(late, "--timeout-s=600", "--num-steps=1", env=env)
+        whole.ended(range(WORLD), 300.0)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
         whom = [re.findall(line, whole.ranks[rank].text())[0] for rank in others]
     wanted = "rank 2 at start" if late == 2 else "rank 0 or the launcher, which keeps the store: nobody listens there"

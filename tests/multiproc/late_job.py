@@ -18,7 +18,7 @@ from tests.pool import init_gloo
 def train(case: Case) -> RankResult:
     """Run a case on this rank with the functions that this module imported."""
     before = finalize_model_grads, choose_schedule
-    init_gloo(timeout_s=60.0)
+    init_gloo()
     with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
         trainer.config.finalize_model_grads_func = finalize_model_grads
         assert all(now is not then for now, then in zip(names(), before, strict=True)), "nothing was rebound"

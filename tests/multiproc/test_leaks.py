@@ -137,7 +137,7 @@ def _fail(
         (data / "occupied").touch()
         edge_extra = [*edge_extra, "--save", str(data / "occupied"), "--save-interval", "1", "--ckpt-format", "torch"]
     hooks = ["record_posts", *([] if how == "checkpoint" else [how])]
-    extra = [*_SITES, "--vtp-timeout-s", "60"]
+    extra = [*_SITES, "--vtp-timeout-s", "200"]
     if how == "checkpoint":
         extra += ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--ckpt-format", "torch"]
     runs = _run(pool, tmp_path, data, "1,1,1", "1,1,1,1", hooks=hooks, extra=extra, edge_extra=edge_extra)

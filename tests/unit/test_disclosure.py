@@ -20,7 +20,6 @@ from vtp_plugin.runtime.store import Topic
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
 EDGE, CLOUD = Disclosure(site="edge"), Disclosure(site="cloud")
-pytestmark = pytest.mark.timeout(60)
 
 
 class Recorded:
@@ -28,7 +27,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.server = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
         self.clients = [self.server.clone() for _ in range(3)]
 
@@ -52,7 +51,7 @@ def settle(
                 prepare[rank],
                 rank=rank,
                 world_size=3,
-                timeout_s=10.0,
+                timeout_s=60.0,
                 disclosure=lambda: disclosures[rank],
             )
         except Exception as error:

@@ -109,7 +109,6 @@ def test_the_reader_finds_commands() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
 def test_first_run_of_the_readme(command: Command) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.words[1:]]

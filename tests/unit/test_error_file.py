@@ -9,12 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.pool import ROOT, free_port
 from vtp_plugin.runtime.error_file import write_error_file
-
-pytestmark = pytest.mark.timeout(100)
 
 
 def test_the_first_line_counts_and_a_consequence_is_later(tmp_path: Path) -> None:
@@ -46,7 +42,7 @@ def test_torchrun_shows_our_line(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
     )
     assert done.returncode != 0
     summary = done.stderr.rpartition("Root Cause")[2]

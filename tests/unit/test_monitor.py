@@ -255,6 +255,6 @@ def test_of_a_rank_that_was_killed_all_name_that_rank(
 def test_a_connection_that_breaks_while_all_live(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     begin_s = time.monotonic()
     world.monitors[1].post_failure(RuntimeError("Connection reset by peer"))
-    assert time.monotonic() - begin_s < 0.25 * TIMEOUT_S + 0.5
+    assert time.monotonic() - begin_s < 0.5 * TIMEOUT_S
     world.wait(3)
     assert all(text.startswith("rank 1 failed: RuntimeError: Connection") for text in lines(capfd).values())

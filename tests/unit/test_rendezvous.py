@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.runtime import rendezvous
 from vtp_plugin.runtime.rendezvous import describe_listening, listening_address
-
-pytestmark = pytest.mark.timeout(100)
 
 # Opens the store as rank 0 does, attaches by env://, and says on which addresses this process listens.
 SOURCE = """
@@ -46,7 +45,7 @@ def _listens(host: str, **env: str) -> tuple[list[str], str]:
         env={**os.environ, "MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", **env},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("listens on")], done.stderr
@@ -126,7 +125,7 @@ class TestRendezvousTest:
             listener.listen()
             begin_s = time.monotonic()
             lines, is_well = rendezvous.test_rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", 2.0)
-        assert time.monotonic() - begin_s < 4.0
+        assert time.monotonic() - begin_s < 4.0 * pace()
         assert not is_well and "is no store of torch" in lines[-1]
 
     @pytest.mark.parametrize("address", ["here", ":29500", "here:", "here:x", "here:99999"])
