@@ -145,6 +145,7 @@ def apply(
     from vtp_plugin.patches.registry import argument_records, platform_records, training_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
+    from vtp_plugin.session.request import meet
 
     _refuse_late()
     session = Session(request)
@@ -170,7 +171,7 @@ def apply(
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
         session.open_log()
-        session.meet(activate)
+        meet(session, activate)
         activate()  # unless this rank has met nobody
 
 

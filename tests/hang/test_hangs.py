@@ -158,15 +158,18 @@ def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_pat
     assert whom == [wanted] * len(others)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_an_error_of_one_rank_reaches_all(rank_server: Server, tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "moment"), [(0, "forward"), (1, "start"), pytest.param(2, "forward", marks=pytest.mark.full)]
+)
+def test_an_error_of_one_rank_reaches_all(rank_server: Server, tmp_path: Path, victim: int, moment: str) -> None:
+    """With its text: these ranks are at one site, which they know once they have met."""
     others = [rank for rank in range(WORLD) if rank != victim]
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
-        start_all(whole, "--moment=forward", f"--victim={victim}", "--act=raise", timeout_s=60.0)
+        start_all(whole, f"--moment={moment}", f"--victim={victim}", "--act=raise", timeout_s=60.0)
         whole.reached(victim)
         for line in assert_ends(whole, others, 6.0):
             assert f"rank {victim} failed: ValueError: the victim's own error" in line, line
-            assert "this rank waited" in line or "this rank was not waiting" in line, line
+            assert re.search(POSITION, line), line
         assert_ends(whole, [victim], 6.0)
         assert "ValueError: the victim's own error" in whole.ranks[victim].text()
         assert "Traceback" in whole.ranks[victim].text()

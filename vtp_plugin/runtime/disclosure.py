@@ -32,6 +32,7 @@ SHARED_NAMES = frozenset(
         "rank order",
         "transport",
         "sites",
+        "--vtp-sites on the command line",
         "platform",
         "forced",
         "timeout_s",

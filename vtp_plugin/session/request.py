@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,42 @@ from vtp_plugin.session.statement import state_request
 
 if TYPE_CHECKING:
     from vtp_plugin.session.session import Session
+
+
+def meet(session: Session, prepare: Callable[[], None]) -> None:
+    """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
+
+    Args:
+        session: of this rank.
+        prepare: what this rank has to do before; if it raises, all ranks leave.
+
+    Raises:
+        ConfigError: a rank was told something else, or could not prepare.
+        PeerError: a rank did not come within the timeout.
+    """
+    is_unsure = may_name_sites(sys.argv)
+
+    def state() -> dict[str, object]:
+        prepare()
+        return {**state_request(session.config), "--vtp-sites on the command line": is_unsure}
+
+    session.ranks.meet(os.environ, state)
+    if session.ranks.store is not None and not is_unsure:
+        _settle_disclosure(session)
+
+
+def may_name_sites(words: Sequence[str]) -> bool:
+    """Tell whether a command line may name sites, where its flags have not been read.
+
+    >>> may_name_sites(["script.py", "--vtp-sites=edge,cloud"]), may_name_sites(["script.py", "--vtp-size-list", "1,2"])
+    (True, False)
+    """
+    return any(word.startswith(("--vtp-sit", "--yaml")) for word in words)
+
+
+def _settle_disclosure(session: Session) -> None:
+    config = session.config
+    session.ranks.disclosure = Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors)
 
 
 def agree_on_request(
@@ -44,8 +82,7 @@ def agree_on_request(
         return state_request(session.config)
 
     session.ranks.agree(store, prepare, rank=rank, world_size=world_size, name="start", timeout_s=timeout_s)
-    config = session.config
-    session.ranks.disclosure = Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors)
+    _settle_disclosure(session)
 
 
 def learn_site(session: Session, rank: int) -> None:

@@ -33,7 +33,7 @@ from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
 from vtp_plugin.session.ranks import AllRanks
-from vtp_plugin.session.statement import digest_of, state_request, state_run
+from vtp_plugin.session.statement import digest_of, state_run
 
 if TYPE_CHECKING:
     import torch
@@ -169,23 +169,6 @@ class Session:
         """Say what this rank is about to run; every rank must say the same."""
         assert self.layout is not None and self.platform is not None
         return state_run(self.config, self.layout, self.platform.name)
-
-    def meet(self, prepare: Callable[[], None]) -> None:
-        """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
-
-        Args:
-            prepare: what this rank has to do before; if it raises, all ranks leave.
-
-        Raises:
-            ConfigError: a rank was told something else, or could not prepare.
-            PeerError: a rank did not come within the timeout.
-        """
-
-        def state() -> dict[str, object]:
-            prepare()
-            return state_request(self.config)
-
-        self.ranks.meet(os.environ, state)
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
