@@ -34,6 +34,10 @@ CASES = [
     ((1, 2), 2, 2, False, "auto"),
     ((2, 2), 4, 1, True, "rank0"),
     ((4,), 1, 1, True, "auto"),
+    ((1, 2, 2, 1, 2, 4, 2, 1), 1, 1, False, "auto"),
+    ((1, 2, 2, 1, 2, 4, 2, 1), 2, 1, True, "auto"),
+    ((4, 2, 3, 1), 1, 1, True, "rank0"),
+    ((1, 4, 4), 1, 1, True, "auto"),
 ]
 
 
@@ -190,7 +194,9 @@ def test_many_replicas_are_one_with_their_number() -> None:
     layout = layout_of((1, 2), dp=4, cp=2)
     root = ET.fromstring(draw_pipeline(layout))
     assert sorted(boxes(root)) == sorted(layout.model_ranks())
-    assert "replica dp 0, cp 0, and 7 more like it (x dp 4 x cp 2)" in {text.text for text in root.iter(SVG + "text")}
+    assert "replica 0, context-parallel rank 0 of 4 replicas x 2 context-parallel ranks" in {
+        text.text for text in root.iter(SVG + "text")
+    }
 
 
 def test_replica_major_order_has_its_own_ranks() -> None:
@@ -257,3 +263,68 @@ def test_legend_names_what_is_drawn() -> None:
     assert "all-gather or broadcast inside the stage after the transfers" in texts
     texts = {text.text for text in ET.fromstring(draw_pipeline(layout_of((2, 2)))).iter(SVG + "text")}
     assert not any("inside the stage" in (text or "") for text in texts)
+
+
+def test_sites_stand_above_their_stages() -> None:
+    rules = TransportRules(sites=("edge", "cloud", "cloud"))
+    svg = draw_pipeline(layout_of((1, 4, 4)), rules=rules, is_u_shaped=True)
+    root = ET.fromstring(svg)
+    sites = elements(root, "text", "site")
+    frames = elements(root, "rect", "frame")
+    assert [text.text for text in sites] == ["site edge", "site cloud"]
+    ends = [(int(frame.get("x", "")), int(frame.get("x", "")) + int(frame.get("width", ""))) for frame in frames]
+    for text, (left, right) in zip(sites, [ends[0], (ends[1][0], ends[2][1])], strict=True):
+        assert int(text.get("x", "")) == (left + right) // 2
+    brackets = [points(path) for path in elements(root, "path", "site")]
+    assert [(way[0][0], way[-1][0]) for way in brackets] == [ends[0], (ends[1][0], ends[2][1])]
+    assert "--layerwise-disaggregated-training" in svg and "back to the edge, leader to leader" in svg
+    assert "site" not in draw_pipeline(layout_of((1, 4, 4))).partition("</style>")[2]
+
+
+@pytest.mark.parametrize(
+    ("dp_sizes", "text"),
+    [
+        ((1, 1), "2 stages, 3 ranks; every"),
+        ((3, 3), "2 stages, 9 ranks, 3 replicas; every"),
+        ((1, 2), "2 stages, 5 ranks, from 1 to 2 replicas of a stage; every"),
+    ],
+)
+def test_replicas_are_counted(dp_sizes: tuple[int, ...], text: str) -> None:
+    world_size = dp_sizes[0] + 2 * dp_sizes[1]
+    assert text in draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=world_size, dp=dp_sizes))
+
+
+def test_ranks_that_share_a_sequence_are_no_replicas() -> None:
+    assert "2 stages, 6 ranks; every" in draw_pipeline(layout_of((1, 2), cp=2))
+
+
+def test_many_ranks_share_a_box() -> None:
+    root = ET.fromstring(draw_pipeline(layout_of((8, 64))))
+    assert len(elements(root, "rect", "leader", "member")) == 8 + 4 and len(elements(root, "rect", "hidden")) == 1
+    assert "ranks 11 to 70" in {text.text for text in elements(root, "text", "place")}
+    titles = [path.findtext(SVG + "title", "") for path in elements(root, "path", "transfer")]
+    hidden = [title for path in elements(root, "path", "transfer many") if (title := path.findtext(SVG + "title"))]
+    assert titles == [f"rank {src} to rank {dst}" for src, dst in ((0, 8), (0, 9), (0, 10), (7, 71))]
+    assert sum(int(title.split()[0]) for title in hidden) == 60
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "dp_sizes"), [((1, 2, 2), (1, 2, 2)), ((2, 1, 2), (4, 2, 2)), ((1, 1), (1, 4)), ((2, 2, 1), (1, 2, 4))]
+)
+@pytest.mark.parametrize("mode", DpMode)
+def test_labels_keep_clear_of_arrows_and_of_each_other(
+    tp_sizes: tuple[int, ...], dp_sizes: tuple[int, ...], mode: DpMode
+) -> None:
+    """Also where replicas of one stage send to those of another, and arrows cross."""
+    world_size = sum(tp * dp for tp, dp in zip(tp_sizes, dp_sizes, strict=True))
+    root = ET.fromstring(
+        draw_pipeline(PipelineLayout.from_sizes(tp_sizes, world_size=world_size, dp=dp_sizes), dp_mode=mode)
+    )
+    labels = elements(root, "text", "middle")
+    places = [(left, y - 10, right, y + 3) for left, right, y in map(text_span, labels)]
+    arrows = [part for path in elements(root, "path", "transfer") for part in pairwise(points(path))]
+    for index, place in enumerate(places):
+        assert not any(overlap(place, other) for other in places[:index])
+        assert not any(runs_through(part, place) for part in arrows)
+    # Every pair of neighbours has at least one.
+    assert len({text.get("x") for text in labels}) == len(tp_sizes) - 1

@@ -113,3 +113,30 @@ def test_nothing_to_show_is_drawn() -> None:
     assert "|....................|" in draw_text(timeline, columns=20)
     assert summarize(timeline).startswith("simulated step 0; ")
     ET.fromstring(draw_svg(timeline, title="empty"))
+
+
+@pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)
+@pytest.mark.parametrize("width", [300, 680])
+def test_texts_of_the_picture_do_not_overlap(timeline: Timeline, width: int) -> None:
+    title = "A title that takes more than one line where the picture is narrow, as this one does"
+    root = ET.fromstring(draw_svg(timeline, title=title, unit="ms", width=width))
+    places: list[tuple[float, float, float, float]] = []
+    for text in root.iter(SVG + "text"):
+        kind = text.get("class")
+        # What a letter of usual fonts takes at most, on average.
+        letters = len(text.text or "") * {"title": 8.6, "number": 5.6}.get(kind or "", 6.4)
+        x, y = float(text.get("x", "")), float(text.get("y", ""))
+        left = x - letters / 2 if kind in ("number", "tick") else x
+        places.append((left, y - 9, left + letters, y + 2))
+        assert left >= 0 and left + letters <= float(root.get("width", "")) and y < float(root.get("height", ""))
+    for index, (left, top, right, bottom) in enumerate(places):
+        assert not any(left < c and a < right and top < d and b < bottom for a, b, c, d in places[:index])
+
+
+def test_picture_says_how_much_each_stage_computes() -> None:
+    timeline = TIMELINES["u"]
+    texts = [text.text for text in ET.fromstring(draw_svg(timeline, title="")).iter(SVG + "text")]
+    assert [text for text in texts if text and text.endswith(" %") and len(text) < 6] == [
+        f"{100 * busy / timeline.makespan:.0f} %" for busy in timeline.busy
+    ]
+    assert "message on its way" in texts and any("idle" in (text or "") for text in texts)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise, product
 
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, TransportRules, pipeline_boundaries
-from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.arrange import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    BRACKET_WIDTH,
+    LINE_HEIGHT,
+    MARGIN,
+    STAGE_GAP,
+    Crossing,
+    Picture,
+    arrange,
+)
+from vtp_plugin.boundary.pipeline import TransportRules
+from vtp_plugin.boundary.plan import CollectiveKind
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
 
-# Lengths in pixels. A frame holds the boxes of one stage in one replica.
-_BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 116, 42, 10
-_FRAME_PAD = 14
-_BRACKET_WIDTH = 26  # of a finish, between the frame and its boxes
-_STAGE_GAP = 112
-_MARGIN = 24
-_HEADER_HEIGHT = 70
-_ROW_LABEL_HEIGHT = 26
-_ROW_GAP = 26
-_WRAP_STEP = 9  # between the parallel lines that lead from the last stage round to the first
-_WRAP_LABEL_HEIGHT = 14  # above the innermost of them
 _LEGEND_STEP = 24
 _SAMPLE_WIDTH = 30  # of a mark in the legend
-_MAX_REPLICAS_DRAWN = 4
+# No font is at hand to measure with: a letter is at most so many pixels wide.
+_TITLE_LETTER_WIDTH, _STAGE_LETTER_WIDTH, _LETTER_WIDTH = 10, 9, 7
+_TEXT_COLUMNS = 78  # of a line of the title
+
+Point = tuple[int, int]
+Area = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
 
 # The background is the reader's: the grey of the texts on it stands out from white (4.3 : 1) and from black (4.9 : 1).
 _STYLE = """\
@@ -34,92 +40,18 @@ text.stage { font-size: 14px; font-weight: bold; text-anchor: middle; }
 text.rank { font-size: 14px; font-weight: bold; fill: #ffffff; text-anchor: middle; }
 text.place { fill: #ffffff; text-anchor: middle; }
 text.middle { text-anchor: middle; }
+text.site { font-weight: bold; text-anchor: middle; }
 rect.frame { fill: #737b85; fill-opacity: 0.1; stroke: #737b85; stroke-opacity: 0.6; }
 rect.member { fill: #4a6fa5; }
 rect.leader { fill: #b4540a; }
+rect.hidden { fill: #4a6fa5; fill-opacity: 0.65; }
+path.site { stroke: #737b85; stroke-width: 1.5; }
+path.many { stroke-dasharray: 5 4; }
 path { fill: none; stroke-linejoin: round; }
 path.transfer { stroke: #d9730d; stroke-width: 2.5; marker-end: url(#transfer-head); }
 path.finish { stroke: #5b82bd; stroke-width: 1.5; marker-end: url(#finish-head); }
 path.transfer-head { fill: #d9730d; }
 path.finish-head { fill: #5b82bd; }"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Crossing:
-    """One boundary of a replica that is drawn, with its forward plan."""
-
-    boundary: PipelineBoundary
-    plan: BoundaryPlan
-
-    @property
-    def is_wrap(self) -> bool:
-        """Whether it leads from the last stage round to the first."""
-        return self.boundary.downstream < self.boundary.upstream
-
-    @property
-    def has_finish(self) -> bool:
-        return self.plan.finish.kind is not CollectiveKind.NONE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Picture:
-    """Where everything lies. Coordinates count from the upper left corner; a box is named by its global rank.
-
-    Attributes:
-        layout: who is where.
-        replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each; a stage without one has no frame there.
-        crossings: boundaries of these replicas.
-        frame_lefts: left edge of the frames, by stage.
-        bracket_widths: room for a finish at the left of a frame's boxes, by stage.
-        num_wraps: lines from the last stage round to the first, per row.
-    """
-
-    layout: PipelineLayout
-    replicas: tuple[tuple[int, int], ...]
-    crossings: tuple[_Crossing, ...]
-    frame_lefts: tuple[int, ...]
-    bracket_widths: tuple[int, ...]
-    num_wraps: int
-
-    @property
-    def has_row_labels(self) -> bool:
-        return len(self.layout.replicas) > 1
-
-    @property
-    def row_height(self) -> int:
-        label = _ROW_LABEL_HEIGHT if self.has_row_labels else 0
-        wraps = self.wrap_room + _WRAP_LABEL_HEIGHT if self.num_wraps else 0
-        return label + self.frame_height(max(self.layout.tp_sizes)) + wraps + _ROW_GAP
-
-    @property
-    def wrap_room(self) -> int:
-        """Room that the lines round the picture need at each side of a row and below it."""
-        return (self.num_wraps + 2) * _WRAP_STEP if self.num_wraps else 0
-
-    @property
-    def rows_bottom(self) -> int:
-        return _MARGIN + _HEADER_HEIGHT + len(self.replicas) * self.row_height
-
-    @property
-    def frames_right(self) -> int:
-        return self.frame_lefts[-1] + self.frame_width(self.layout.num_stages - 1)
-
-    def frame_width(self, stage: int) -> int:
-        return self.bracket_widths[stage] + _BOX_WIDTH + 2 * _FRAME_PAD
-
-    def frame_height(self, num_boxes: int) -> int:
-        return num_boxes * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + 2 * _FRAME_PAD
-
-    def frame_top(self, row: int) -> int:
-        label = _ROW_LABEL_HEIGHT if self.has_row_labels else 0
-        return _MARGIN + _HEADER_HEIGHT + row * self.row_height + label
-
-    def box(self, rank: int) -> tuple[int, int]:
-        """Return the upper left corner of a rank's box."""
-        place = self.layout.coord(rank)
-        left = self.frame_lefts[place.stage] + _FRAME_PAD + self.bracket_widths[place.stage]
-        row = self.replicas.index((place.dp_rank, place.cp_rank))
-        return left, self.frame_top(row) + _FRAME_PAD + place.tp_rank * (_BOX_HEIGHT + _BOX_GAP)
 
 
 def draw_pipeline(
@@ -128,17 +60,20 @@ def draw_pipeline(
     is_ring: bool = False,
     rules: TransportRules | None = None,
     dp_mode: DpMode = DpMode.MULTIPLEX,
+    is_u_shaped: bool = False,
 ) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
-    Replicas are stacked; of more than four only those of the first dp rank are drawn, with the number of all, or the
-    first one where replicas do not mix.
+    More stages than fit beside each other go on in a band below. Replicas are stacked; of more than four only those of
+    the first dp rank are drawn, with the number of all, or the first one where replicas do not mix. Of a stage with
+    many ranks the first and the last are drawn.
 
     Args:
         layout: Who is where.
-        is_ring: Virtual stages let the last stage send to the first.
-        rules: How boundaries are crossed; default is the automatic choice inside one site.
+        is_ring: The last stage sends to the first, as with virtual stages.
+        rules: How boundaries are crossed, and the sites; default is the automatic choice inside one site.
         dp_mode: How stages of different data-parallel sizes work together.
+        is_u_shaped: The first stage also holds the last layers, so that the pipeline is a ring.
 
     Returns:
         An SVG document: ASCII, no scripts, nothing loaded from elsewhere, a transparent background. Transfers are paths
@@ -152,29 +87,30 @@ def draw_pipeline(
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
     (2, 1)
     """
-    picture = _arrange(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
-    what = "tensor-parallel size"
-    title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
-    if len(set(layout.cp_sizes)) > 1:
-        what = "parallel sizes"
-        title += f" --vtp-cp-list {','.join(str(size) for size in layout.cp_sizes)}"
-    if len(set(layout.dp_sizes)) > 1:
-        what = "parallel sizes"
-        title += f" --vtp-dp-list {','.join(str(size) for size in layout.dp_sizes)} --vtp-dp-mode {dp_mode}"
-    subtitle = _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
-    body = [_text(_MARGIN, _MARGIN + 8, title, "title"), _text(_MARGIN, _MARGIN + 27, subtitle)]
+    title, subtitle = _titles(layout, dp_mode, is_u_shaped)
+    head = [*((line, "title") for line in textwrap.wrap(title, _TEXT_COLUMNS)), (subtitle, "")]
+    picture = arrange(
+        layout,
+        is_ring=is_ring or is_u_shaped,
+        rules=rules or TransportRules(),
+        dp_mode=dp_mode,
+        head_height=len(head) * LINE_HEIGHT,
+    )
+    body = [_text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
     body += [*_headers(picture), *_rows(picture)]
     # Arrows are painted last, over the frames.
+    lines: list[Sequence[Point]] = []
     for crossing in picture.crossings:
-        body += [*_transfers(picture, crossing), *_finish(picture, crossing)]
+        body += [*_transfers(picture, crossing, lines), *_finish(picture, crossing)]
+    body += _labels(picture, lines, is_u_shaped)
     legend = _legend(picture)
     for index, (kind, text) in enumerate(legend):
-        body += _legend_entry(picture.rows_bottom + index * _LEGEND_STEP, kind, text)
-    # No font is at hand to measure with: a letter is at most 10 pixels wide in the title and 7 in the other texts.
-    longest = max(len(subtitle), *(len(text) + 6 for _, text in legend))
-    width = max(picture.frames_right + picture.wrap_room, _MARGIN + max(10 * len(title), 7 * longest)) + _MARGIN
-    height = picture.rows_bottom + len(legend) * _LEGEND_STEP + _MARGIN // 2
-    lines = [
+        body += _legend_entry(picture.bottom + index * _LEGEND_STEP, kind, text)
+    longest = max(_LETTER_WIDTH * len(subtitle), *(_LETTER_WIDTH * (len(text) + 6) for _, text in legend))
+    longest = max(longest, *(_TITLE_LETTER_WIDTH * len(text) for text, kind in head if kind))
+    width = max(picture.frames_right + picture.wrap_room, MARGIN + longest) + MARGIN
+    height = picture.bottom + len(legend) * _LEGEND_STEP + MARGIN // 2
+    text = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'role="img">',
         f"<title>{title}: {_counts(layout)}</title>",
@@ -183,153 +119,196 @@ def draw_pipeline(
         *body,
         "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
-def _arrange(layout: PipelineLayout, *, is_ring: bool, rules: TransportRules | None, dp_mode: DpMode) -> _Picture:
-    replicas = layout.replicas
-    if len(replicas) > _MAX_REPLICAS_DRAWN:
-        replicas = replicas[:1] if layout.has_replicas else replicas[: max(layout.cp_sizes)]
-    crossings = tuple(
-        _Crossing(boundary=boundary, plan=boundary.crossing(Direction.FORWARD).probe)
-        for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
-        if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
-    )
-    receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_finish}
-    brackets = tuple(_BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
-    num_wraps = max((len(crossing.plan.transfers) for crossing in crossings if crossing.is_wrap), default=0)
-    wrap_room = (num_wraps + 2) * _WRAP_STEP if num_wraps else 0
-    widths = [width + _BOX_WIDTH + 2 * _FRAME_PAD + _STAGE_GAP for width in brackets]
-    return _Picture(
-        layout=layout,
-        replicas=replicas,
-        crossings=crossings,
-        frame_lefts=tuple(accumulate(widths[:-1], initial=_MARGIN + wrap_room)),
-        bracket_widths=brackets,
-        num_wraps=num_wraps,
-    )
+def _titles(layout: PipelineLayout, dp_mode: DpMode, is_u_shaped: bool) -> tuple[str, str]:
+    """Return the flags that the picture shows, and what they mean."""
+    what = "tensor-parallel size"
+    title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
+    if len(set(layout.cp_sizes)) > 1:
+        what = "parallel sizes"
+        title += f" --vtp-cp-list {','.join(str(size) for size in layout.cp_sizes)}"
+    if len(set(layout.dp_sizes)) > 1:
+        what = "parallel sizes"
+        title += f" --vtp-dp-list {','.join(str(size) for size in layout.dp_sizes)} --vtp-dp-mode {dp_mode}"
+    if is_u_shaped:
+        title += " --layerwise-disaggregated-training"
+    return title, _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
 
 
 def _counts(layout: PipelineLayout) -> str:
+    """Count stages, ranks and replicas; ranks that share a sequence are no replicas of each other."""
     parts = [(layout.num_stages, "stage"), (layout.world_size, "rank")]
-    if len(layout.replicas) > 1:
-        parts.append((len(layout.replicas), "replica"))
-    return ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
+    if max(layout.dp_sizes) > 1 and len(set(layout.dp_sizes)) == 1:
+        parts.append((layout.dp_sizes[0], "replica"))
+    text = ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
+    if len(set(layout.dp_sizes)) > 1:
+        text += f", from {min(layout.dp_sizes)} to {max(layout.dp_sizes)} replicas of a stage"
+    return text
 
 
-def _headers(picture: _Picture) -> Iterable[str]:
-    """Write the title of every stage above its column."""
-    for stage, grid in enumerate(picture.layout.stages):
-        middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
-        size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
-        size += f", dp {grid.dp}" if len(set(picture.layout.dp_sizes)) > 1 else ""
-        yield _text(middle, _MARGIN + _HEADER_HEIGHT - 12, f"stage {stage} - {size}", "stage")
+def _headers(picture: Picture) -> Iterable[str]:
+    """Write the title of every stage above its column, and the sites above the titles."""
+    rows = [row for row in range(len(picture.replicas)) if picture.has_header(row)]
+    for row, band in product(rows, range(picture.num_bands)):
+        y = picture.band_top(row, band) + picture.header_height - 10
+        stages = picture.stages_of(band)
+        for stage in stages:
+            grid = picture.layout.stages[stage]
+            middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
+            size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
+            size += f", dp {grid.dp}" if len(set(picture.layout.dp_sizes)) > 1 else ""
+            yield _text(middle, y, f"stage {stage} - {size}", "stage")
+        for site, group in groupby(stages, key=lambda stage: picture.sites[stage]) if picture.sites else ():
+            members = list(group)
+            left, right = picture.frame_lefts[members[0]], picture.frame_lefts[members[-1]]
+            right += picture.frame_width(members[-1])
+            yield _text((left + right) // 2, y - 32, f"site {site}", "site")
+            yield _path([(left, y - 18), (left, y - 25), (right, y - 25), (right, y - 18)], "site")
 
 
-def _rows(picture: _Picture) -> Iterable[str]:
+def _rows(picture: Picture) -> Iterable[str]:
     """Draw every replica: a label where there are several, frames, and boxes."""
     layout = picture.layout
     for row, (dp_rank, cp_rank) in enumerate(picture.replicas):
-        top = picture.frame_top(row)
-        if picture.has_row_labels:
-            yield _text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
+        for band in range(picture.num_bands):
+            if picture.has_row_labels:
+                top = picture.frame_top(row, band)
+                yield _text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
         for stage, grid in enumerate(layout.stages):
             if dp_rank >= grid.dp or cp_rank >= grid.cp:
                 continue
             yield (
-                f'<rect class="frame" x="{picture.frame_lefts[stage]}" y="{top}" width="{picture.frame_width(stage)}" '
-                f'height="{picture.frame_height(grid.tp)}" rx="10"/>'
+                f'<rect class="frame" x="{picture.frame_lefts[stage]}" '
+                f'y="{picture.frame_top(row, picture.band(stage))}" width="{picture.frame_width(stage)}" '
+                f'height="{picture.frame_height(len(picture.boxes[stage]))}" rx="10"/>'
             )
-            for rank in layout.tp_ranks(stage, dp_rank, cp_rank):
-                yield from _box(picture, rank)
+            ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
+            for first, last in picture.boxes[stage]:
+                yield from _box(picture, ranks[first], ranks[last])
 
 
-def _row_label(picture: _Picture, dp_rank: int, cp_rank: int) -> str:
+def _row_label(picture: Picture, dp_rank: int, cp_rank: int) -> str:
+    """Name a replica, and say how many there are if not all are drawn."""
     num_dp, num_cp = max(picture.layout.dp_sizes), max(picture.layout.cp_sizes)
-    label = f"replica dp {dp_rank}" + (f", cp {cp_rank}" if num_cp > 1 else "")
-    hidden = len(picture.layout.replicas) - len(picture.replicas)
-    sizes = f"x dp {num_dp}" + (f" x cp {num_cp}" if num_cp > 1 else "")
-    return f"{label}, and {hidden} more like it ({sizes})" if hidden else label
+    label = f"replica {dp_rank}" + (f", context-parallel rank {cp_rank}" if num_cp > 1 else "")
+    if len(picture.replicas) == len(picture.layout.replicas):
+        return label
+    total = f"{num_dp} replicas" if len(set(picture.layout.dp_sizes)) == 1 else f"up to {num_dp} replicas of a stage"
+    return f"{label} of {total}" + (f" x {num_cp} context-parallel ranks" if num_cp > 1 else "")
 
 
-def _box(picture: _Picture, rank: int) -> Iterable[str]:
+def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
+    """Draw one rank, or the ranks that share a box."""
     left, top = picture.box(rank)
     tp_rank = picture.layout.coord(rank).tp_rank
+    name = f"rank {rank}"
     kind, place = ("leader", "tp 0, leader") if tp_rank == 0 else ("member", f"tp {tp_rank}")
-    middle = left + _BOX_WIDTH // 2
-    yield f'<rect class="{kind}" x="{left}" y="{top}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="6"/>'
-    yield _text(middle, top + 18, f"rank {rank}", "rank")
+    if last != rank:
+        kind, name, place = "hidden", f"{last - rank + 1} ranks", f"ranks {rank} to {last}"
+    middle = left + BOX_WIDTH // 2
+    yield f'<rect class="{kind}" x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
+    yield _text(middle, top + 18, name, "rank")
     yield _text(middle, top + 34, place, "place")
 
 
-def _transfers(picture: _Picture, crossing: _Crossing) -> Iterable[str]:
-    """Draw the arrows of one boundary and say above them how it is crossed."""
-    transfers = crossing.plan.transfers
-    for index, transfer in enumerate(transfers):
-        start_x, start_y = picture.box(transfer.src)
-        end_x, end_y = picture.box(transfer.dst)
-        start = (start_x + _BOX_WIDTH, start_y + _BOX_HEIGHT // 2)
-        end = (end_x, end_y + _BOX_HEIGHT // 2)
-        # The first line is the outermost, so that the lines do not cross.
-        points = (
-            [start, *_way_round(picture, start, end, len(transfers) - index), end] if crossing.is_wrap else [start, end]
-        )
-        yield _path(points, "transfer", f"rank {transfer.src} to rank {transfer.dst}")
-    first = picture.box(transfers[0].src)
-    is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
-    how = "leader to leader" if crossing.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
-    if crossing.is_wrap:
-        right = picture.frames_right
-        middle = (picture.frame_lefts[0] + right) // 2
-        yield _text(middle, _wrap_y(picture, first[1], 1) - 6, f"to the next virtual stage, {how}", "middle")
-    else:
-        middle = picture.frame_lefts[crossing.boundary.downstream] - _STAGE_GAP // 2
-        yield _text(middle, first[1] + _BOX_HEIGHT // 2 - 9, how, "middle")
+def _transfers(picture: Picture, crossing: Crossing, lines: list[Sequence[Point]]) -> Iterable[str]:
+    """Draw the arrows of one boundary, and note where they lead."""
+    edges = picture.edges(crossing)
+    for index, (src, dst, number) in enumerate(edges):
+        (start_x, start_y), (end_x, end_y) = picture.box(src), picture.box(dst)
+        start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
+        points = [start, end]
+        if picture.goes_round(crossing):
+            right, bottom, left = picture.way_round(crossing, src, index, len(edges))
+            points = [start, (right, start[1]), (right, bottom), (left, bottom), (left, end[1]), end]
+        lines.append(points)
+        if picture.is_shown(src) and picture.is_shown(dst):
+            yield _path(points, "transfer", f"rank {src} to rank {dst}")
+        else:
+            yield _path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
 
 
-def _way_round(
-    picture: _Picture, start: tuple[int, int], end: tuple[int, int], depth: int
-) -> Sequence[tuple[int, int]]:
-    """Lead a line out of the last stage, below the row and up to the first stage; depth 1 is the innermost."""
-    out = (depth + 1) * _WRAP_STEP
-    right, left = picture.frames_right + out, picture.frame_lefts[0] - out
-    bottom = _wrap_y(picture, start[1], depth)
-    return (right, start[1]), (right, bottom), (left, bottom), (left, end[1])
+def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: bool) -> Iterator[str]:
+    """Say how each boundary is crossed, where no arrow and no other label is."""
+    taken: list[Area] = []
+    for crossing in picture.crossings:
+        transfers = crossing.plan.transfers
+        is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
+        text = "leader to leader" if crossing.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
+        first = transfers[0].src
+        boundary = crossing.boundary
+        if picture.goes_round(crossing):
+            where = f"on to stage {boundary.downstream}"
+            if crossing.is_wrap:
+                where = "back to the edge" if is_u_shaped else "to the next virtual stage"
+            text = f"{where}, {text}"
+            y = picture.way_round(crossing, first, len(picture.edges(crossing)) - 1, len(picture.edges(crossing)))[1]
+            places = [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
+        else:
+            middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
+            ends = [picture.box(rank)[1] for rank in (first, transfers[0].dst, transfers[-1].src, transfers[-1].dst)]
+            heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
+            places = [(middle, y) for y in heights]
+        for x, y in places:
+            half = _LETTER_WIDTH * len(text) / 2
+            area = (x - half, y - 11, x + half, y + 4)
+            if any(area == other for other in taken):
+                break
+            is_free = not any(_overlap(area, other) for other in taken)
+            if is_free and not any(_meets(part, area) for points in lines for part in pairwise(points)):
+                taken.append(area)
+                yield _text(x, y, text, "middle")
+                break
 
 
-def _wrap_y(picture: _Picture, inside_y: int, depth: int) -> int:
-    """Return the height at which a line leads back below the row that a point lies in."""
-    row = (inside_y - picture.frame_top(0)) // picture.row_height
-    frames_bottom = picture.frame_top(row) + picture.frame_height(max(picture.layout.tp_sizes))
-    return frames_bottom + _WRAP_LABEL_HEIGHT + (depth + 1) * _WRAP_STEP
+def _overlap(one: Area, other: Area) -> bool:
+    return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
 
 
-def _finish(picture: _Picture, crossing: _Crossing) -> Iterable[str]:
+def _meets(line: tuple[Point, Point], area: Area) -> bool:
+    """Tell whether a line comes into an area: the part of it beside the area is cut off, axis by axis."""
+    (ax, ay), (bx, by) = line
+    begin, end = 0.0, 1.0
+    for start, way, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
+        if not way:
+            if not low < start < high:
+                return False
+            continue
+        near, far = sorted(((low - start) / way, (high - start) / way))
+        begin, end = max(begin, near), min(end, far)
+    return begin < end
+
+
+def _finish(picture: Picture, crossing: Crossing) -> Iterable[str]:
     """Draw the collective that completes a plan as a bracket at the left of the stage.
 
     A broadcast leads from its root to the other ranks, an all-gather into every rank.
     """
     finish = crossing.plan.finish
-    low = _BOX_HEIGHT - 8
+    low = BOX_HEIGHT - 8
     # In an all-gather every rank has the head of a transfer in the middle of its box.
-    entry = low if finish.kind is CollectiveKind.ALL_GATHER else _BOX_HEIGHT // 2
+    entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
     for group in finish.groups:
         root, *others = group
         left, top = picture.box(root)
-        turn = left - _BRACKET_WIDTH + 8
+        turn = left - BRACKET_WIDTH + 8
         yield f"<g><title>{finish.kind} among {', '.join(f'rank {rank}' for rank in group)}</title>"
         start = (left, top + low)
-        for rank in others:
-            end = (left, picture.box(rank)[1] + entry)
+        for box_top in dict.fromkeys(picture.box(rank)[1] for rank in others):
+            end = (left, box_top + entry)
             yield _path([start, (turn, start[1]), (turn, end[1]), end], "finish")
         if finish.kind is CollectiveKind.ALL_GATHER:
             yield _path([(turn, start[1]), start], "finish")
         yield "</g>"
 
 
-def _legend(picture: _Picture) -> tuple[tuple[str, str], ...]:
+def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
     """Return the kinds of marks in the picture that need a word, and the word."""
     entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
+    if any(first != last for boxes in picture.boxes for first, last in boxes):
+        entries.append(("hidden", "ranks that are not drawn one by one; dashed: their transfers"))
     if picture.crossings:
         entries.append(("transfer", "activations, forward; gradients come back alike"))
     if any(crossing.has_finish for crossing in picture.crossings):
@@ -339,9 +318,9 @@ def _legend(picture: _Picture) -> tuple[tuple[str, str], ...]:
 
 
 def _legend_entry(top: int, kind: str, text: str) -> Iterable[str]:
-    left, right = _MARGIN, _MARGIN + _SAMPLE_WIDTH
-    if kind == "leader":
-        yield f'<rect class="sample leader" x="{left}" y="{top}" width="{_SAMPLE_WIDTH}" height="14" rx="3"/>'
+    left, right = MARGIN, MARGIN + _SAMPLE_WIDTH
+    if kind in ("leader", "hidden"):
+        yield f'<rect class="sample {kind}" x="{left}" y="{top}" width="{_SAMPLE_WIDTH}" height="14" rx="3"/>'
     else:
         yield _path([(left, top + 7), (right, top + 7)], f"sample {kind}")
     yield _text(right + 12, top + 11, text)

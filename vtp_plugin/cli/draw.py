@@ -26,9 +26,14 @@ def run(options: argparse.Namespace) -> None:
     check_ending(options.output, {".svg": "picture"})
     flags = read_run(options)
     layout = flags.layout
-    write_file(
-        options.output, draw_pipeline(layout, is_ring=flags.is_ring, rules=flags.rules, dp_mode=flags.replicas.mode)
+    picture = draw_pipeline(
+        layout,
+        is_ring=flags.is_ring,
+        rules=flags.rules,
+        dp_mode=flags.replicas.mode,
+        is_u_shaped=flags.config.layerwise_disaggregated,
     )
+    write_file(options.output, picture)
     if options.json:
         print_json(
             "draw",
