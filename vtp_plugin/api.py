@@ -21,6 +21,7 @@ from vtp_plugin.config import (
     ScheduleName,
     TransportName,
     VtpConfig,
+    parse_bytes,
     parse_cost_words,
     parse_cp_list,
     parse_dp_list,
@@ -55,6 +56,7 @@ def apply(
     dp_mode: DpModeName = "multiplex",
     device: DeviceName = "auto",
     transport: TransportName = "auto",
+    transport_threshold_bytes: int | str | None = None,
     sites: str | Sequence[str] | None = None,
     timeout_s: float = 600.0,
     force: bool = False,
@@ -89,6 +91,8 @@ def apply(
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        transport_threshold_bytes: with ``"auto"``, the size from which on tensors cross in slices, such as ``"4MiB"``;
+            ``None`` lets the run try both ways.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
         timeout_s: a rank that does not answer for so long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
@@ -119,6 +123,7 @@ def apply(
         dp_mode=dp_mode,
         device=device,
         transport=transport,
+        transport_threshold_bytes=parse_bytes(transport_threshold_bytes),
         sites=parse_sites(sites),
         timeout_s=timeout_s,
         force=force,

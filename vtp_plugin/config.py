@@ -33,6 +33,8 @@ class VtpConfig:
         device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
         transport: how activations cross a boundary. ``"rank0"`` goes through the leaders, ``"sliced"`` gives every link
             its share; ``"auto"`` takes rank0 between sites and where tensors are small, sliced elsewhere.
+        transport_threshold_bytes: with ``transport="auto"``, tensors of at least so many bytes cross in slices where
+            there is a choice, smaller ones through the leaders; ``None`` lets the run try both.
         sites: name of the site of every stage, in stage order; ``None`` is one site for all.
         timeout_s: a peer that does not answer for so long ends the run on every rank, in seconds.
         force: use the plugin's groups and communicator for a uniform list too (tests and benchmarks).
@@ -58,6 +60,7 @@ class VtpConfig:
     dp_mode: DpModeName = "multiplex"
     device: DeviceName = "auto"
     transport: TransportName = "auto"
+    transport_threshold_bytes: int | None = None
     sites: tuple[str, ...] | None = None
     timeout_s: float = 600.0
     force: bool = False
@@ -100,6 +103,11 @@ class VtpConfig:
             )
         if not 0 < self.timeout_s < float("inf"):
             raise LayoutError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
+        if self.transport_threshold_bytes is not None and self.transport != "auto":
+            raise LayoutError(
+                f"a transport threshold of {self.transport_threshold_bytes} bytes is for the transport auto, not for "
+                f"{self.transport}; give one of them"
+            )
         if not self.replan_share > 0:
             raise LayoutError(
                 f"replan share {self.replan_share} must be positive, such as 0.25 for a quarter; inf never plans anew"
@@ -200,6 +208,25 @@ def parse_in_flight(value: str | int | Sequence[int] | None) -> tuple[int, ...] 
             f"vtp_in_flight {','.join(map(str, entries))!r} is not a list of whole numbers; write one for all stages, "
             "or one for each, such as 8,4,4"
         ) from None
+
+
+def parse_bytes(value: str | int | None) -> int | None:
+    """Read a number of bytes, with or without a unit.
+
+    >>> parse_bytes("256KiB"), parse_bytes("4MiB"), parse_bytes(1000), parse_bytes(None)
+    (262144, 4194304, 1000, None)
+
+    Raises:
+        ConfigError: it is not a whole number of bytes, KiB or MiB.
+    """
+    if value is None:
+        return None
+    text = str(value).strip()
+    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("", 1)):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.isascii() and number.isdigit():
+            return int(number) * factor
+    raise LayoutError(f"{text!r} is not a number of bytes; write 262144, 256KiB or 4MiB")
 
 
 def parse_cost_words(value: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -217,6 +217,7 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     if problems:
         raise ConfigError(" | ".join(problems))
     session.log_interval_steps = args.log_interval
+    session.is_sharded = bool(args.sequence_parallel)
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)

@@ -20,6 +20,7 @@ ACTIVATION = torch.zeros(8, 2, 4)
     [
         (Cargo.ACTIVATION, ACTIVATION),
         (Cargo.GRADIENT, ACTIVATION.bfloat16()),
+        (Cargo.PROBE, ACTIVATION),
         (Cargo.SHAPE_HEADER, torch.tensor([8, 2, 4, 0])),
         (Cargo.TIED_EMBEDDING, ACTIVATION[0]),
         (Cargo.WARM_UP, torch.zeros(1)),

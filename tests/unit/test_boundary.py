@@ -35,7 +35,7 @@ from vtp_plugin.boundary import (
     subtract,
     volume,
 )
-from vtp_plugin.boundary import pipeline as pipeline_module
+from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.pipeline import (
     Crossing,
     Direction,
@@ -729,11 +729,27 @@ class TestTransportRules:
         assert rules.choose(self.LAYOUT, 1, 2) == ("rank0", "crosses from site b to site c")
 
     def test_small_tensors_go_through_the_leaders(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pipeline_module, "SLICED_FROM_BYTES", 1000)
+        monkeypatch.setattr(rules_module, "SLICED_FROM_BYTES", 1000)
         sliced = "sliced", "the stages' sizes differ: every link carries its share"
         small = "rank0", "999 bytes are fewer than 1000, where slices begin to pay"
-        for tensor_bytes, expected in ((None, sliced), (999, small), (1000, sliced)):
-            assert TransportRules(tensor_bytes=tensor_bytes).choose(self.LAYOUT, 0, 1) == expected
+        tried = "sliced", "the stages' sizes differ; a run tries rank0 as well at its start and takes the faster one"
+        for tensor_bytes, expected in ((None, sliced), (999, small), (1000, tried)):
+            rules = TransportRules(tensor_bytes=tensor_bytes)
+            assert rules.choose(self.LAYOUT, 0, 1) == expected
+            assert rules.is_open(self.LAYOUT, 0, 1) is (expected is tried)
+        # Said by hand, between sites, or by one strategy for all: nothing is tried.
+        sites = ("a", "b", "b")
+        for rules in (
+            TransportRules(tensor_bytes=5000, threshold_bytes=5000),
+            TransportRules(tensor_bytes=5000, sites=sites),
+            TransportRules(tensor_bytes=5000, transport="sliced"),
+        ):
+            assert not rules.is_open(self.LAYOUT, 0, 1)
+        assert TransportRules(tensor_bytes=4999, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == (
+            "rank0",
+            "4999 bytes are fewer than 5000, as --vtp-transport-threshold says",
+        )
+        assert TransportRules(tensor_bytes=5000, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == sliced
         # Between equal stages nothing is cut, so there is nothing to win.
         assert TransportRules(tensor_bytes=999).choose(self.LAYOUT, 1, 2)[0] == "sliced"
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.config import VtpConfig, choose_cp_sizes, merge, parse_cp_list, parse_dp_list, parse_size_list
+from vtp_plugin.config import (
+    VtpConfig,
+    choose_cp_sizes,
+    merge,
+    parse_bytes,
+    parse_cp_list,
+    parse_dp_list,
+    parse_size_list,
+)
 from vtp_plugin.errors import ConfigError
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
@@ -142,3 +150,10 @@ def test_dp_list() -> None:
 def test_bad_dp_list(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_threshold_is_for_auto() -> None:
+    with pytest.raises(ConfigError, match="a transport threshold of 1000 bytes is for the transport auto"):
+        VtpConfig(transport="sliced", transport_threshold_bytes=1000)
+    with pytest.raises(ConfigError, match="'1 kB' is not a number of bytes; write 262144, 256KiB or 4MiB"):
+        parse_bytes("1 kB")

@@ -15,6 +15,7 @@ class Cargo(TextEnum):
     GRADIENT = "gradient"
     SHAPE_HEADER = "shape header"
     TIED_EMBEDDING = "tied embedding"
+    PROBE = "probe"
     WARM_UP = "warm-up"
 
 
@@ -26,6 +27,8 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         "few when the links are measured",
         Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a "
         "model that share it; never in a U-shaped pipeline, which has both ends on one stage",
+        Cargo.PROBE: "zeros, floating point, `[S, B, H]` or a slice of it, at start-up: they time the ways in which a "
+        "boundary inside a site can be crossed",
         Cargo.WARM_UP: "a single zero for every link, at start-up",
     }
 )

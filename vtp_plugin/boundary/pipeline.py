@@ -14,16 +14,14 @@ from dataclasses import dataclass
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_header
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.text_enum import TextEnum
 
 Shape = tuple[int, ...]
-
-SLICED_FROM_BYTES = 256 * 1024
-"""Tensors from this size on cross faster in slices than through the leaders; measured by `benchmarks/boundary.py`."""
 
 
 class Direction(TextEnum):
@@ -261,55 +259,6 @@ class PipelineBoundary:
         """Name boundary and direction as error messages do: `boundary 0->1, forward`; unique on each rank."""
         replica = f", {self.replica_name}" if self.is_shared else ""
         return f"boundary {self.upstream}->{self.downstream}{replica}, {direction}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportRules:
-    """What decides how a boundary is crossed.
-
-    Attributes:
-        transport: `"auto"`, `"rank0"` or `"sliced"`.
-        sites: Site of every stage; empty for one site.
-        tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
-            None where it is not known beforehand.
-    """
-
-    transport: str = "auto"
-    sites: tuple[str, ...] = ()
-    tensor_bytes: int | None = None
-
-    def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
-        """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
-
-        Raises:
-            ConfigError: The context-parallel sizes differ, and the leaders were asked to carry it alone.
-
-        >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
-        >>> TransportRules(sites=("edge", "cloud", "cloud")).choose(layout, 0, 1)
-        ('rank0', 'crosses from site edge to site cloud')
-        >>> TransportRules().choose(layout, 1, 2)
-        ('sliced', 'both stages have one size: rank to rank')
-        """
-        src, dst = layout.stages[upstream], layout.stages[downstream]
-        crosses_sites = bool(self.sites) and self.sites[upstream] != self.sites[downstream]
-        if src.cp != dst.cp and (self.transport == "rank0" or (self.transport == "auto" and crosses_sites)):
-            obstacle = "--vtp-transport rank0 was given" if self.transport == "rank0" else "it crosses sites"
-            raise LayoutError(
-                f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
-                f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
-                "ranks of the other, or equal sizes"
-            )
-        if self.transport != "auto":
-            return self.transport, "asked for"
-        if src.cp != dst.cp:
-            return "sliced", "context-parallel sizes differ"
-        if crosses_sites:
-            return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
-        if src.tp == dst.tp:
-            return "sliced", "both stages have one size: rank to rank"
-        if self.tensor_bytes is not None and self.tensor_bytes < SLICED_FROM_BYTES:
-            return "rank0", f"{self.tensor_bytes} bytes are fewer than {SLICED_FROM_BYTES}, where slices begin to pay"
-        return "sliced", "the stages' sizes differ: every link carries its share"
 
 
 def pipeline_boundaries(

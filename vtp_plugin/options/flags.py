@@ -14,6 +14,7 @@ from typing import Any
 from vtp_plugin.config import (
     VtpConfig,
     merge,
+    parse_bytes,
     parse_cost_words,
     parse_cp_list,
     parse_dp_list,
@@ -154,7 +155,18 @@ VTP_FLAGS: tuple[Flag, ...] = (
         keyword="transport",
         field="transport",
         help="how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link "
-        "its share; auto (default) takes rank0 between sites and for small tensors, else sliced",
+        "its share; auto (default) takes rank0 between sites and for small tensors; where the stages' sizes differ, a "
+        "run tries both at its start and takes the faster one",
+    ),
+    Flag(
+        name="--vtp-transport-threshold",
+        group=FlagGroup.WHAT,
+        metavar="4MiB",
+        keyword="transport_threshold_bytes",
+        field="transport_threshold_bytes",
+        parse=parse_bytes,
+        help="with --vtp-transport auto: tensors from this size on cross in slices where there is a choice, smaller "
+        "ones by rank0, and nothing is tried; bytes, or a number with KiB or MiB",
     ),
     Flag(
         name="--vtp-dp-mode",

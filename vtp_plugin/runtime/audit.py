@@ -17,7 +17,7 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
 
 HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the number of its type
-_NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.TIED_EMBEDDING: 2}
+_NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo.TIED_EMBEDDING: 2}
 
 
 def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ collectives of a plan run in the stage's own tensor-parallel group: the start wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Crossing, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, Transfer, local_slices
 from vtp_plugin.boundary.spread import Holding
@@ -57,6 +59,8 @@ class Channel:
         self.crossing = crossing
         self.order = order
         self._group = group
+        self._groups = group, stage_group, pieces_group
+        self._monitor = monitor
         self._platform = platform
         self._audit = audit
         self._rank = dist.get_rank()
@@ -73,6 +77,23 @@ class Channel:
         probe = crossing.probe
         self.sources = ranks_text({t.src for t in probe.receives_of(self._rank)} or {t.src for t in probe.transfers})
         self.destinations = ranks_text({t.dst for t in probe.sends_of(self._rank)})
+
+    def crossed_by(self, strategy: str, *, unit: str | None = None) -> Channel:
+        """Return a channel over the same groups that crosses by another strategy.
+
+        Args:
+            strategy: whose ranks are among those of the own one: slices join all ranks that the leaders' way joins.
+            unit: what its messages are called; default as before.
+
+        Raises:
+            PlanError: the group lacks a rank.
+        """
+        crossing = dataclasses.replace(self.crossing, strategy=strategy, unit=unit or self.crossing.unit)
+        if not set(crossing.participants) <= set(self.crossing.participants):
+            raise PlanError(f"{crossing.name}: {strategy} needs the ranks {crossing.participants}, which have no group")
+        require_valid(crossing.probe)
+        require_valid(crossing.plan_header(HEADER_LENGTH))
+        return Channel(crossing, self.order, *self._groups, self._platform, self._monitor, self._audit)
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
         """Return the plan for a global shape; planned once per shape. Arguments as for :meth:`Crossing.plan`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -17,7 +17,8 @@ import torch.distributed as dist
 import vtp_plugin
 from vtp_plugin import log
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, PatchError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
@@ -29,8 +30,10 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, join_channels, open_channels
 from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.probe import settle, try_strategies
 from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
+from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.statement import digest_of, state_run
@@ -59,6 +62,7 @@ class Session:
         is_activated: the patches that depend on the command line are applied.
         exchange_options: how tensors cross, by the model configuration; None before all ranks' were compared.
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
+        is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: training steps from one line about real and planned times to the next.
         audit: record of what crosses; None unless asked for, or before the channels are open.
         notes: lines that the start-up summary ends with.
@@ -80,6 +84,7 @@ class Session:
         self.is_activated = False
         self.exchange_options: ExchangeOptions | None = None
         self.tensor_bytes: int | None = None
+        self.is_sharded = False
         self.log_interval_steps = 100
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
@@ -129,7 +134,10 @@ class Session:
     def transport_rules(self) -> TransportRules:
         """What decides how the boundaries are crossed."""
         return TransportRules(
-            transport=self.config.transport, sites=self.config.sites or (), tensor_bytes=self.tensor_bytes
+            transport=self.config.transport,
+            sites=self.config.sites or (),
+            tensor_bytes=self.tensor_bytes,
+            threshold_bytes=self.config.transport_threshold_bytes,
         )
 
     @property
@@ -230,6 +238,7 @@ class Session:
             timeout_s=self.config.timeout_s,
             audit=self.audit,
         )
+        channels = self._settle_transport(boundaries, channels)
         rank = dist.get_rank()
         mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
         self.communicators = join_channels(mine, own.stage, channels)
@@ -242,6 +251,21 @@ class Session:
             self.pipeline = PlannedPipeline(placement, worker, by_name, self.ranks, self.platform, planning)
         if tied and own.stage in (0, num_stages - 1):
             self.tied_weight = join_tied_weight(tied, channels, is_first=own.stage == 0)
+
+    def _settle_transport(
+        self, boundaries: Sequence[PipelineBoundary], channels: dict[str, Channel]
+    ) -> dict[str, Channel]:
+        """Try both strategies where the rules leave it open, and let the channels cross by the faster one."""
+        assert self.layout is not None and self.platform is not None
+        layout, rules = self.layout, self.transport_rules
+        tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]
+        if not tried or dist.get_backend() == "fake":
+            return channels
+        choices = try_strategies(
+            tried, channels, share_reports=self.ranks.share_reports, platform=self.platform, is_sharded=self.is_sharded
+        )
+        log.info("\n".join(map(str, choices.values())))
+        return settle(tried, channels, choices)
 
     def finish_step(self) -> None:
         """Wait for the sends that nobody waited for."""

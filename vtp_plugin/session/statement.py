@@ -37,6 +37,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "vtp_dp_list": ",".join(str(size) for size in layout.dp_sizes),
         "dp mode": config.dp_mode,
         "transport": config.transport,
+        "vtp_transport_threshold": config.transport_threshold_bytes,
         "sites": ",".join(config.sites or ()),
         "platform": platform_name,
         "forced": config.force,

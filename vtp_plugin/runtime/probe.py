@@ -1,0 +1,186 @@
+"""Which strategy carries a boundary faster: where the rules leave it open, a run tries them at its start.
+
+Both go over the groups that the slices need. One replica of each boundary sends zeros to and fro while the others wait,
+one boundary after another in the planned order. The ranks' figures are compared in one place, so all ranks take the
+same strategy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, Shape
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.measure import Report
+from vtp_plugin.runtime.transport import Channel
+
+Pair = tuple[int, int]
+ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
+STRATEGIES = ("rank0", "sliced")
+# The first of so many round trips is left out; of the others the fastest counts.
+_NUM_ROUNDS = 4
+# All are tried with a first size, which tells slow links: these give a larger tensor the same order. Where it crosses
+# within a few ms, a larger one is tried as well.
+_FIRST_BYTES, _MOST_BYTES = 1 << 20, 16 << 20
+_FAST_MS = 20.0
+_WIDTH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What was found for the boundaries between two stages.
+
+    Attributes:
+        pair: upstream and downstream stage.
+        num_bytes: size of the tensor that was sent.
+        times_ms: one way, by strategy.
+    """
+
+    pair: Pair
+    num_bytes: int
+    times_ms: Mapping[str, float]
+
+    @property
+    def strategy(self) -> str:
+        """The faster one; of equal ones the first, which uses fewer links."""
+        return min(STRATEGIES, key=lambda name: self.times_ms[name])
+
+    def __str__(self) -> str:
+        """Say it in one line.
+
+        >>> print(Choice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
+        boundary 0->1: rank0 (tried with 1.0 MiB: rank0 1.80 ms, sliced 3.87 ms one way)
+        """
+        figures = ", ".join(f"{name} {self.times_ms[name]:.2f} ms" for name in STRATEGIES)
+        size_mib = self.num_bytes / (1 << 20)
+        return f"boundary {_key(self.pair)}: {self.strategy} (tried with {size_mib:.1f} MiB: {figures} one way)"
+
+
+def try_strategies(
+    boundaries: Sequence[PipelineBoundary],
+    channels: Mapping[str, Channel],
+    *,
+    share_reports: ShareReports,
+    platform: Platform,
+    is_sharded: bool,
+) -> dict[Pair, Choice]:
+    """Time both strategies of boundaries; a collective call of all ranks, while nothing else is under way.
+
+    Args:
+        boundaries: opened for slices, with the size of their tensor; of several between two stages the first is tried.
+        channels: of this rank, by name.
+        share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
+        platform: where the tensors are.
+        is_sharded: ranks hold slices (sequence parallelism).
+
+    Returns:
+        The same on all ranks, by upstream and downstream stage.
+    """
+    first: dict[Pair, PipelineBoundary] = {}
+    for boundary in boundaries:
+        first.setdefault((boundary.upstream, boundary.downstream), boundary)
+    sizes = {pair: min(boundary.tensor_bytes or 0, _FIRST_BYTES) for pair, boundary in first.items()}
+    choices: dict[Pair, Choice] = {}
+    while sizes:
+        report: Report = {}
+        for pair, num_bytes in sizes.items():
+            ways = [channels.get(first[pair].name(direction)) for direction in Direction]
+            if ways[0] is not None and ways[1] is not None:
+                report[_key(pair)] = _round_trips(ways[0], ways[1], num_bytes, platform, is_sharded=is_sharded)
+        found: dict[str, dict[str, float]] = json.loads(share_reports(report, _slowest))
+        for pair, num_bytes in sizes.items():
+            times_ms = {name: found[_key(pair)][name] / 2 for name in STRATEGIES}
+            choices[pair] = Choice(pair=pair, num_bytes=num_bytes, times_ms=times_ms)
+        larger = {pair: min(boundary.tensor_bytes or 0, _MOST_BYTES) for pair, boundary in first.items()}
+        sizes = {
+            pair: larger[pair]
+            for pair, num_bytes in sizes.items()
+            if num_bytes < larger[pair] and max(choices[pair].times_ms.values()) < _FAST_MS
+        }
+    return choices
+
+
+def settle(
+    boundaries: Sequence[PipelineBoundary], channels: Mapping[str, Channel], choices: Mapping[Pair, Choice]
+) -> dict[str, Channel]:
+    """Return the channels of this rank, those of the tried boundaries as they were chosen."""
+    settled = dict(channels)
+    for boundary in boundaries:
+        strategy = choices[boundary.upstream, boundary.downstream].strategy
+        for name in map(boundary.name, Direction):
+            if name in settled and strategy != boundary.strategy:
+                settled[name] = settled[name].crossed_by(strategy)
+    return settled
+
+
+def _key(pair: Pair) -> str:
+    return f"{pair[0]}->{pair[1]}"
+
+
+def _slowest(reports: Sequence[Report]) -> str:
+    """Take every figure from the rank that saw the longest time."""
+    merged: dict[str, dict[str, float]] = {}
+    for report in reports:
+        for pair, times_ms in report.items():
+            known = merged.setdefault(pair, {})
+            known.update({name: max(time_ms, known.get(name, 0.0)) for name, time_ms in times_ms.items()})
+    return json.dumps(merged)
+
+
+def _round_trips(
+    there: Channel, back: Channel, num_bytes: int, platform: Platform, *, is_sharded: bool
+) -> dict[str, float]:
+    """Send zeros to and fro by every strategy in turn; return the fastest round trip in ms, on the side that asks."""
+    crossing = there.crossing
+    num_samples = math.lcm(crossing.src.num_replicas, crossing.dst.num_replicas)
+    unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (crossing.src, crossing.dst)))
+    shape = (unit * max(1, round(num_bytes / (4 * unit * num_samples * _WIDTH))), num_samples, _WIDTH)
+    asks = dist.get_rank() in crossing.src.ranks
+    times_ms: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    ways = {name: [way.crossed_by(name, unit="probe") for way in (there, back)] for name in STRATEGIES}
+    for outgoing, incoming in ways.values():
+        for way in (outgoing, incoming):
+            require_valid(way.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded))
+    for _ in range(_NUM_ROUNDS):
+        for name, (outgoing, incoming) in ways.items():
+            start = time.perf_counter()
+            if asks:
+                _swap(outgoing, incoming, shape, platform, is_sharded=is_sharded)
+            else:
+                _answer(outgoing, incoming, shape, platform, is_sharded=is_sharded)
+            if not platform.host_blocking_wait:
+                platform.module().synchronize()
+            times_ms[name].append(1e3 * (time.perf_counter() - start))
+    return {name: min(times[1:]) for name, times in times_ms.items()} if asks else {}
+
+
+def _swap(
+    outgoing: Channel, incoming: Channel, shape: tuple[int, ...], platform: Platform, *, is_sharded: bool
+) -> None:
+    """Send zeros and get some back."""
+    local = outgoing.local_shape(shape, is_sharded=is_sharded)
+    zeros = torch.zeros(local, dtype=torch.float32, device=platform.device())
+    there = outgoing.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
+    back = incoming.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
+    sent = outgoing.post_send(zeros, there, torch.float32, cargo=Cargo.PROBE)
+    _, received = incoming.post_recv(back, torch.float32, requires_grad=False, cargo=Cargo.PROBE)
+    received.wait()
+    sent.wait()
+
+
+def _answer(there: Channel, back: Channel, shape: Shape, platform: Platform, *, is_sharded: bool) -> None:
+    """Take zeros and send some back."""
+    plan = there.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
+    tensor, received = there.post_recv(plan, torch.float32, requires_grad=False, cargo=Cargo.PROBE)
+    received.wait()
+    plan = back.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
+    back.post_send(torch.zeros_like(tensor), plan, torch.float32, cargo=Cargo.PROBE).wait()
