@@ -147,6 +147,13 @@ def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> Non
     ]
 
 
+def test_plan_says_what_a_run_will_try(output_of: Output) -> None:
+    trying = "a run tries rank0 too when it starts"
+    assert trying in output_of("plan", "--vtp-size-list", "1,2", *MODEL)
+    output = output_of("plan", "--vtp-size-list", "1,2", *MODEL, "--vtp-transport-threshold", "33554432")
+    assert trying not in output and "boundary 0->1: rank0 (" in output
+
+
 def test_plan_slices_bytes_and_rows_add_up(output_of: Output) -> None:
     flags = (*MODEL, "--seq-length", "1536", "--hidden-size", "3072")
     plan = json.loads(output_of("plan", "--vtp-size-list", "2,3", *flags, "--json"))

@@ -174,7 +174,12 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         layout=layout,
         num_chunks=num_chunks,
         placement=placement,
-        rules=TransportRules(transport=config.transport, sites=config.sites or (), tensor_bytes=tensor_bytes),
+        rules=TransportRules(
+            transport=config.transport,
+            sites=config.sites or (),
+            tensor_bytes=tensor_bytes,
+            threshold_bytes=config.transport_threshold_bytes,
+        ),
         planning=planning,
         shape=shape,
         itemsize_bytes=itemsize_bytes,

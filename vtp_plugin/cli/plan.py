@@ -112,6 +112,8 @@ def _boundaries(flags: Run, views: Sequence[CrossingView], *, is_short: bool) ->
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
         yield f"{name}: {first.strategy} ({first.reason})"
+        if flags.rules.is_open(flags.layout, first.boundary.upstream, first.boundary.downstream):
+            yield "  a run tries rank0 too when it starts, and takes the faster one; --vtp-transport-threshold decides"
         if not is_short:
             yield from (f"  {line}" for line in explain(first, flags))
 
