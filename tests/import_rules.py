@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"advance", "errors", "log", "text_enum"}),
-    frozenset({"config"}),
+    frozenset({"config", "failure"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "ordering", "schedule"}),
     frozenset({"options"}),

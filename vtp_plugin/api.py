@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from vtp_plugin import log
@@ -30,6 +27,7 @@ from vtp_plugin.config import (
     parse_size_list,
 )
 from vtp_plugin.errors import ConfigError, PatchError, VtpError
+from vtp_plugin.failure import FailureHook
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,7 +43,7 @@ class _Holder:
 
     session: Session | None = None
     request: VtpConfig | None = None
-    has_failed = False
+    hook: FailureHook | None = None
 
 
 def apply(
@@ -115,28 +113,37 @@ def apply(
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return
-    sys.excepthook = _excepthook
-    request = VtpConfig(
-        size_list=parse_size_list(vtp_size_list),
-        cp_list=parse_cp_list(vtp_cp_list),
-        dp_list=parse_dp_list(vtp_dp_list),
-        dp_mode=dp_mode,
-        device=device,
-        transport=transport,
-        transport_threshold_bytes=parse_bytes(transport_threshold_bytes),
-        sites=parse_sites(sites),
-        timeout_s=timeout_s,
-        force=force,
-        data_parallel_size=data_parallel_size,
-        schedule=schedule,
-        layerwise_disaggregated=layerwise_disaggregated,
-        audit=audit,
-        in_flight=parse_in_flight(in_flight),
-        costs=parse_cost_words(costs),
-        replan_share=replan_share,
-        log_level=log_level,
-        share_errors=share_errors,
-    )
+    try:
+        request = VtpConfig(
+            size_list=parse_size_list(vtp_size_list),
+            cp_list=parse_cp_list(vtp_cp_list),
+            dp_list=parse_dp_list(vtp_dp_list),
+            dp_mode=dp_mode,
+            device=device,
+            transport=transport,
+            transport_threshold_bytes=parse_bytes(transport_threshold_bytes),
+            sites=parse_sites(sites),
+            timeout_s=timeout_s,
+            force=force,
+            data_parallel_size=data_parallel_size,
+            schedule=schedule,
+            layerwise_disaggregated=layerwise_disaggregated,
+            audit=audit,
+            in_flight=parse_in_flight(in_flight),
+            costs=parse_cost_words(costs),
+            replan_share=replan_share,
+            log_level=log_level,
+            share_errors=share_errors,
+        )
+        _apply(request)
+    except VtpError:
+        # One line instead of a traceback, also where no list was given.
+        _hook().install()
+        raise
+
+
+def _apply(request: VtpConfig) -> None:
+    """Apply the plugin for what was asked for; see :func:`apply`."""
     if _Holder.session is not None:
         if request == _Holder.request:
             return
@@ -146,7 +153,7 @@ def apply(
         )
     host_version = _megatron_version()
     # Early, to run after the handlers that are registered later.
-    atexit.register(_leave_after_failure)
+    atexit.register(_hook().leave)
     from vtp_plugin.patches.registry import argument_records, platform_records, training_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
@@ -154,6 +161,7 @@ def apply(
 
     _refuse_late()
     session = Session(request)
+    session.watch_failures = _hook().install
 
     def activate() -> None:
         if session.is_activated:
@@ -175,6 +183,7 @@ def apply(
     session.applied.append(apply_records(argument_records(session, activate), host_version))
     _Holder.session, _Holder.request = session, request
     if isinstance(request.size_list, tuple):
+        session.watch_failures()
         session.open_log()
         meet(session, activate)
         activate()  # unless this rank has met nobody
@@ -183,9 +192,10 @@ def apply(
 def revert() -> None:
     """Undo ``apply``: every replaced object of Megatron and torch is the original again. Without ``apply``: nothing."""
     session, _Holder.session, _Holder.request = _Holder.session, None, None
-    atexit.unregister(_leave_after_failure)
-    if sys.excepthook is _excepthook:
-        sys.excepthook = sys.__excepthook__
+    hook, _Holder.hook = _Holder.hook, None
+    if hook is not None:
+        atexit.unregister(hook.leave)
+        hook.remove()
     if session is None:
         return
     session.ranks.stop()
@@ -258,6 +268,25 @@ def get_vtp_intra_stage_group() -> dist.ProcessGroup | None:
     return None if _Holder.session is None else _Holder.session.stage_group
 
 
+def _hook() -> FailureHook:
+    """Return the link in the chain of exception hooks; made once, since who set a hook after it may call it."""
+    if _Holder.hook is None:
+        _Holder.hook = FailureHook(
+            is_applied=lambda: _Holder.session is not None,
+            get_watch=lambda: None if _Holder.session is None else _Holder.session.ranks.monitor,
+            note=_note_failure,
+        )
+    return _Holder.hook
+
+
+def _note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
+    """Fill the file in which the launcher looks for the reason."""
+    from vtp_plugin.runtime.disclosure import describe_error
+    from vtp_plugin.runtime.error_file import write_error_file
+
+    write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+
+
 def _megatron_version() -> str:
     from packaging.specifiers import SpecifierSet
 
@@ -290,40 +319,3 @@ def _refuse_late() -> None:
         raise PatchError(
             "Megatron's parallel_state is already initialised; call vtp_plugin.apply() before initialize_model_parallel"
         )
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print errors of the plugin as one line, others as a traceback with such a line, and tell the other ranks."""
-    session = _Holder.session
-    monitor = None if session is None else session.ranks.monitor
-    _Holder.has_failed = session is not None
-    position = ""
-    if monitor is not None:
-        position = f"; {monitor.describe_position()}"
-        # Before printing: torch may complain about a broken store, and our line shall be the last.
-        monitor.post_failure(error)
-        if monitor.failure is not None:
-            position += f"; before that, {monitor.failure}"
-    text = str(error)
-    if not isinstance(error, VtpError):
-        sys.__excepthook__(kind, error, trace)
-        text = "this rank failed with the error above"
-    if monitor is not None or isinstance(error, VtpError):
-        log.error(f"{text}{position}")
-        from vtp_plugin.runtime.disclosure import describe_error
-        from vtp_plugin.runtime.error_file import write_error_file
-
-        is_consequence = monitor is not None and monitor.failure is not None
-        write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
-
-
-def _leave_after_failure() -> None:
-    """End here, after the other exit handlers: destructors of process groups may wait for peers that are gone."""
-    if not _Holder.has_failed:
-        return
-    for child in multiprocessing.active_children():
-        child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(1)

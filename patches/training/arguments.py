@@ -7,9 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import ConfigError, LayoutError, VtpError
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options import (
+    RULES,
+    VTP_FLAGS,
     add_vtp_arguments,
     check_batches,
     check_one_chunk,
@@ -27,6 +29,8 @@ from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
+
+_TENSOR_SIZE = "tensor_model_parallel_size"
 
 
 def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
@@ -65,17 +69,57 @@ def _parse(session: Session, original: Callable[..., argparse.Namespace]) -> Cal
         extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
         ignore_unknown_args: bool = False,
     ) -> argparse.Namespace:
+        _refuse_yaml(session)
+        defaults: dict[str, Any] = {}
+
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
+            defaults[_TENSOR_SIZE] = parser.get_default(_TENSOR_SIZE)
             # Unset, to tell "not given" from 1.
-            parser.set_defaults(tensor_model_parallel_size=None)
+            parser.set_defaults(**{_TENSOR_SIZE: None})
             _mend_help(parser)
             return add_vtp_arguments(parser)
 
-        return original(provider, ignore_unknown_args)
+        args = original(provider, ignore_unknown_args)
+        if not _asks_for_stages(session, args):
+            _forget_flags(args, defaults)
+        return args
 
     return parse_args
+
+
+def _refuse_yaml(session: Session) -> None:
+    """Refuse a file of arguments beside a list: Megatron reads it instead of the command line, with its own checks.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--vtp-size-list", default=session.config.size_list)
+    try:
+        given, _ = parser.parse_known_args()
+    except argparse.ArgumentError:
+        return  # Megatron's own parser says what is wrong
+    if given.yaml_cfg is not None and given.vtp_size_list is not None:
+        (rule,) = [rule for rule in RULES if rule.attribute == "yaml_cfg"]
+        session.watch_failures()
+        raise ConfigError(f"--yaml-cfg {given.yaml_cfg} with --vtp-size-list; {rule.reason}; {rule.way_out}")
+
+
+def _asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
+    """Tell whether this rank was told a list of sizes."""
+    return session.config.size_list is not None or getattr(args, "vtp_size_list", None) is not None
+
+
+def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    """Let the arguments of a run without a list be what Megatron's own parser gives: flags not given leave no trace."""
+    if getattr(args, _TENSOR_SIZE, None) is None:
+        vars(args).update(defaults)
+    for flag in VTP_FLAGS:
+        if getattr(args, flag.dest, None) is None:
+            vars(args).pop(flag.dest, None)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -94,13 +138,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             platform = session.choose_platform()
             if platform.name == "cpu":
                 args.distributed_backend = platform.backend
-            if session.config.size_list is not None:
-                session.open_log()
-            if session.config.size_list is None:
-                check_without_stages(session.config)
-                activate()
-                shared = shared_arguments(vars(args), has_edge=False)
-                return {**shared, "validated": _call(original, args, defaults, args.world_size)}
+            session.open_log()
             session.resolve_auto(args.context_parallel_size)
             session.plan(
                 world_size=args.world_size,
@@ -126,6 +164,9 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
         def read() -> None:
             _read_flags(session, args)
 
+        if not _asks_for_stages(session, args):
+            return _validate_uniform(session, activate, original, args, defaults)
+        session.watch_failures()
         if args.world_size == 1:
             read()
             prepare()
@@ -151,16 +192,39 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
     return validate_args
 
 
-def _call(original: Callable[..., Any], args: argparse.Namespace, defaults: Any, seen_world_size: int) -> str:
+def _validate_uniform(
+    session: Session,
+    activate: Callable[[], None],
+    original: Callable[..., Any],
+    args: argparse.Namespace,
+    defaults: dict[str, Any] | None,
+) -> Any:
+    """Leave a run without a list to Megatron: no store, no thread, no exception hook, no line in the log.
+
+    So ranks that were told a list are not met here by ranks that were not. The former wait for the latter at the
+    start-up check and end with a line that names them, within their timeout; the latter wait in torch's own start for
+    the former, and end when the launcher or the lost store ends them: no step is ever run by such a mixture.
+    """
+    try:
+        _read_flags(session, args)
+        check_without_stages(session.config)
+        platform = session.choose_platform()
+        if platform.name == "cpu":
+            args.distributed_backend = platform.backend
+        activate()
+    except VtpError:
+        session.watch_failures()
+        raise
+    return original(args, {} if defaults is None else defaults)
+
+
+def _call(original: Callable[..., Any], args: argparse.Namespace, defaults: Any, seen_world_size: int) -> None:
     """Run Megatron's checks while they see another world size."""
-    if args.tensor_model_parallel_size is None:
-        args.tensor_model_parallel_size = 1
     world_size, args.world_size = args.world_size, seen_world_size
     try:
         original(args, {} if defaults is None else defaults)
     finally:
         args.world_size = world_size
-    return "yes"
 
 
 def _read_flags(session: Session, args: argparse.Namespace) -> None:

@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import pytest
 
 from tests.import_rules import ROOT
+from vtp_plugin.errors import PatchError
+from vtp_plugin.failure import FailureHook
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 FLAGS = (
@@ -53,11 +57,11 @@ print("done", len(lines))
 """
 
 
-def run_python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_python(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, **WORLD_OF_ONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **WORLD_OF_ONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **(env or {})},
         timeout=600,
         check=False,
         capture_output=True,
@@ -76,3 +80,127 @@ def test_a_script_and_a_module_of_its_own_may_take_names_first(tmp_path: Path, w
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search("^done ", done.stdout, re.MULTILINE), done.stdout
     assert "not replaced: script.py:before[0] (finalize_model_grads)" in " ".join(done.stderr.split())
+
+
+# Without a list: everything that the script can see is compared with what it sees without the plugin.
+UNIFORM = """
+import gc
+import sys
+import threading
+import torch.distributed as dist
+import megatron.training.arguments as arguments
+from importlib.metadata import version
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.patches.registry import platform_records
+from vtp_plugin.patching import apply_records
+from vtp_plugin.session import Session
+import vtp_plugin
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a store was opened")
+
+def look():
+    args = arguments.parse_args()
+    parsed = dict(vars(args))
+    return parsed, dict(vars(arguments.validate_args(args))), sys.excepthook, threading.active_count()
+
+dist.TCPStore = refuse
+session = Session(VtpConfig(device="cpu"))
+session.choose_platform()
+applied = apply_records(platform_records(session), version("megatron-core"))
+sys.argv += ["--distributed-backend", "gloo"]
+stock = look()
+applied.revert()
+session.platform.uninstall()
+vtp_plugin.apply()
+ours = look()
+for what, then, now in zip(("parsed", "validated", "exception hook", "threads"), stock, ours):
+    differences = {k: (then.get(k), now.get(k)) for k in then | now if str(then.get(k)) != str(now.get(k))} \
+        if isinstance(then, dict) else then != now
+    assert not differences, (what, differences)
+assert type(ours[0]["tensor_model_parallel_size"]) is int
+vtp_plugin.revert()
+print("the same", len(ours[0]), len(ours[1]))
+"""
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("size", ["", "2"])
+def test_a_uniform_run_notices_nothing(tmp_path: Path, size: str) -> None:
+    """On a machine without accelerators the CPU mapping is the one difference, so stock Megatron gets it here too."""
+    (tmp_path / "script.py").write_text(UNIFORM)
+    flags = [*FLAGS[3:], *(("--tensor-model-parallel-size", size) if size else ())]
+    done = run_python(tmp_path, "script.py", *flags, env={"WORLD_SIZE": "2"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("the same ")
+    assert "[vtp" not in done.stdout + done.stderr
+
+
+def kept_hook(calls: list[str], name: str) -> Any:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        calls.append(f"{name}: {error}")
+
+    return hook
+
+
+def raised(error: BaseException) -> tuple[type[BaseException], BaseException, None]:
+    return type(error), error, None
+
+
+def test_the_exception_hook_is_a_link_of_a_chain(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", kept_hook(calls, "before"))
+    before = sys.excepthook
+    hook = FailureHook(lambda: False, lambda: None)
+    assert sys.excepthook is before
+    hook.install()
+    hook.install()
+    sys.excepthook(*raised(ValueError("theirs")))
+    sys.excepthook(*raised(PatchError("ours")))
+    assert calls == ["before: theirs"] and "error: ours" in capfd.readouterr().err
+    hook.remove()
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_somebody_set_over_ours_stays(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", kept_hook(calls, "before"))
+    hook = FailureHook(lambda: True, lambda: None)
+    hook.install()
+    ours = sys.excepthook
+
+    def over(*error: Any) -> None:
+        calls.append("over")
+        ours(*error)
+
+    sys.excepthook = over
+    hook.remove()
+    assert sys.excepthook is over
+    sys.excepthook(*raised(PatchError("passed on")))
+    assert calls == ["over", "before: passed on"] and "passed on" not in capfd.readouterr().err
+    hook.leave()  # does not end this process: nothing has failed since
+    again = FailureHook(lambda: False, lambda: None)
+    again.install()
+    sys.excepthook(*raised(ValueError("once")))
+    assert calls[2:] == ["over", "before: once"]
+    again.remove()
+    assert sys.excepthook is over
+
+
+def test_apply_sets_the_hook_with_a_list_and_for_its_own_errors(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, vtp_plugin\n"
+        "mine = sys.excepthook = lambda *error: print('mine', error[1])\n"
+        "vtp_plugin.apply(device='cpu')\n"
+        "assert sys.excepthook is mine\n"
+        "vtp_plugin.revert()\n"
+        "vtp_plugin.apply(vtp_size_list=[1], device='cpu')\n"
+        "assert sys.excepthook is not mine\n"
+        "vtp_plugin.revert()\n"
+        "assert sys.excepthook is mine\n"
+        "print('kept', flush=True)\n"
+        "vtp_plugin.apply(vtp_size_list='1,x')\n"
+    )
+    done = run_python(tmp_path, "script.py")
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kept", done.stderr[-3000:]
+    assert done.stderr.splitlines()[-1].startswith("[vtp rank 0] error: ") and "Traceback" not in done.stderr

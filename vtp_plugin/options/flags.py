@@ -289,15 +289,15 @@ def read_flags(args: argparse.Namespace, told: VtpConfig) -> VtpConfig:
     """Add the flags to what ``apply()`` was told.
 
     Args:
-        args: as parsed, with the flags of :func:`add_vtp_arguments`.
+        args: as parsed, with the flags of :func:`add_vtp_arguments`; those that were not given may be missing.
         told: to ``apply()``.
 
     Raises:
         ConfigError: a flag's value is wrong, contradicts what was told, or needs another flag.
     """
-    given = {flag.field: flag.parse(getattr(args, flag.dest)) for flag in VTP_FLAGS if flag.field is not None}
+    given = {flag.field: flag.parse(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field is not None}
     config = merge(told, given)
-    if args.num_layer_list is not None and not config.layerwise_disaggregated:
+    if getattr(args, "num_layer_list", None) is not None and not config.layerwise_disaggregated:
         raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
     return config
 

@@ -49,6 +49,8 @@ class Session:
 
     Attributes:
         config: what was asked for, so far.
+        watch_failures: makes errors that end this process one line, and tells the other ranks; called once a list is
+            asked for.
         platform: where it runs; known once the device option is.
         layout: who is where; known once the list and the world size are.
         ranks: what this rank does together with all others, outside the process groups.
@@ -72,6 +74,7 @@ class Session:
     def __init__(self, config: VtpConfig) -> None:
         """Start with what ``apply()`` was told."""
         self.config = config
+        self.watch_failures: Callable[[], None] = lambda: None
         self.platform: Platform | None = None
         self.layout: PipelineLayout | None = None
         self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)

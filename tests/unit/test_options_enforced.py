@@ -1,0 +1,96 @@
+"""Every row of the option table that refuses is refused by the path that a run takes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.test_options import REFUSED_RULES, command_line
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.options import CONFIG_RULES, OptionRule, Verdict
+from vtp_plugin.session import Session
+
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "8", "--seq-length", "8"),
+    *("--max-position-embeddings", "8", "--micro-batch-size", "1", "--global-batch-size", "8"),
+)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Megatron's parser
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("megatron.training.arguments")
+
+
+@pytest.fixture(scope="module")
+def parser(megatron: Any) -> argparse.ArgumentParser:
+    return megatron.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], sizes: tuple[str, int]) -> None:
+    """Parse and validate as one rank of a run does; the store that joins the ranks is left out."""
+    from vtp_plugin.patches.training import arguments
+
+    def agree(store: object, prepare: Any, **options: object) -> None:
+        prepare()
+
+    def validated(*args: object) -> None:
+        raise AssertionError("Megatron's own checks were reached")
+
+    lists, world_size = sizes
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setattr(sys, "argv", ["script.py", "--vtp-size-list", "1,2", *lists.split(), *MODEL, *flags])
+    session = Session(VtpConfig(device="cpu"))
+    session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
+    monkeypatch.setattr(session.ranks, "agree", agree)
+    monkeypatch.setattr(arguments, "open_store", lambda *where: None)
+    parse, validate = arguments.records(session, lambda: None)
+    try:
+        validate.build(validated)(parse.build(megatron.parse_args)())
+    finally:
+        if session.close_log is not None:
+            session.close_log()
+
+
+@pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
+def test_a_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, megatron: Any, parser: argparse.ArgumentParser, rule: OptionRule
+) -> None:
+    flags = command_line(parser, rule)
+    if rule.attribute != "transformer_impl":
+        flags += ["--transformer-impl", "local"]
+    sizes = ("--vtp-dp-list 1,2", 5) if rule.verdict is Verdict.REFUSED_UNEQUAL_DP else ("", 3)
+    with pytest.raises(ConfigError) as caught:
+        start(monkeypatch, megatron, flags, sizes)
+    lines = str(caught.value).split(" | ")
+    assert any(line.startswith(rule.option) and line.endswith(f"; {rule.way_out}") for line in lines), lines
+
+
+def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pytest.MonkeyPatch, megatron: Any) -> None:
+    with pytest.raises(AssertionError, match="Megatron's own checks were reached"):
+        start(monkeypatch, megatron, ["--transformer-impl", "local"], ("", 3))
+
+
+@pytest.mark.parametrize("rule", CONFIG_RULES, ids=lambda rule: rule.option)
+def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
+    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
+
+    session = Session(VtpConfig(size_list=(1, 2), device="cpu"))
+    session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
+    session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
+    monkeypatch.setattr(session, "check_model_config", lambda *sizes: None)
+    monkeypatch.setattr(session, "agree_on_exchange", lambda read: read())
+    names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+    config = SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **{rule.attribute: True})
+    with pytest.raises(ConfigError, match=f"{rule.option} with --vtp-size-list 1,2; .*{rule.way_out}"):
+        exchange_options(session, config)
