@@ -66,7 +66,7 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
         checkpointing,
     )
     records = tuple(record for module in modules for record in module.records(session))
-    if session.has_sites:
+    if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
     return records + (u_shape_records(session) if session.config.layerwise_disaggregated else ())
 

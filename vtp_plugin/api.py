@@ -145,6 +145,8 @@ def apply(
 def _apply(request: VtpConfig) -> None:
     """Apply the plugin for what was asked for; see :func:`apply`."""
     if _Holder.session is not None:
+        if not _Holder.session.applied:
+            raise PatchError("apply() was called before and failed; call vtp_plugin.revert() first")
         if request == _Holder.request:
             return
         raise PatchError(
@@ -170,7 +172,7 @@ def _apply(request: VtpConfig) -> None:
         is_mapped = session.choose_platform().name == "cpu"
         if session.config.size_list is None and not is_mapped:
             return
-        records = platform_records(session)
+        records = (*(arguments if not session.applied else ()), *platform_records(session))
         if session.config.size_list is not None:
             records += training_records(session)
         earlier = tuple(session.applied)
@@ -180,9 +182,13 @@ def _apply(request: VtpConfig) -> None:
                 applied.rebind()
             _warn_of_unreached(session)
 
-    session.applied.append(apply_records(argument_records(session, activate), host_version))
-    _Holder.session, _Holder.request = session, request
-    if isinstance(request.size_list, tuple):
+    arguments = argument_records(session, activate)
+    if not isinstance(request.size_list, tuple):
+        session.applied.append(apply_records(arguments, host_version))
+        _Holder.session, _Holder.request = session, request
+    else:
+        _Holder.session, _Holder.request = session, request
+        # All records at once: each set of them costs a search of everything that is loaded.
         session.watch_failures()
         session.open_log()
         meet(session, activate)
@@ -220,7 +226,7 @@ def open_session() -> Session:
         ConfigError: there is none, or Megatron's own communicator is in use.
     """
     session = _Holder.session
-    if session is None or session.communicator is None:
+    if session is None or not session.is_running or session.running.communicator is None:
         raise ConfigError(
             "the plugin's channels are not open; call vtp_plugin.apply() with vtp_size_list, then "
             "initialize_model_parallel() (a uniform list needs force=True)"
@@ -236,17 +242,18 @@ def is_vtp_enabled() -> bool:
 def get_vtp_size_list() -> list[int] | None:
     """Return the tensor-parallel size of every stage; None before it is known."""
     session = _Holder.session
-    return None if session is None or session.layout is None else list(session.layout.tp_sizes)
+    return None if session is None or not session.is_planned else list(session.planned.layout.tp_sizes)
 
 
 def get_vtp_stage_ranks() -> list[list[int]] | None:
     """Return the global ranks of every stage in this rank's replica; None before the groups exist."""
     session = _Holder.session
-    if session is None or session.layout is None or session.stage_group is None:
+    if session is None or not session.is_running:
         return None
-    layout, own = session.layout, session.own
+    planned = session.planned
+    layout, own = planned.layout, planned.own
     return [
-        list(layout.tp_ranks(i, session.replicas.partner(own.stage, own.dp_rank, i), own.cp_rank % grid.cp))
+        list(layout.tp_ranks(i, planned.replicas.partner(own.stage, own.dp_rank, i), own.cp_rank % grid.cp))
         for i, grid in enumerate(layout.stages)
     ]
 
@@ -254,18 +261,19 @@ def get_vtp_stage_ranks() -> list[list[int]] | None:
 def get_vtp_my_stage_idx() -> int | None:
     """Return the index of this rank's stage; None before the groups exist."""
     session = _Holder.session
-    return None if session is None or session.stage_group is None else session.own.stage
+    return None if session is None or not session.is_running else session.planned.own.stage
 
 
 def is_vtp_stage_rank0() -> bool:
     """Tell whether this rank is its stage's leader; True before the groups exist, as in the Ascend implementation."""
     session = _Holder.session
-    return session is None or session.stage_group is None or session.own.tp_rank == 0
+    return session is None or not session.is_running or session.planned.own.tp_rank == 0
 
 
 def get_vtp_intra_stage_group() -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of this rank's stage; None before the groups exist."""
-    return None if _Holder.session is None else _Holder.session.stage_group
+    session = _Holder.session
+    return None if session is None or not session.is_running else session.running.stage_group
 
 
 def _hook() -> FailureHook:

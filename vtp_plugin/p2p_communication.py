@@ -49,7 +49,7 @@ def pipeline_groups() -> list[dist.ProcessGroup]:
 
     One, except on a stage that has fewer replicas than another: with ``--vtp-dp-list 1,2`` its ranks work in two.
     """
-    return list(open_session().pipeline_groups)
+    return list(open_session().running.pipeline_groups)
 
 
 def vtp_send_forward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
@@ -132,7 +132,7 @@ def recv_forward_with_reqs(
     Returns:
         The tensor, and ``{"recv_prev": work}`` if it was not waited for; None for what there is not.
     """
-    if open_session().own.stage == 0 and not is_end_stage:
+    if open_session().planned.own.stage == 0 and not is_end_stage:
         return None, None
     with _timed(config, "forward-recv"):
         return _receive("prev", tensor_shape, config, group, wait=wait_on_reqs)
@@ -184,13 +184,14 @@ def send_backward(
     wait_on_reqs: bool = True,
 ) -> None:
     """Send a gradient to the previous stage unless the own part of the model is the first one; as `send_forward`."""
-    if open_session().own.stage > 0 or is_end_stage:
+    if open_session().planned.own.stage > 0 or is_end_stage:
         with _timed(config, "backward-send"):
             _send("prev", input_tensor_grad, config, group)
 
 
 def _ends_the_model(session: Session, is_end_stage: bool) -> bool:
-    return session.own.stage == session.loss_stage and (is_end_stage or not session.config.layerwise_disaggregated)
+    is_on_loss_stage = session.planned.own.stage == session.planned.loss_stage
+    return is_on_loss_stage and (is_end_stage or not session.config.layerwise_disaggregated)
 
 
 def _send(neighbour: _Neighbour, tensor: torch.Tensor, config: Any, group: Group) -> list[Work] | None:
@@ -263,14 +264,14 @@ def _communicators(session: Session, group: Group) -> list[PipelineCommunicator]
     places = [_place_of(session, one) for one in groups]
     if not places or len(set(places)) < len(places):
         raise ConfigError(f"the groups name the replicas {places}; name each that is meant once")
-    return [session.communicators[place] for place in places]
+    return [session.running.communicators[place] for place in places]
 
 
 def _place_of(session: Session, group: dist.ProcessGroup | None) -> int:
-    if group is None and len(session.communicators) == 1:
+    if group is None and len(session.running.communicators) == 1:
         return 0
     ranks = None if group is None else dist.get_process_group_ranks(group)
-    own = [dist.get_process_group_ranks(one) for one in session.pipeline_groups]
+    own = [dist.get_process_group_ranks(one) for one in session.running.pipeline_groups]
     if ranks not in own:
         given = "no group was given" if ranks is None else f"the ranks {ranks} are not such a group"
         raise ConfigError(f"{given}: this rank's pipeline groups are those of the ranks {own}; use pipeline_groups()")
@@ -280,8 +281,8 @@ def _place_of(session: Session, group: dist.ProcessGroup | None) -> int:
 def _require(is_there: bool, session: Session, what: str) -> None:
     if not is_there:
         raise ConfigError(
-            f"stage {session.own.stage} cannot {what} stage: there is none; only --layerwise-disaggregated-training "
-            "joins the last stage and the first"
+            f"stage {session.planned.own.stage} cannot {what} stage: there is none; only "
+            "--layerwise-disaggregated-training joins the last stage and the first"
         )
 
 

@@ -15,9 +15,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.groups import LayoutRankGenerator
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
-from vtp_plugin.session import Session
+from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
 
@@ -63,7 +64,7 @@ def _is_last(session: Session, original: Callable[..., bool]) -> Callable[..., b
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
         is_last_chunk = ignore_virtual or num_chunks is None or vp_stage == num_chunks - 1
-        return is_last_chunk and session.own.stage == session.loss_stage
+        return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
     return is_pipeline_last_stage
 
@@ -77,46 +78,46 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         bound.apply_defaults()
         options = bound.arguments
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        if dist.get_backend() != "fake" and (session.ranks.monitor is None or session.layout is None):
+        if dist.get_backend() != "fake" and (session.ranks.monitor is None or not session.is_planned):
             store = session.ranks.store or _get_default_store()
             agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
             session.ranks.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
             learn_site(session, rank)
         else:
             _plan(session, options, world_size)
-        layout, own = session.layout, session.own
-        assert layout is not None
+        layout, own = session.planned.layout, session.planned.own
         options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
         options["context_parallel_size"] = layout.cp_sizes[own.stage]
         options["pipeline_model_parallel_size"] = layout.num_stages
         if session.is_active:
-            _set_counts(session, options)
-            with _planned_ranks(session, options):
+            _set_counts(session.planned, options)
+            with _planned_ranks(layout, options):
                 original(*bound.args, **bound.kwargs)
-            _choose_own_lane(session)
+            pipeline_groups = _choose_own_lane(session.planned)
             if not layout.has_replicas or len(set(session.config.sites or ())) > 1:
-                _unite_replicas(session)
+                _unite_replicas(session.planned)
         else:
             original(*bound.args, **bound.kwargs)
+            pipeline_groups = ()
         session.open(
             stage_group=parallel_state.get_tensor_model_parallel_group(),
+            pipeline_groups=pipeline_groups,
             num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
         )
         session.open_log(rank)
-        log.info(session.describe())
+        log.info(session.planned.describe())
 
     return initialize_model_parallel
 
 
-def _set_counts(session: Session, options: dict[str, Any]) -> None:
+def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
     """Let Megatron compute its numbers of groups as if all stages were like the own one.
 
     Where the stages' cp or dp sizes differ, the numbers would differ between ranks. Megatron uses them to check the
     world, and to count how many of the expert model groups make up the group of an optimizer instance: there is one
     such group then, the world.
     """
-    layout, own = session.layout, session.own
-    assert layout is not None
+    layout, own = planned.layout, planned.own
     if layout.has_replicas:
         options["local_world_size"] = layout.uniform_world_size(dist.get_rank())
         return
@@ -125,19 +126,18 @@ def _set_counts(session: Session, options: dict[str, Any]) -> None:
     options["local_world_size"] = layout.tp_sizes[own.stage] * layout.num_stages * expert_size
 
 
-def _unite_replicas(session: Session) -> None:
+def _unite_replicas(planned: PlannedRun) -> None:
     """Let what is summed over the model take one replica of every stage, or with the distributed optimizer each share.
 
     Between sites also where Megatron's own groups are right: there the messages of one sum would cross many times.
     """
-    layout, platform = session.layout, session.platform
-    assert layout is not None and platform is not None
+    layout, platform = planned.layout, planned.platform
     make_group = functools.partial(
         ModelGroup,
         layout,
         dist.get_rank(),
         whole_stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        leaders_group=open_leaders_group(layout, platform, session.config.timeout_s),
+        leaders_group=open_leaders_group(layout, platform, planned.config.timeout_s),
     )
     parallel_state._MODEL_PARALLEL_GROUP = make_group()
     parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = make_group(has_shares=True)
@@ -151,10 +151,8 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
         )
     if options["rank_offset"] != 0:
         raise ConfigError(f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0")
-    layout = session.layout
     tensor_size = int(options["tensor_model_parallel_size"])
-    if layout is None:
-        session.choose_platform()
+    if not session.is_planned:
         session.plan(
             world_size=world_size,
             pipeline_size=int(options["pipeline_model_parallel_size"]),
@@ -162,14 +160,12 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
             cp=int(options["context_parallel_size"]),
             order=str(options["order"]),
         )
-    return session.statement()
+    return session.planned.statement()
 
 
 @contextmanager
-def _planned_ranks(session: Session, options: dict[str, Any]) -> Iterator[None]:
+def _planned_ranks(layout: PipelineLayout, options: dict[str, Any]) -> Iterator[None]:
     """Let Megatron take rank lists from the layout: it makes the dense generator first, then the expert one."""
-    layout = session.layout
-    assert layout is not None
     ep = int(options["expert_model_parallel_size"])
     # Megatron's default is the own stage's size, which differs between ranks: only a uniform list may name another.
     expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
@@ -188,23 +184,26 @@ def _planned_ranks(session: Session, options: dict[str, Any]) -> Iterator[None]:
         parallel_state.RankGenerator = original
 
 
-def _choose_own_lane(session: Session) -> None:
-    """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups."""
-    layout = session.layout
-    assert layout is not None
+def _choose_own_lane(planned: PlannedRun) -> tuple[dist.ProcessGroup, ...]:
+    """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups.
+
+    Returns:
+        The own pipeline group in each replica of the pipeline that this rank works in.
+    """
+    layout = planned.layout
     lanes = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
     by_ranks = {tuple(ranks): group for group, ranks in zip(*lanes, strict=True)} if isinstance(lanes[0], list) else {}
     own = layout.coord(dist.get_rank())
     served = (layout.lane(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0)
-    session.pipeline_groups = tuple(by_ranks[lane] for lane in served if lane in by_ranks) or (lanes[0],)
+    pipeline_groups = tuple(by_ranks[lane] for lane in served if lane in by_ranks) or (lanes[0],)
     if isinstance(parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, list):
         # A rank of a narrow stage is in several lanes; its own comes first.
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]
         parallel_state._PIPELINE_GLOBAL_RANKS = parallel_state._PIPELINE_GLOBAL_RANKS[0]
-    found, planned = tuple(parallel_state._PIPELINE_GLOBAL_RANKS), layout.lane_of(dist.get_rank())
-    if found != planned:
-        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {planned}")
-    if not session.has_stock_ends:
+    found, lane = tuple(parallel_state._PIPELINE_GLOBAL_RANKS), layout.lane_of(dist.get_rank())
+    if found != lane:
+        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {lane}")
+    if not planned.has_stock_ends:
         # The ends of a lane hold different slices of the embedding, or the last one holds none: an all-reduce over them
         # would mix rows.
         for name in (
@@ -214,6 +213,7 @@ def _choose_own_lane(session: Session) -> None:
             "_POSITION_EMBEDDING_GLOBAL_RANKS",
         ):
             setattr(parallel_state, name, None)
+    return pipeline_groups
 
 
 def _destroy(session: Session, original: Callable[[], None]) -> Callable[[], None]:

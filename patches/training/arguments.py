@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options import (
     RULES,
@@ -147,15 +148,15 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
                 cp=args.context_parallel_size,
                 order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             )
-            layout = session.layout
-            assert layout is not None
+            planned = session.planned
+            layout = planned.layout
             learn_site(session, args.rank)
             check_site(args.vtp_site, args.rank, layout, session.config.sites or ())
             session.open_audit(args.rank)
             if session.config.layerwise_disaggregated:
-                _set_u_shape(session, args)
+                _set_u_shape(layout.num_stages, args)
             shared = shared_arguments(vars(args), has_edge=session.config.layerwise_disaggregated)
-            statement = {**session.statement(), **shared}
+            statement = {**planned.statement(), **shared}
             _set_own_sizes(session, args)
             activate()
             _call(original, args, defaults, layout.uniform_world_size(args.rank))
@@ -179,14 +180,12 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             from vtp_plugin.patches.training.checkpointing import require_common_folder
 
             require_common_folder(session, args)
-        if session.layout is not None:
-            if not session.replicas.is_equal:
-                # Of the first stage, whatever the own one.
-                unit = session.replicas.micro_batch(session.layout.stage_of(args.rank), 1)
-                session.notes.append(
-                    describe_batches(args.global_batch_size, args.micro_batch_size // unit, session.replicas)
-                )
-            session.notes.append(_vocabulary_hint(session, args))
+        layout, replicas = session.planned.layout, session.planned.replicas
+        if not replicas.is_equal:
+            # Of the first stage, whatever the own one.
+            unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
+            session.learn(note=describe_batches(args.global_batch_size, args.micro_batch_size // unit, replicas))
+        session.learn(note=_vocabulary_hint(layout, args))
         return args
 
     return validate_args
@@ -238,7 +237,7 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
         )
 
 
-def _set_u_shape(session: Session, args: argparse.Namespace) -> None:
+def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
     """Translate the edge's two parts into a layout that Megatron knows: two chunks a stage, the cloud's second empty.
 
     Raises:
@@ -247,7 +246,6 @@ def _set_u_shape(session: Session, args: argparse.Namespace) -> None:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    assert session.layout is not None
     check_u_shaped(args)
     text, option = args.pipeline_model_parallel_layout, "--num-layer-list"
     if text is not None:
@@ -261,7 +259,7 @@ def _set_u_shape(session: Session, args: argparse.Namespace) -> None:
         layers = tuple(part.count(LayerType.decoder) for part in parts)
     else:
         layers = parse_layer_list(args.num_layer_list)
-    check_layers(layers, num_stages=session.layout.num_stages, num_layers=args.num_layers, option=option)
+    check_layers(layers, num_stages=num_stages, num_layers=args.num_layers, option=option)
     args.pipeline_model_parallel_layout = layout_of(layers)
 
 
@@ -271,37 +269,34 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option or a size of the model does not fit the list.
     """
-    layout = session.layout
-    assert layout is not None
-    context = session.option_context(args.num_virtual_stages_per_pipeline_rank or 1)
-    if not session.replicas.is_equal:
-        check_one_chunk(args, session.replicas)
-        check_batches(args, session.replicas)
+    layout, replicas = session.planned.layout, session.planned.replicas
+    context = session.planned.option_context(args.num_virtual_stages_per_pipeline_rank or 1)
+    if not replicas.is_equal:
+        check_one_chunk(args, replicas)
+        check_batches(args, replicas)
     problems = (*check_options(args, context), *check_sizes(args, context))
     if problems:
         raise ConfigError(" | ".join(problems))
-    session.log_interval_steps = args.log_interval
-    session.is_sharded = bool(args.sequence_parallel)
+    session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)
-        session.tensor_bytes = rows * args.micro_batch_size * args.hidden_size * itemsize_bytes
+        session.learn(tensor_bytes=rows * args.micro_batch_size * args.hidden_size * itemsize_bytes)
     args.vtp_size_list = list(layout.tp_sizes)
     args.vtp_cp_list = list(layout.cp_sizes)
     args.vtp_dp_list = list(layout.dp_sizes)
     stage = layout.stage_of(args.rank)
     own = layout.stages[stage]
-    if not session.replicas.is_equal:
-        vars(args).update(own_batches(args, session.replicas, stage))
+    if not replicas.is_equal:
+        vars(args).update(own_batches(args, replicas, stage))
     args.tensor_model_parallel_size = own.tp
     args.context_parallel_size = own.cp
     args.pipeline_model_parallel_size = layout.num_stages
 
 
-def _vocabulary_hint(session: Session, args: argparse.Namespace) -> str:
+def _vocabulary_hint(layout: PipelineLayout, args: argparse.Namespace) -> str:
     """Say how a uniform run gets the same padded vocabulary, which enters the loss."""
-    assert session.layout is not None
-    multiple = args.make_vocab_size_divisible_by * session.layout.vocab_multiple()
+    multiple = args.make_vocab_size_divisible_by * layout.vocab_multiple()
     return (
         f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
         f"--make-vocab-size-divisible-by {multiple}"

@@ -148,10 +148,10 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
         if is_first:
             _agree(session, functools.partial(_judge, session, load_dir, args, result, is_read))
         stored = _stored_arguments(result)
-        if stored is not None and session.layout is not None:
-            is_same = stored_sizes(stored) == session.layout.tp_sizes
+        if stored is not None and session.is_planned:
+            is_same = stored_sizes(stored) == session.planned.layout.tp_sizes
             stored.tensor_model_parallel_size = args.tensor_model_parallel_size if is_same else _OTHER_LAYOUT
-            has_same_dp = stored_dp_sizes(stored) == session.layout.dp_sizes
+            has_same_dp = stored_dp_sizes(stored) == session.planned.layout.dp_sizes
             stored.data_parallel_size = args.data_parallel_size if has_same_dp else _OTHER_LAYOUT
         return result
 
@@ -210,10 +210,11 @@ def _require_loadable(session: Session, load_dir: str | None, args: Any, result:
     """
     state, _, is_release, kind = result
     stored = _stored_arguments(result)
-    if stored is None or session.layout is None or stored_sizes(stored) == session.layout.tp_sizes:
+    if stored is None or not session.is_planned or stored_sizes(stored) == session.planned.layout.tp_sizes:
         return
     wrote, runs = (
-        f"--vtp-size-list {','.join(map(str, sizes))}" for sizes in (stored_sizes(stored), session.layout.tp_sizes)
+        f"--vtp-size-list {','.join(map(str, sizes))}"
+        for sizes in (stored_sizes(stored), session.planned.layout.tp_sizes)
     )
     if kind is not None and kind.name == "LEGACY":
         raise ConfigError(

@@ -52,7 +52,7 @@ def _on_writer(
     def set_writer(args: argparse.Namespace) -> None:
         world_size = args.world_size
         # Of a world that ends with the writer this rank is the last one, or it is none of its ranks.
-        args.world_size = session.writer_rank + 1
+        args.world_size = session.planned.writer_rank + 1
         try:
             original(args)
         finally:
@@ -81,8 +81,8 @@ class NoTokenizer:
 def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) -> Callable[[argparse.Namespace], Any]:
     @functools.wraps(original)
     def _build_tokenizer(args: argparse.Namespace) -> Any:
-        layout, store = session.layout, session.ranks.store
-        assert layout is not None and store is not None
+        layout, store = session.planned.layout, session.ranks.store
+        assert store is not None
         is_edge = layout.stage_of(args.rank) == 0
         built: list[Any] = []
 

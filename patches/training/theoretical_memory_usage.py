@@ -30,9 +30,8 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 def _compute(session: Session, original: Callable[..., float]) -> Callable[..., float]:
     @functools.wraps(original)
     def compute_weight_and_optimizer_memory(args: Any, *rest: Any, **kwargs: Any) -> float:
-        assert session.layout is not None
         seen = copy.copy(args)
-        seen.world_size = session.layout.uniform_world_size(args.rank)
+        seen.world_size = session.planned.layout.uniform_world_size(args.rank)
         return original(seen, *rest, **kwargs)
 
     return compute_weight_and_optimizer_memory

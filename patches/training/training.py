@@ -63,10 +63,9 @@ def _log_on_site(session: Session, original: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        rank = dist.get_rank()
-        if rank not in session.reporting_ranks.values() or session.site_of(rank) == session.site_of(
-            session.writer_rank
-        ):
+        rank, planned = dist.get_rank(), session.planned
+        is_reporter = rank in planned.reporting_ranks.values()
+        if not is_reporter or planned.site_of(rank) == planned.site_of(planned.writer_rank):
             return original(*args, **kwargs)
         options: Any = get_args()
         timers: Any = get_timers()
@@ -86,10 +85,10 @@ def _log_on_site(session: Session, original: Callable[..., Any]) -> Callable[...
 def _build_iterators(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(provider: Callable[..., Any]) -> Any:
-        if session.own.stage == 0:
+        if session.planned.own.stage == 0:
             return original(provider)
-        assert session.pipeline is not None
-        for _ in range(len(session.pipeline.placement.vstages(0)) - session.pipeline.num_chunks):
+        pipeline = session.running.require_planned_pipeline()
+        for _ in range(len(pipeline.placement.vstages(0)) - pipeline.num_chunks):
             original(_no_data)
         return original(_no_data)
 

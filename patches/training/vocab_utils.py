@@ -36,8 +36,7 @@ def _pad(session: Session, original: Callable[..., int]) -> Callable[..., int]:
         tensor_model_parallel_size: int,
         logging_enabled: bool = True,
     ) -> int:
-        assert session.layout is not None
-        multiple = session.layout.vocab_multiple()
+        multiple = session.planned.layout.vocab_multiple()
         return original(vocab_size, make_vocab_size_divisible_by, multiple, logging_enabled)
 
     return calculate_padded_vocab_size

@@ -33,7 +33,7 @@ def test_there_are_enough_combinations() -> None:
     assert len(set(SIZES)) == len(SIZES)
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
 def test_uniform_list_builds_stock_groups(pool: Pool, chunk: int) -> None:
     worlds = {}
     for case in CASES[chunk::4]:

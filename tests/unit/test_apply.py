@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import vtp_plugin
 from tests.import_rules import ROOT
 from vtp_plugin.errors import PatchError
 from vtp_plugin.failure import FailureHook
@@ -204,3 +205,20 @@ def test_apply_sets_the_hook_with_a_list_and_for_its_own_errors(tmp_path: Path) 
     done = run_python(tmp_path, "script.py")
     assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kept", done.stderr[-3000:]
     assert done.stderr.splitlines()[-1].startswith("[vtp rank 0] error: ") and "Traceback" not in done.stderr
+
+
+def test_a_failed_apply_is_not_taken_for_a_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vtp_plugin import patching
+
+    def fail(*arguments: object) -> None:
+        raise PatchError("no such target")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(patching, "apply_records", fail)
+        with pytest.raises(PatchError, match="no such target"):
+            vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
+    try:
+        with pytest.raises(PatchError, match="failed; call vtp_plugin.revert"):
+            vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
+    finally:
+        vtp_plugin.revert()

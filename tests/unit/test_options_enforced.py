@@ -15,7 +15,7 @@ from tests.unit.test_options import REFUSED_RULES, command_line
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.options import CONFIG_RULES, OptionRule, Verdict
-from vtp_plugin.session import Session
+from vtp_plugin.session import PlannedRun, Session
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "8", "--seq-length", "8"),
@@ -88,7 +88,7 @@ def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRu
     session = Session(VtpConfig(size_list=(1, 2), device="cpu"))
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
-    monkeypatch.setattr(session, "check_model_config", lambda *sizes: None)
+    monkeypatch.setattr(PlannedRun, "check_model_config", lambda *arguments: None)
     monkeypatch.setattr(session, "agree_on_exchange", lambda read: read())
     names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     config = SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **{rule.attribute: True})

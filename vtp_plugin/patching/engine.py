@@ -17,7 +17,7 @@ from vtp_plugin.patching.applied import AppliedPatches, Host, Patch, Slot, is_ow
 from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.patching.places import ABSENT, Name
 from vtp_plugin.patching.record import PatchRecord, Target, resolve_target
-from vtp_plugin.patching.search import is_named, shown_module
+from vtp_plugin.patching.search import named_among, shown_module
 
 
 def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix: str = "megatron") -> AppliedPatches:
@@ -167,9 +167,10 @@ def _plan(
     built: Sequence[tuple[PatchRecord, Target, str, object]], host: Host
 ) -> tuple[list[Patch], Sequence[tuple[int, str]]]:
     """List every assignment, the targets and their aliases, and the places that originals stay in."""
+    named = named_among({id(new) for *_, new in built}, lambda module: not host.owns(module))
     for i, (record, _, _, new) in enumerate(built):
         # Otherwise revert could not tell our bindings from the ones that were there before.
-        if is_named(new, is_own) or any(new is other for *_, other in built[:i]):
+        if id(new) in named or any(new is other for *_, other in built[:i]):
             host.fail(record, "its replacement is in use elsewhere; build must return a new object (wrap the old one)")
     patches = [
         Patch(record=record, target=target, new=new, foreign=foreign, slots=(_first_slot(record, target, new),))

@@ -107,9 +107,15 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
     return Found(hits=tuple(sorted(hits, key=lambda hit: hit.where)), unreached=tuple(sorted(set(unreached))))
 
 
-def is_named(value: object, is_own: Callable[[str], bool]) -> bool:
-    """Tell whether a name of a loaded module holds an object."""
-    return any(value is other for module in _modules(is_own).values() for other in list(namespace(module).values()))
+def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
+    """Return those `id`s whose object a name of a loaded module holds.
+
+    Args:
+        ids: of the objects.
+        is_left_out: tells which modules do not count.
+    """
+    modules = _modules(is_left_out).values()
+    return {key for module in modules for key in ids.intersection(map(id, list(namespace(module).values())))}
 
 
 def _climb(

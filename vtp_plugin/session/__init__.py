@@ -1,11 +1,13 @@
-"""The applied plugin: what was asked for, what was planned, and what runs.
+"""The applied plugin in three states: asked for (``Session.config``), planned, running.
 
-:class:`Session` holds the state; what it decides from the configuration is computed by functions (``plan``,
-``statement``), and what all ranks do together outside the pipeline is done by ``ranks``.
+:class:`Session` holds the state; ``planned`` and ``running`` say what is known from when on. What all ranks do together
+outside the pipeline is done by ``ranks``, and ``request`` and ``statement`` say what they compare.
 """
 
 from __future__ import annotations
 
+from vtp_plugin.session.planned import PlannedRun
+from vtp_plugin.session.running import RunningPipeline
 from vtp_plugin.session.session import Session
 
-__all__ = ["Session"]
+__all__ = ["PlannedRun", "RunningPipeline", "Session"]

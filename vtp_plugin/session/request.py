@@ -87,6 +87,6 @@ def agree_on_request(
 
 def learn_site(session: Session, rank: int) -> None:
     """Note the site of this rank, for what it tells the others; once the layout is known."""
-    if session.layout is not None and session.config.sites:
-        site = session.config.sites[session.layout.stage_of(rank)]
+    if session.is_planned and session.config.sites:
+        site = session.config.sites[session.planned.layout.stage_of(rank)]
         session.ranks.disclosure = replace(session.ranks.disclosure, site=site)

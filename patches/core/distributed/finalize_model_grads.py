@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.model_group import ModelGroup
-from vtp_plugin.session import Session
+from vtp_plugin.session import PlannedRun, Session
 
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
@@ -45,7 +45,7 @@ def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., 
         force_all_reduce: bool | None = False,
     ) -> None:
         session.finish_step()
-        if session.has_stock_ends:
+        if not session.is_planned or session.planned.has_stock_ends:
             original(model, num_tokens, pg_collection, force_all_reduce)
             return
         groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
@@ -64,20 +64,19 @@ def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., 
         groups.embd = groups.pos_embd = None
         original(model, num_tokens, groups, force_all_reduce)
         if num_tokens is None:
-            _scale_as_loss_stage(session, model)
+            _scale_as_loss_stage(session.planned, model)
         _sum_tied_gradients(session, model)
 
     return finalize_model_grads
 
 
-def _scale_as_loss_stage(session: Session, model: list[torch.nn.Module]) -> None:
+def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> None:
     """Divide the sum of the gradients by the number of ranks that share the loss, as its stage has done.
 
     Megatron has divided it by the number of those that share the own stage's weights.
     """
-    layout, own = session.layout, session.own
-    assert layout is not None
-    here, loss = layout.stages[own.stage], layout.stages[session.loss_stage]
+    layout, own = planned.layout, planned.own
+    here, loss = layout.stages[own.stage], layout.stages[planned.loss_stage]
     ratio = here.cp * here.dp / (loss.cp * loss.dp)
     if ratio != 1.0:
         for chunk in model:
@@ -86,12 +85,12 @@ def _scale_as_loss_stage(session: Session, model: list[torch.nn.Module]) -> None
 
 def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
     """Add up the two ends' gradients of a shared word embedding, if the model has one."""
-    tied = session.tied_weight
+    tied = session.running.tied_weight
     if tied is not None:
         gradient = _tied_gradient(model[0] if tied.is_first else model[-1])
         if gradient is not None:
             tied.sum_gradients(gradient)
-    elif session.config.layerwise_disaggregated and session.own.stage == 0:
+    elif session.config.layerwise_disaggregated and session.planned.own.stage == 0:
         ends = _tied_gradient(model[0]), _tied_gradient(model[-1])
         if ends[0] is not None and ends[1] is not None:
             ends[0].add_(ends[1])

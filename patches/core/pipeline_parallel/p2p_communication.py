@@ -58,14 +58,14 @@ def exchange_options(session: Session, config: Any, refuse: Callable[[], None] =
 
 def _read_options(session: Session, config: Any) -> ExchangeOptions:
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
-    session.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
+    session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
     num_virtual = config.virtual_pipeline_model_parallel_size or 1
-    if problems := check_config(config, session.option_context(num_virtual)):
+    if problems := check_config(config, session.planned.option_context(num_virtual)):
         raise ConfigError(" | ".join(problems))
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
     has_variable_shapes = config.variable_seq_lengths or config.mtp_standalone
-    if has_variable_shapes and session.replicas.is_split:
+    if has_variable_shapes and session.planned.replicas.is_split:
         raise ConfigError(
             "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
             "replicas, which must be equally long; use multiplex"
@@ -87,7 +87,7 @@ def communicator_class(session: Session, original: type) -> type:
 
         def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
             super().__init__(pp_group, config)
-            self._vtp = session.communicator
+            self._vtp = session.running.communicator if session.is_running else None
             if self._vtp is None:
                 return
             self._vtp_options = exchange_options(session, config)
@@ -113,7 +113,7 @@ def communicator_class(session: Session, original: type) -> type:
                     tensor_shape=tensor_shape,
                     wait_on_reqs=wait_on_reqs,
                 )
-            if not session.replicas.is_equal:
+            if not session.planned.replicas.is_equal:
                 raise ConfigError(
                     "Megatron's own schedules do not fit stages of different data-parallel sizes; take the function "
                     "that runs a step from get_forward_backward_func()"

@@ -58,7 +58,7 @@ def _choose(session: Session, original: Callable[..., Any]) -> Callable[..., Any
         is_own = (
             pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
         )
-        is_planned = session.pipeline is not None
+        is_planned = session.is_running and session.running.planned_pipeline is not None
         return functools.partial(forward_backward, session) if is_own and is_planned else stock
 
     return get_forward_backward_func
@@ -153,13 +153,12 @@ def forward_backward(
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    pipeline = session.pipeline
-    assert pipeline is not None
+    planned, pipeline = session.planned, session.running.require_planned_pipeline()
     schedule = pipeline.schedule(
         num_microbatches,
         forward_only=forward_only,
         group_size=config.microbatch_group_size_per_vp_stage,
-        batch=num_microbatches * micro_batch_size * session.replicas.dp_sizes[session.own.stage],
+        batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -168,7 +167,7 @@ def forward_backward(
         chunks=chunks,
         iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
         schedule=schedule,
-        sync=GradSync(config, chunks, forward_only=forward_only, is_first_stage=session.own.stage == 0),
+        sync=GradSync(config, chunks, forward_only=forward_only, is_first_stage=planned.own.stage == 0),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         forward_options={
             "forward_step_func": forward_step_func,

@@ -36,6 +36,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 def _is_last(session: Session, original: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
     @functools.wraps(original)
     def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
-        return dist.get_rank(pp_group) == session.loss_stage
+        return dist.get_rank(pp_group) == session.planned.loss_stage
 
     return is_pp_last_stage

@@ -35,6 +35,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 def _is_writer(session: Session, original: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(original)
     def is_last_rank() -> bool:
-        return dist.get_rank() == session.writer_rank
+        return dist.get_rank() == session.planned.writer_rank
 
     return is_last_rank

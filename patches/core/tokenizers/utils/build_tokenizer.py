@@ -28,9 +28,8 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 def _pad(session: Session, original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:
-        assert session.layout is not None
         padded_args = copy.copy(args)
-        padded_args.tensor_model_parallel_size = session.layout.vocab_multiple()
+        padded_args.tensor_model_parallel_size = session.planned.layout.vocab_multiple()
         return original(orig_vocab_size, padded_args, logging_enabled)
 
     return vocab_size_with_padding

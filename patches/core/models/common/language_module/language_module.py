@@ -33,20 +33,21 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 def _setup(session: Session, original: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self: Any) -> None:
-        if session.layout is not None:
-            session.check_model_config(self.config.tensor_model_parallel_size, self.config.context_parallel_size)
+        if session.is_planned:
+            session.planned.check_model_config(
+                self.config.tensor_model_parallel_size, self.config.context_parallel_size
+            )
         original(self)
         if session.config.layerwise_disaggregated and self.share_embeddings_and_output_weights:
             _tie_chunks(session, self)
-        tied = session.tied_weight
+        tied = session.running.tied_weight if session.is_running else None
         if tied is None or not self.share_embeddings_and_output_weights:
             return
         if self.pre_process if tied.is_first else self.post_process:
             weight = self.shared_embedding_or_output_weight()
-            assert session.platform is not None
             with torch.no_grad():
                 # As in Megatron, which may have drawn the values on the host.
-                weight.data = weight.data.to(session.platform.device())
+                weight.data = weight.data.to(session.planned.platform.device())
                 tied.copy_from_first(weight.data)
 
     return setup_embeddings_and_output_layer

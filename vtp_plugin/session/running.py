@@ -1,0 +1,148 @@
+"""What is running: the channels of this rank, and what works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from vtp_plugin import log
+from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
+from vtp_plugin.errors import PlanError
+from vtp_plugin.options.plan import plan_orders
+from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
+from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels
+from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.probe import settle, try_strategies
+from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
+from vtp_plugin.runtime.transport import Channel
+from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
+from vtp_plugin.session.planned import PlannedRun
+from vtp_plugin.session.ranks import AllRanks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningPipeline:
+    """A run whose process groups and channels are open on this rank.
+
+    Attributes:
+        stage_group: tensor-parallel group of the own stage.
+        pipeline_groups: own pipeline group in each replica of the pipeline that this rank works in.
+        communicators: they move activations, one for each of these replicas; several only where a neighbour has more
+            replicas than the own stage, none while Megatron's own is in use.
+        planned_pipeline: runs planned schedules; None with Megatron's own.
+        tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
+    """
+
+    stage_group: dist.ProcessGroup
+    pipeline_groups: tuple[dist.ProcessGroup, ...]
+    communicators: tuple[PipelineCommunicator, ...] = ()
+    planned_pipeline: PlannedPipeline | None = None
+    tied_weight: TiedWeight | None = None
+
+    @property
+    def communicator(self) -> PipelineCommunicator | None:
+        """Communicator of the first replica of the pipeline; None while Megatron's own is in use."""
+        return self.communicators[0] if self.communicators else None
+
+    def require_planned_pipeline(self) -> PlannedPipeline:
+        """Return what runs planned schedules.
+
+        Raises:
+            PlanError: Megatron's own schedules run.
+        """
+        if self.planned_pipeline is None:
+            raise PlanError("a planned schedule is asked for in a run of Megatron's own schedules")
+        return self.planned_pipeline
+
+    def finish_step(self) -> None:
+        """Wait for the sends that nobody waited for."""
+        for communicator in self.communicators:
+            communicator.finish_step()
+
+
+def open_pipeline(
+    planned: PlannedRun,
+    ranks: AllRanks,
+    *,
+    stage_group: dist.ProcessGroup,
+    pipeline_groups: tuple[dist.ProcessGroup, ...],
+    num_chunks: int,
+    audit: Audit | None,
+) -> RunningPipeline:
+    """Open the channels of this rank. All ranks call this at the same point, after Megatron made its groups.
+
+    Args:
+        planned: the run.
+        ranks: all of them.
+        stage_group: tensor-parallel group of the own stage.
+        pipeline_groups: own pipeline group in each replica that this rank works in.
+        num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
+        audit: record of what crosses; None unless asked for.
+
+    Raises:
+        ConfigError: no placement of so many chunks fits the stages.
+    """
+    layout, config, replicas = planned.layout, planned.config, planned.replicas
+    num_stages = layout.num_stages
+    placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
+    if not planned.is_active:
+        return RunningPipeline(stage_group=stage_group, pipeline_groups=pipeline_groups)
+    own = planned.own
+    boundaries = pipeline_boundaries(
+        layout, is_ring=placement.num_vstages > num_stages, rules=planned.transport_rules, dp_mode=replicas.mode
+    )
+    is_tied_local = planned.has_stock_ends or config.layerwise_disaggregated or num_stages == 1
+    tied = () if is_tied_local else tied_weight_crossings(layout)
+    crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+    crossings += tied
+    for crossing in crossings:
+        require_valid(crossing.probe)
+        require_valid(crossing.plan_header(HEADER_LENGTH))
+    channels = open_channels(
+        crossings,
+        stage_group=stage_group,
+        platform=planned.platform,
+        monitor=ranks.monitor,
+        timeout_s=config.timeout_s,
+        audit=audit,
+    )
+    channels = _settle_transport(planned, ranks, boundaries, channels)
+    rank = dist.get_rank()
+    mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
+    planned_pipeline = tied_weight = None
+    if config.has_planned_schedule and num_stages > 1:
+        by_name = own_channels(placement, replicas, mine, channels)
+        worker = worker_of(placement, replicas, own.stage, own.dp_rank)
+        orders = plan_orders(config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps)
+        planned_pipeline = PlannedPipeline(placement, worker, by_name, ranks, planned.platform, orders)
+    if tied and own.stage in (0, num_stages - 1):
+        tied_weight = join_tied_weight(tied, channels, is_first=own.stage == 0)
+    return RunningPipeline(
+        stage_group=stage_group,
+        pipeline_groups=pipeline_groups,
+        communicators=join_channels(mine, own.stage, channels),
+        planned_pipeline=planned_pipeline,
+        tied_weight=tied_weight,
+    )
+
+
+def _settle_transport(
+    planned: PlannedRun, ranks: AllRanks, boundaries: Sequence[PipelineBoundary], channels: dict[str, Channel]
+) -> dict[str, Channel]:
+    """Try both strategies where the rules leave it open, and let the channels cross by the faster one."""
+    layout, rules = planned.layout, planned.transport_rules
+    tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]
+    if not tried or dist.get_backend() == "fake":
+        return channels
+    choices = try_strategies(
+        tried,
+        channels,
+        share_reports=ranks.share_reports,
+        platform=planned.platform,
+        is_sharded=planned.is_sharded,
+    )
+    log.info("\n".join(map(str, choices.values())))
+    return settle(tried, channels, choices)
