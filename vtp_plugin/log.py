@@ -171,6 +171,7 @@ def _write(text: str) -> None:
     stream = sys.stderr
     if stream is not sys.__stderr__ and threading.current_thread() is threading.main_thread():
         stream.write(text)
+        stream.flush()
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.flush()

@@ -178,8 +178,8 @@ class Trainer:
             result.num_zeros.append(-1.0 if num_zeros is None else float(num_zeros))
             self._keep_tied(result)
             session = _Holder.session
-            if session is not None and session.communicator is not None:
-                result.allocations.append(session.communicator.num_allocations)
+            if session is not None and session.is_running and session.running.communicator is not None:
+                result.allocations.append(session.running.communicator.num_allocations)
         if case.wants_weights:
             with self._gathered_weights():
                 result.weights = _weights(self.model)
