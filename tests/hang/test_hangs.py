@@ -154,7 +154,7 @@ def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_pat
         whole.ended(range(WORLD), 300.0)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
         whom = [re.findall(line, whole.ranks[rank].text())[0] for rank in others]
-    wanted = "rank 2 at start" if late == 2 else "rank 0 or the launcher, which keeps the store: nobody listens there"
+    wanted = "rank 2 at start" if late == 2 else "rank 0 or the launcher to open the store"
     assert whom == [wanted] * len(others)
 
 

@@ -42,7 +42,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     if not port.isdigit():
         raise ConfigError(f"environment variable MASTER_PORT is {port!r}, not a number; start the script with torchrun")
     serves = rank == 0 and not _is_agent_store(os.environ)
-    lines = WaitingLines(timeout_s, lambda: "rank 0 or the launcher, which keeps the store: nobody listens there")
+    lines = WaitingLines(timeout_s, lambda: "rank 0 or the launcher to open the store")
     begin_s = time.monotonic()
     reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
     try:
