@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import select
@@ -217,6 +218,7 @@ def serve() -> argparse.Namespace:
     import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401 -- imported once for all ranks
 
+    gc.freeze()  # what was imported is not searched again in every rank
     outputs: dict[int, str] = {}
     while True:
         if select.select([sys.stdin], [], [], 0.02)[0]:

@@ -23,6 +23,7 @@ from vtp_plugin.patching.record import namespace
 # From an original to the class or function that holds it: a staticmethod, the dictionary of its class, the class.
 _STEPS: Final = 3
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, CellType, staticmethod, classmethod, MethodType)
+_BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
 # Objects of these modules describe code, such as annotations, fields and their caches; nobody calls what they hold.
 _DESCRIBING: Final = frozenset({"builtins", "types", "typing", "dataclasses", "functools", "inspect", "weakref"})
 
@@ -80,11 +81,7 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
     """
     known = {id(old): _Known(old, id(old), new, "") for old, new in swaps}
     modules = _modules(is_own)
-    owners: dict[int, Any] = {
-        id(module): module
-        for module in modules.values()
-        if not known.keys().isdisjoint(map(id, list(namespace(module).values())))
-    }
+    owners = _frozen_owners(known, modules)
     objects: dict[int, str] = {}
     _climb(known, modules, owners, objects, is_own)
     hits: list[Hit] = []
@@ -105,6 +102,21 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
         (known[key].of, text + known[key].path) for key, text in objects.items() if key in known.keys() - named
     ]
     return Found(hits=tuple(sorted(hits, key=lambda hit: hit.where)), unreached=tuple(sorted(set(unreached))))
+
+
+def _frozen_owners(known: Mapping[int, _Known], modules: Mapping[int, ModuleType]) -> dict[int, Any]:
+    """Return the modules, by `id`, that the garbage collector would not name since their names were frozen.
+
+    Libraries below torch are left out: they know nothing of a host that is built on torch.
+    """
+    if not gc.get_freeze_count():
+        return {}
+    return {
+        id(module): module
+        for module in modules.values()
+        if str(namespace(module).get("__name__")).partition(".")[0] not in _BELOW_TORCH
+        and not known.keys().isdisjoint(map(id, list(namespace(module).values())))
+    }
 
 
 def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
