@@ -137,9 +137,13 @@ def apply(
         )
         _apply(request)
     except VtpError:
-        # One line instead of a traceback, also where no list was given.
-        _hook().install()
+        report_failures()
         raise
+
+
+def report_failures() -> None:
+    """Let an error of the plugin that ends this process be one line, also where no list was given."""
+    _hook().install()
 
 
 def _apply(request: VtpConfig) -> None:

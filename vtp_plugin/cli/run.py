@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import vtp_plugin
+from vtp_plugin.api import report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
+from vtp_plugin.errors import VtpError
 from vtp_plugin.options.flags import add_vtp_arguments
 
 
@@ -38,4 +40,8 @@ def run(options: argparse.Namespace) -> None:
     # "--" that is the script's.
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(options.script, run_name="__main__")
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+    except VtpError:
+        report_failures()
+        raise
