@@ -8,7 +8,7 @@ from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 SLICED_FROM_BYTES = 256 * 1024
-"""Tensors from this size on cross faster in slices than through the leaders; measured by `benchmarks/boundary.py`."""
+"""Below this size the leaders were faster on every network that `benchmarks/boundary.py` measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +31,15 @@ class TransportRules:
     def is_open(self, layout: PipelineLayout, upstream: int, downstream: int) -> bool:
         """Whether a run tries both strategies at its start and takes the faster one; offline, `choose` says sliced.
 
-        Below :data:`SLICED_FROM_BYTES` the leaders were faster on every network that was measured.
-
         >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
         >>> [TransportRules(tensor_bytes=1 << 20).is_open(layout, v, v + 1) for v in range(2)]
         [True, False]
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
         has_choice = self.transport == "auto" and src.cp == dst.cp and src.tp != dst.tp
-        is_one_site = not self.sites or self.sites[upstream] == self.sites[downstream]
         is_large = self.tensor_bytes is not None and self.tensor_bytes >= SLICED_FROM_BYTES
-        return has_choice and is_one_site and is_large and self.threshold_bytes is None
+        crosses_sites = self._crosses_sites(upstream, downstream)
+        return has_choice and not crosses_sites and is_large and self.threshold_bytes is None
 
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
         """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
@@ -56,7 +54,7 @@ class TransportRules:
         ('sliced', 'both stages have one size: rank to rank')
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
-        crosses_sites = bool(self.sites) and self.sites[upstream] != self.sites[downstream]
+        crosses_sites = self._crosses_sites(upstream, downstream)
         if src.cp != dst.cp and (self.transport == "rank0" or (self.transport == "auto" and crosses_sites)):
             obstacle = "--vtp-transport rank0 was given" if self.transport == "rank0" else "it crosses sites"
             raise LayoutError(
@@ -79,3 +77,6 @@ class TransportRules:
         if self.is_open(layout, upstream, downstream):
             return "sliced", "the stages' sizes differ; a run tries rank0 as well at its start and takes the faster one"
         return "sliced", "the stages' sizes differ: every link carries its share"
+
+    def _crosses_sites(self, upstream: int, downstream: int) -> bool:
+        return bool(self.sites) and self.sites[upstream] != self.sites[downstream]

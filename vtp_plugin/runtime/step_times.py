@@ -6,6 +6,7 @@ import json
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vtp_plugin.platform.base import Platform
@@ -87,10 +88,11 @@ class StepTimes:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """Predicted and real duration of a step.
 
-    Args:
+    Attributes:
         predicted_ms: by simulation of the plan with its costs.
         real_ms: median over steps, of the slowest rank.
         num_steps: so many.
@@ -101,14 +103,11 @@ class StepTime:
     step of 8 microbatches: predicted 40.0 ms, real 52.0 ms (+30 %), median of 3 steps
     """
 
-    def __init__(
-        self, *, predicted_ms: float, real_ms: float, num_steps: int, num_microbatches: int, share: float
-    ) -> None:
-        self.predicted_ms = predicted_ms
-        self.real_ms = real_ms
-        self._num_steps = num_steps
-        self._num_microbatches = num_microbatches
-        self._share = share
+    predicted_ms: float
+    real_ms: float
+    num_steps: int
+    num_microbatches: int
+    share: float
 
     @property
     def differs(self) -> bool:
@@ -122,13 +121,13 @@ class StepTime:
         False
         """
         apart_ms = abs(self.real_ms - self.predicted_ms)
-        return self._num_steps >= _LEAST_STEPS and apart_ms > self._share * self.predicted_ms
+        return self.num_steps >= _LEAST_STEPS and apart_ms > self.share * self.predicted_ms
 
     def __str__(self) -> str:
         """Say it in one line."""
         more = f" ({100 * (self.real_ms / self.predicted_ms - 1):+.0f} %)" if self.predicted_ms else ""
-        steps = f"median of {self._num_steps} steps" if self._num_steps > 1 else "one step"
+        steps = f"median of {self.num_steps} steps" if self.num_steps > 1 else "one step"
         return (
-            f"step of {self._num_microbatches} microbatches: predicted {self.predicted_ms:.1f} ms, real "
+            f"step of {self.num_microbatches} microbatches: predicted {self.predicted_ms:.1f} ms, real "
             f"{self.real_ms:.1f} ms{more}, {steps}"
         )
