@@ -58,11 +58,10 @@ class Choice:
         """Say it in one line.
 
         >>> print(Choice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
-        boundary 0->1: rank0 (tried with 1.0 MiB: rank0 1.80 ms, sliced 3.87 ms one way)
+        boundary 0->1: rank0 (tried with 1024 KiB: rank0 1.80 ms, sliced 3.87 ms one way)
         """
         figures = ", ".join(f"{name} {self.times_ms[name]:.2f} ms" for name in STRATEGIES)
-        size_mib = self.num_bytes / (1 << 20)
-        return f"boundary {_key(self.pair)}: {self.strategy} (tried with {size_mib:.1f} MiB: {figures} one way)"
+        return f"boundary {_key(self.pair)}: {self.strategy} (tried with {self.num_bytes >> 10} KiB: {figures} one way)"
 
 
 def try_strategies(
