@@ -76,7 +76,9 @@ WIDE = ["--seq-length", "600", "--max-position-embeddings", "600", "--train-iter
 def test_a_script_tries_and_says_so(script_pool: Pool) -> None:
     """300 KiB cross between the stages; whatever was faster, the losses are those of a run with a strategy by hand."""
     runs = train(script_pool, "1,2", WIDE)
-    pattern = r"boundary 0->1: (?:rank0|sliced) \(tried with (?:256|300) KiB: rank0 [\d.]+ ms, sliced [\d.]+ ms one way\)"
+    pattern = (
+        r"boundary 0->1: (?:rank0|sliced) \(tried with (?:256|300) KiB: rank0 [\d.]+ ms, sliced [\d.]+ ms one way\)"
+    )
     assert len(re.findall(pattern, runs[0].output)) == 1, runs[0].output
     by_hand = train(script_pool, "1,2", [*WIDE, "--vtp-transport-threshold", "1MiB"])
     assert "are fewer than 1048576, as --vtp-transport-threshold says" in " ".join(by_hand[0].output.split())
