@@ -3,7 +3,7 @@
     python -m benchmarks.u_shape            the table
     python -m benchmarks.u_shape --quick    a small grid
 
-Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations (``vtp_plugin.schedule.simulate``):
+Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations (``vtp_plugin.schedule.cost.simulate``):
 durations are exact, bandwidth has no limit, sending and receiving cost no compute and every message leaves as soon as
 it is there. Unit of time is t_f, the forward of one of the edge's two parts; a backward takes twice its forward. L is
 the one-way latency of every link from or to stage 0.

@@ -49,7 +49,7 @@ from vtp_plugin.schedule import (
     u_costs,
     u_placement,
 )
-from vtp_plugin.schedule.limits import choose_limits
+from vtp_plugin.schedule.make.limits import choose_limits
 
 T_F_S = 0.04
 CLOUD = 2.0

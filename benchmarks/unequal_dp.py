@@ -6,11 +6,11 @@
 
 Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs`` (docs/unequal-dp-measured.md).
 
-All figures are simulations (``vtp_plugin.schedule.simulate``): durations are exact, bandwidth has no limit, sending and
-receiving cost no compute and every message leaves as soon as it is there. Stage 0, the edge, has one replica, each of
-the P - 1 cloud stages has k. Unit of time is t_f: the edge works 6 t_f for a microbatch, 2 t_f of it forward. The load
-of the cloud is its work for a microbatch per replica, in units of the edge's: at 1 all stages are equally busy, below 1
-the cloud has time to spare. L is the one-way latency of every link from or to stage 0.
+All figures are simulations (``vtp_plugin.schedule.cost.simulate``): durations are exact, bandwidth has no limit,
+sending and receiving cost no compute and every message leaves as soon as it is there. Stage 0, the edge, has one
+replica, each of the P - 1 cloud stages has k. Unit of time is t_f: the edge works 6 t_f for a microbatch, 2 t_f of it
+forward. The load of the cloud is its work for a microbatch per replica, in units of the edge's: at 1 all stages are
+equally busy, below 1 the cloud has time to spare. L is the one-way latency of every link from or to stage 0.
 
 Compared are the two modes, with the same samples in a step, 8 microbatches for every replica of the cloud:
 

@@ -36,7 +36,7 @@ from benchmarks.unequal_dp import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.schedule import Costs, simulate, split_costs
-from vtp_plugin.schedule.step import Step, plan_step
+from vtp_plugin.schedule.make.choose import Step, plan_step
 
 T_F_S = 0.04
 MBIT = 1000.0

@@ -25,7 +25,7 @@ SITES_INTRO = """\
 # Arguments that may differ
 
 At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
-the statement (`vtp_plugin/options/sites.py`), and so are the plugin's own `--vtp-audit` and `--vtp-site`.
+the statement (`vtp_plugin/options/checks/sites.py`), and so are the plugin's own `--vtp-audit` and `--vtp-site`.
 """
 PATCHES_INTRO = """\
 # Patches
@@ -134,7 +134,7 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
     from vtp_plugin.options.flags import VTP_FLAGS, FlagGroup
-    from vtp_plugin.schedule.stated import COST_KEYS
+    from vtp_plugin.schedule.cost.stated import COST_KEYS
 
     texts = []
     for group in FlagGroup:

@@ -27,6 +27,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
+# The rooms of a part, and its modules beside them: each may import itself and those of lower layers. What has no entry
+# here, such as the part's `__init__`, comes after all of them.
+ROOMS: dict[str, tuple[frozenset[str], ...]] = {
+    "schedule": (
+        frozenset({"order"}),
+        frozenset({"proof"}),
+        frozenset({"cost"}),
+        frozenset({"make", "pictures"}),
+    ),
+    "options": (frozenset({"context"}), frozenset({"checks", "derived", "flags", "table"})),
+}
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {"advance", "errors", "log", "text_enum", "config", "layout", "boundary", "ordering", "schedule"}
@@ -62,7 +73,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     if _layer(part) is None:
         return [f"{module}: {part!r} has no layer; add it to LAYERS in {Path(__file__).name}"]
     imports = list(_imports(module, ast.parse(source)))
-    lines = [line for item in imports for line in _broken_by(part, item)]
+    lines = [line for item in imports for line in (*_broken_by(part, item), *_broken_in_part(module, item))]
     return [f"{module}:{line}" for line in lines]
 
 
@@ -76,6 +87,30 @@ def _broken_by(part: str, item: Import) -> Iterator[str]:
         yield f"{item.line}: {part} is pure and may import only the standard library, not {top}"
     elif top == "megatron" and part != "patches":
         yield f"{item.line}: only patches may import megatron, not {part}"
+
+
+def _broken_in_part(module: str, item: Import) -> Iterator[str]:
+    """Yield a line where a room of a part imports a room that is not below it."""
+    part, room = _part(module), _room(module)
+    layer = _room_layer(part, room)
+    if layer is None or _part(item.module) != part:
+        return
+    # `from vtp_plugin.schedule import order` names the room behind the import.
+    targets = {_room(item.module)} if item.module.count(".") > 1 else {*item.names} or {"__init__"}
+    for target in sorted(targets - {room}):
+        target_layer = _room_layer(part, target)
+        if target_layer is None or target_layer >= layer:
+            yield f"{item.line}: {part}.{room} may import only lower rooms, not {part}.{target}"
+
+
+def _room_layer(part: str, room: str) -> int | None:
+    return next((index for index, rooms in enumerate(ROOMS.get(part, ())) if room in rooms), None)
+
+
+def _room(module: str) -> str:
+    """Return the room, or the module beside the rooms, that a dotted module of a part belongs to."""
+    pieces = module.split(".")
+    return pieces[2] if len(pieces) > 2 else "__init__"
 
 
 def _may_import(part: str, target: str) -> bool:

@@ -47,7 +47,7 @@ class VtpConfig:
         in_flight: in a U, the largest number of microbatches in flight: one for all stages, or one for each. ``None``
             is the number that keeps the busiest stage busy, plus two.
         costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
-            :func:`vtp_plugin.schedule.stated.parse_costs`); ``None`` measures them in the first steps.
+            :func:`vtp_plugin.schedule.cost.stated.parse_costs`); ``None`` measures them in the first steps.
         replan_share: share of the planned time of a U's step by which the real one may differ before its costs are
             measured again and its order is planned anew.
         log_level: least level of what the plugin says, see :mod:`vtp_plugin.log`.

@@ -21,7 +21,7 @@ from tests.multiproc.train_job import train
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.plan import Planning
+from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
@@ -30,7 +30,7 @@ from vtp_plugin.runtime.startup import agree
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
 from vtp_plugin.schedule import Channel as ChannelName
-from vtp_plugin.schedule.stated import format_costs
+from vtp_plugin.schedule.cost.stated import format_costs
 
 SHAPE = (6, 1, 4)
 

@@ -35,11 +35,11 @@ from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.work import TimedWaits
 from vtp_plugin.schedule import lower, one_f_one_b, simulate, uniform_costs
-from vtp_plugin.schedule.actions import parse_actions
-from vtp_plugin.schedule.chain import make_chain
-from vtp_plugin.schedule.check import require_valid as require_valid_order
-from vtp_plugin.schedule.generate import plain_forward_only
-from vtp_plugin.schedule.placement import plain_placement
+from vtp_plugin.schedule.order.actions import parse_actions
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.proof.check import require_valid as require_valid_order
+from vtp_plugin.schedule.make.generate import plain_forward_only
+from vtp_plugin.schedule.order.placement import plain_placement
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
 platform = CpuPlatform("of the test")

@@ -19,7 +19,7 @@ from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
 from vtp_plugin.runtime.store import Topic
-from vtp_plugin.schedule.stated import COST_KEYS
+from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.import_rules import PURE_PARTS, ROOT, broken_rules, sources
+from tests.import_rules import PURE_PARTS, ROOMS, ROOT, broken_rules, sources
 
 PARTS_THERE = {module.split(".")[1] for module, _ in sources()}
 
@@ -24,12 +24,18 @@ def test_no_file_breaks_a_rule() -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
+@pytest.mark.parametrize("part", ROOMS)
+def test_every_module_of_a_part_with_rooms_has_a_room(part: str) -> None:
+    entries = {path.stem for path in (ROOT / "vtp_plugin" / part).iterdir() if path.stem != "__pycache__"}
+    assert entries - {"__init__"} == set().union(*ROOMS[part])
+
+
 @pytest.mark.parametrize(
     ("module", "source", "rule"),
     [
         ("vtp_plugin.layout.grid", "import torch.distributed as dist", "standard library, not torch"),
         ("vtp_plugin.boundary.plan", "def f():\n    from numpy import array", "standard library, not numpy"),
-        ("vtp_plugin.schedule.check", "import megatron.core", "standard library, not megatron"),
+        ("vtp_plugin.schedule.proof.check", "import megatron.core", "standard library, not megatron"),
         ("vtp_plugin.runtime.x", "from megatron.core import parallel_state", "only patches may import megatron"),
         ("vtp_plugin.runtime.x", "import importlib\nimportlib.import_module('megatron.core')", "only patches"),
         ("vtp_plugin.cli", "__import__('megatron')", "only patches"),
@@ -42,6 +48,15 @@ def test_no_file_breaks_a_rule() -> None:
         ("vtp_plugin.runtime.x", "import vtp_plugin\nvtp_plugin.apply()", "not __init__"),
         ("vtp_plugin.runtime.x", "import vtp_plugin.patches.core", "not patches"),
         ("vtp_plugin.patches.core.x", "from vtp_plugin.cli import main", "not cli"),
+        (
+            "vtp_plugin.schedule.order.x",
+            "from vtp_plugin.schedule.make.lower import y",
+            "lower rooms, not schedule.make",
+        ),
+        ("vtp_plugin.schedule.make.x", "from vtp_plugin.schedule import pictures", "not schedule.pictures"),
+        ("vtp_plugin.schedule.cost.x", "from vtp_plugin.schedule import Schedule", "not schedule.Schedule"),
+        ("vtp_plugin.schedule.cost.x", "from ..make import x", "not schedule.make"),
+        ("vtp_plugin.options.table.x", "import vtp_plugin.options.flags", "not options.flags"),
         ("vtp_plugin.newpart", "", "has no layer"),
         ("vtp_plugin.runtime.x", "import vtp_plugin.newpart", "not newpart"),
     ],
@@ -59,6 +74,11 @@ def test_a_breach_is_found(module: str, source: str, rule: str) -> None:
         ("vtp_plugin.runtime.x", "import torch\nfrom vtp_plugin import __version__\nfrom .y import z"),
         ("vtp_plugin.session", "import vtp_plugin\nprint(vtp_plugin.__version__)"),
         ("vtp_plugin.layout.grid", "import math\nfrom vtp_plugin.errors import ConfigError\nfrom . import groups"),
+        (
+            "vtp_plugin.schedule.make.x",
+            "from vtp_plugin.schedule.order import lower\nfrom .choose import make_schedule",
+        ),
+        ("vtp_plugin.schedule.__init__", "from vtp_plugin.schedule.make.choose import make_schedule"),
         ("vtp_plugin.__init__", "def apply():\n    from vtp_plugin.patches import records"),
         ("vtp_plugin.__main__", "from vtp_plugin.cli import main"),
     ],

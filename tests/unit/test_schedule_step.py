@@ -15,9 +15,9 @@ from tests import schedule_oracle as oracle
 from vtp_plugin.config import VtpConfig, merge, parse_cost_words, parse_in_flight
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule import Costs, Op, check, plain_placement, plan_u_shape, simulate, u_costs, u_placement
-from vtp_plugin.schedule.limits import check_in_flight, choose_limits
-from vtp_plugin.schedule.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.step import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
+from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.make.limits import check_in_flight, choose_limits
 
 # Four digits, as they are printed.
 FOUR_DIGITS = st.floats(0, 1e6, allow_nan=False).map(lambda number: float(f"{number:.4g}"))

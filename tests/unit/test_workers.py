@@ -12,7 +12,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
-from vtp_plugin.schedule.channels import channels
+from vtp_plugin.schedule.order.messages import channels
 
 
 @pytest.mark.parametrize("mode", DpMode)

@@ -21,12 +21,12 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
 from vtp_plugin.options import OptionContext, add_vtp_arguments, check_batches, check_one_chunk, check_sizes
+from vtp_plugin.options.checks.schedules import refuse_with_u_shape
+from vtp_plugin.options.derived import Planning, plan_layout, plan_orders, stage_boundaries
 from vtp_plugin.options.flags import VTP_FLAGS, read_flags
-from vtp_plugin.options.plan import Planning, plan_layout, plan_orders, stage_boundaries
-from vtp_plugin.options.schedules import refuse_with_u_shape
 from vtp_plugin.runtime.workers import place_workers
-from vtp_plugin.schedule.placement import Placement
-from vtp_plugin.schedule.stated import parse_costs
+from vtp_plugin.schedule.cost.stated import parse_costs
+from vtp_plugin.schedule.order.placement import Placement
 
 MAX_TYPOS = 2
 """Letters by which a word may differ from a flag and still be taken for it."""

@@ -28,8 +28,8 @@ from vtp_plugin.schedule import (
     u_costs,
     uniform_costs,
 )
-from vtp_plugin.schedule.limits import choose_limits
-from vtp_plugin.schedule.step import Step, plan_step
+from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.limits import choose_limits
 
 _WIDTH = 120
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}

@@ -1,21 +1,23 @@
 """The command line: the plugin's flags, and Megatron's options against the stage sizes.
 
-Of Megatron's options there is a table of what works, and a list of the sizes that every stage must share.
+``flags`` declares the plugin's flags, and ``derived`` says what follows from them. ``table`` says which of Megatron's
+options work, and ``checks`` whether the values of those that work fit every stage.
 ``check_options`` and ``check_sizes`` read Megatron's arguments as its parser returns them, before ``validate_args`` has
 run: every rank then sees the same values and reports the same lines. Nothing here needs torch or Megatron.
 """
 
 from __future__ import annotations
 
-from vtp_plugin.options.batch import check_batches, describe_batches, own_batches
-from vtp_plugin.options.check import check_config, check_options
+from vtp_plugin.options.checks.batch import check_batches, describe_batches, own_batches
+from vtp_plugin.options.checks.schedules import check_one_chunk, check_u_shaped
+from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, check_site, shared_arguments
+from vtp_plugin.options.checks.sizes import check_sizes
+from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, Flag, FlagGroup, add_vtp_arguments, check_without_stages, read_flags
-from vtp_plugin.options.rule import OptionContext, OptionRule, Verdict
-from vtp_plugin.options.schedules import check_one_chunk, check_u_shaped
-from vtp_plugin.options.show import format_markdown, format_table
-from vtp_plugin.options.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, check_site, shared_arguments
-from vtp_plugin.options.sizes import check_sizes
-from vtp_plugin.options.table import CONFIG_RULES, RULES
+from vtp_plugin.options.table.check import check_config, check_options
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rule import OptionRule, Verdict
+from vtp_plugin.options.table.show import format_markdown, format_table
 
 __all__ = [
     "CONFIG_RULES",

@@ -23,7 +23,7 @@ from vtp_plugin.config import (
     parse_size_list,
 )
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.schedule.stated import COST_KEYS
+from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 
 class FlagGroup(Enum):

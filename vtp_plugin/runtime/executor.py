@@ -1,7 +1,7 @@
 """The executor: walks one rank's lowered actions, computes by injected functions and moves tensors over channels.
 
 One host thread issues everything, in the order of the list. Nothing blocks but the waits for what is received, and at
-the end of a step those for what is sent; :mod:`vtp_plugin.schedule.lower` says where they stand and why.
+the end of a step those for what is sent; :mod:`vtp_plugin.schedule.order.lower` says where they stand and why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vtp_plugin.runtime.communicator import ExchangeOptions, Work
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement, Schedule, channel_of, started_by
 from vtp_plugin.schedule import Channel as ChannelName
-from vtp_plugin.schedule.channels import receive_for, send_after
+from vtp_plugin.schedule.order.messages import receive_for, send_after
 
 
 class Compute(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from vtp_plugin import log
-from vtp_plugin.options.plan import Planning
+from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Executor, Link
@@ -17,8 +17,8 @@ from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule import Placement, Schedule
-from vtp_plugin.schedule.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.step import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
+from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
 
 # Training steps that are measured together. The first step of a run is not one: it also loads, allocates and compiles.
 NUM_MEASURED_STEPS = 3
@@ -51,7 +51,7 @@ class PlannedPipeline:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: own worker, see :class:`~vtp_plugin.schedule.placement.Placement`; without replicas the own stage.
+        worker: own worker, see :class:`~vtp_plugin.schedule.order.placement.Placement`; without replicas the own stage.
         channels: of the own worker, by the schedule's names.
         ranks: all ranks of the run.
         platform: where this rank computes.

@@ -1,20 +1,38 @@
-"""When things happen: what each worker computes, sends and receives, in which order. Pure: no torch, no processes."""
+"""When things happen: what each worker computes, sends and receives, in which order. Pure: no torch, no processes.
+
+Every folder answers one question and imports only those before it: ``order`` (what is an order), ``proof`` (is it
+right), ``cost`` (how long does it take), then ``make`` (how is it made) and ``pictures`` (what does it look like),
+which do not import each other.
+"""
 
 from __future__ import annotations
 
-from vtp_plugin.schedule.actions import Action, Op, format_actions, parse_action, parse_actions
-from vtp_plugin.schedule.bounds import lower_bound, need
-from vtp_plugin.schedule.chain import make_chain
-from vtp_plugin.schedule.channels import Channel, channel_label, channel_of, channels, peer_of, started_by, wait_for
-from vtp_plugin.schedule.check import Mode, check, is_lowered, peak_activations, peak_in_flight, require_valid
-from vtp_plugin.schedule.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.schedule.draw import chrome_trace, draw_svg, draw_text, summarize
-from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, one_f_one_b_limits, plain_forward_only
-from vtp_plugin.schedule.lower import lower, peak_posted
-from vtp_plugin.schedule.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.schedule.plan import Actions, Schedule
-from vtp_plugin.schedule.simulate import Flight, Span, Timeline, choose_lookahead, simulate
-from vtp_plugin.schedule.u_shape import UPlan, plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import Flight, Span, Timeline, choose_lookahead, simulate
+from vtp_plugin.schedule.make.generate import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    one_f_one_b_limits,
+    plain_forward_only,
+)
+from vtp_plugin.schedule.make.u_shape import UPlan, plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
+from vtp_plugin.schedule.order.lower import lower, peak_posted
+from vtp_plugin.schedule.order.messages import (
+    Channel,
+    channel_label,
+    channel_of,
+    channels,
+    peer_of,
+    started_by,
+    wait_for,
+)
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text, summarize
+from vtp_plugin.schedule.proof.check import Mode, check, is_lowered, peak_activations, peak_in_flight, require_valid
 
 __all__ = [
     "Action",

@@ -11,7 +11,7 @@ from vtp_plugin import log
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
 from vtp_plugin.errors import PlanError
-from vtp_plugin.options.plan import plan_orders
+from vtp_plugin.options.derived import plan_orders
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels
 from vtp_plugin.runtime.planned import PlannedPipeline

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vtp_plugin import log
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError, PlanError
-from vtp_plugin.options.plan import plan_layout
+from vtp_plugin.options.derived import plan_layout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
@@ -112,7 +112,7 @@ class Session:
         return self.platform
 
     def plan(self, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str) -> None:
-        """Make the layout; arguments as for :func:`~vtp_plugin.options.plan.plan_layout`.
+        """Make the layout; arguments as for :func:`~vtp_plugin.options.derived.plan_layout`.
 
         Raises:
             ConfigError: the sizes contradict each other or the world, or the stages do not fit together.

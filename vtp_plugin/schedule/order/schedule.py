@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from vtp_plugin.schedule.actions import Action, format_actions
-from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.order.actions import Action, format_actions
+from vtp_plugin.schedule.order.placement import Placement
 
 Actions = tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The order of compute for one step, or with its communication if :func:`~vtp_plugin.schedule.lower.lower` made it.
+    """The order of compute for one step; with its communication after :func:`~vtp_plugin.schedule.order.lower.lower`.
 
     Attributes:
         name: Short name of the kind, such as `1f1b`.

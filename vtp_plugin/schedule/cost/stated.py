@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.placement import Placement
 
 _BYTES_PER_MS = 125.0  # 1 Mbit/s
 # Faster than any link: from here on there is no limit.
@@ -67,7 +67,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     Raises:
         ConfigError: A name is unknown or stands twice, a value is no number, or not as many as there must be.
 
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> costs = parse_costs(("forward_ms=40,80,90,40", "latency_ms=20", "mbit=100", "message_kib=256"), u_placement(3))
     >>> costs.backward, costs.latency, costs.bandwidth
     ((80.0, 160.0, 180.0, 80.0), (20.0, 0.0, 20.0), (12500.0, inf, 12500.0))
@@ -100,7 +100,7 @@ def format_costs(costs: Costs) -> str:
 
     Where no way has a limit of bandwidth, `mbit` is left out; where some have, the others get 1,000,000 Mbit/s.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
     'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5 message_kib=0'
     """
@@ -125,7 +125,7 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
             JSON.
         placement: Which stage holds which virtual stage; every one has been measured by some rank.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> edge = {"forward_ms": {"0": 4.0}, "backward_ms": {"0": 8.0}, "latency_ms": {"0": 3.0}}
     >>> slow = {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}}
     >>> fast = {"forward_ms": {"1": 4.5}, "backward_ms": {"1": 9.5}}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.bounds import ROUNDING
-from vtp_plugin.schedule.channels import Channel, channel_of, link_of, started_by
-from vtp_plugin.schedule.check import Mode, check, is_lowered, peak_activations, peak_in_flight
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.lower import lower
-from vtp_plugin.schedule.placement import Placement
-from vtp_plugin.schedule.plan import Schedule
+from vtp_plugin.schedule.cost.bounds import ROUNDING
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.lower import lower
+from vtp_plugin.schedule.order.messages import Channel, channel_of, link_of, started_by
+from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.schedule.proof.check import Mode, check, is_lowered, peak_activations, peak_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
         costs: Of the schedule's placement.
         mode: When messages leave.
 
-    >>> from vtp_plugin.schedule.costs import uniform_costs
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> schedule = one_f_one_b(2, 4)
     >>> timeline = simulate(schedule, uniform_costs(schedule.placement, latency=0.5))
     >>> timeline.makespan, round(timeline.bubble, 3), timeline.in_flight
@@ -207,16 +207,17 @@ class _Walk:
 
 
 def choose_lookahead(schedule: Schedule, costs: Costs) -> int:
-    """Return the smallest lookahead for :func:`~vtp_plugin.schedule.lower.lower` that costs no time in rendezvous mode.
+    """Return the smallest lookahead that costs no time in rendezvous mode.
 
-    With it the step is as fast as with all receives posted at its start.
+    Lowered with it (:func:`~vtp_plugin.schedule.order.lower.lower`), the step is as fast as with all receives posted at
+    its start.
 
     Args:
         schedule: Compute only.
         costs: Of its placement.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.u_shape import plan_u_shape
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.make.u_shape import plan_u_shape
     >>> [choose_lookahead(plan_u_shape(3, 8, u_costs(3, latency=x)).schedule, u_costs(3, latency=x)) for x in (0, 1, 2)]
     [1, 2, 3]
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from vtp_plugin.options.rule import OptionContext, OptionRule
-from vtp_plugin.options.table import CONFIG_RULES, RULES
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rule import OptionRule
 
 
 def check_options(args: object, context: OptionContext) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ A row is decided by reading Megatron (0.19.2) and, where it says supported, by a
 
 from __future__ import annotations
 
-from vtp_plugin.options.rule import (
-    OptionContext,
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.table.rule import (
     OptionRule,
     Verdict,
     above,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import textwrap
 
-from vtp_plugin.options.rule import OptionRule
-from vtp_plugin.options.table import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rule import OptionRule
 
 _COLUMNS = 100
 _LEGEND = (

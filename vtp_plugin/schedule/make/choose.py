@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.check import peak_activations, require_valid
-from vtp_plugin.schedule.costs import Costs, u_costs
-from vtp_plugin.schedule.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
-from vtp_plugin.schedule.limits import choose_limits
-from vtp_plugin.schedule.lower import lower
-from vtp_plugin.schedule.placement import Placement, interleaved_placement, u_placement
-from vtp_plugin.schedule.plan import Schedule
-from vtp_plugin.schedule.simulate import choose_lookahead
-from vtp_plugin.schedule.u_shape import plan_u_shape
+from vtp_plugin.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.schedule.cost.simulate import choose_lookahead
+from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.schedule.make.limits import choose_limits
+from vtp_plugin.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.schedule.order.lower import lower
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.schedule.proof.check import peak_activations, require_valid
 
 # Computes ahead that a receive is posted in plain pipelines. One is enough without latency; over a slow link 1F1B is up
 # to 14 % slower with one, and forward only twice as slow. It costs the memory of one more activation.
@@ -30,9 +30,9 @@ class Step:
         forward_only: No backward pass.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
         costs: Of the placement, in ms, for the U's order only; None for the model U-shape of
-            :func:`~vtp_plugin.schedule.costs.u_costs`, without latency.
+            :func:`~vtp_plugin.schedule.cost.costs.u_costs`, without latency.
         in_flight: Most microbatches in flight, for the U's order only: for all stages, or for each; None for the
-            default of :func:`~vtp_plugin.schedule.limits.choose_limits`.
+            default of :func:`~vtp_plugin.schedule.make.limits.choose_limits`.
     """
 
     placement: Placement
@@ -54,7 +54,7 @@ def plan_step(step: Step) -> tuple[Schedule, str]:
     Raises:
         ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> schedule, reason = plan_step(Step(placement=plain_placement(2), num_microbatches=1))
     >>> print(schedule.describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
@@ -114,7 +114,7 @@ def _u_order(step: Step) -> tuple[Schedule, int, str]:
 def _kept(schedule: Schedule) -> str:
     """List the most activations kept for a backward at a time: by stage, joined by + where it has several chunks.
 
-    >>> from vtp_plugin.schedule.u_shape import reference_u_shape
+    >>> from vtp_plugin.schedule.make.u_shape import reference_u_shape
     >>> _kept(reference_u_shape(3, 8))
     '4+1,3,2'
     """

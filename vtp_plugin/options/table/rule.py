@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vtp_plugin.options.context import OptionContext
 from vtp_plugin.text_enum import TextEnum
 
 Test = Callable[[object], bool]
@@ -18,61 +19,6 @@ class Verdict(TextEnum):
     REFUSED_UNEQUAL_DP = "refused when data-parallel sizes differ"
     REFUSED_UNEQUAL = "refused when sizes differ"
     REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionContext:
-    """What a rule may know about a run apart from Megatron's own arguments.
-
-    Attributes:
-        tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
-        cp_sizes: Context-parallel size of every stage; empty stands for 1 on all.
-        dp_sizes: Data-parallel size of every stage; empty stands for one size for all.
-        num_virtual: Chunks per stage, 1 without interleaving.
-        forced: The plugin's groups and communicator are used even for a uniform list.
-        device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
-    """
-
-    tp_sizes: tuple[int, ...]
-    cp_sizes: tuple[int, ...] = ()
-    dp_sizes: tuple[int, ...] = ()
-    num_virtual: int = 1
-    forced: bool = False
-    device: str = "auto"
-
-    @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages."""
-        return len(self.tp_sizes)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all stages have the same sizes."""
-        return len(set(self.tp_sizes)) == 1 and not self.has_unequal_cp and not self.has_unequal_dp
-
-    @property
-    def has_unequal_cp(self) -> bool:
-        """Whether the stages have different context-parallel sizes."""
-        return len(set(self.cp_sizes)) > 1
-
-    @property
-    def has_unequal_dp(self) -> bool:
-        """Whether the stages have different data-parallel sizes."""
-        return len(set(self.dp_sizes)) > 1
-
-    @property
-    def size_list(self) -> str:
-        """The lists as the user writes them.
-
-        >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
-        '--vtp-size-list 1,4,4'
-        >>> OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).size_list
-        '--vtp-size-list 1,1 --vtp-cp-list 1,2'
-        """
-        lists = [("--vtp-size-list", self.tp_sizes)]
-        lists += [("--vtp-cp-list", self.cp_sizes)] if self.has_unequal_cp else []
-        lists += [("--vtp-dp-list", self.dp_sizes)] if self.has_unequal_dp else []
-        return " ".join(f"{flag} {','.join(map(str, sizes))}" for flag, sizes in lists)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

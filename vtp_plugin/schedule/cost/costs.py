@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.placement import Placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, u_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Costs:
 def uniform_costs(placement: Placement, *, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Costs:
     """Give every virtual stage the same durations and every boundary the same latency, without limit of bandwidth.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> uniform_costs(plain_placement(3), latency=0.5).latency
     (0.5, 0.5)
     """
@@ -84,7 +84,7 @@ def split_costs(placement: Placement, costs: Costs) -> Costs:
         placement: With its replicas.
         costs: Of one microbatch, as `placement` runs them in turn.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> placement = plain_placement(3, num_replicas=(1, 1, 2))
     >>> costs = replace(uniform_costs(placement), message_bytes=(8, 8))
     >>> split_costs(placement, costs).forward, split_costs(placement, costs).message_bytes

@@ -9,8 +9,8 @@ from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.schedule import Costs, plain_placement, u_placement
-from vtp_plugin.schedule.limits import check_in_flight
-from vtp_plugin.schedule.stated import parse_costs
+from vtp_plugin.schedule.cost.stated import parse_costs
+from vtp_plugin.schedule.make.limits import check_in_flight
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 

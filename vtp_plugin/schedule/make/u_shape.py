@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.schedule.bounds import ROUNDING, lower_bound, need_by_stage
-from vtp_plugin.schedule.chain import (
+from vtp_plugin.schedule.cost.bounds import ROUNDING, lower_bound, need_by_stage
+from vtp_plugin.schedule.cost.chain import (
     Chain,
     Orders,
     dispatch,
@@ -27,10 +27,10 @@ from vtp_plugin.schedule.chain import (
     mirrored,
     to_actions,
 )
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.generate import require_counts, require_shares
-from vtp_plugin.schedule.placement import Placement, u_placement
-from vtp_plugin.schedule.plan import Schedule
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.make.generate import require_counts, require_shares
+from vtp_plugin.schedule.order.placement import Placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 # Rankings of the edge's steps, most urgent first. Of the 24 there are, these were enough to be best in every case of a
 # grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS right after it is the
@@ -89,10 +89,11 @@ class UPlan:
 
 
 def reference_orders(num_stages: int, num_microbatches: int) -> Orders:
-    """Order the U-shape as MindSpeed's layerwise disaggregated training does, as steps (see :mod:`.chain`).
+    """Order the U-shape as MindSpeed's layerwise disaggregated training does.
 
-    The edge runs min(P, m) FS; K times FE, BS; then FS, FE, BS, BE in turn; then what is left of BE. Cloud stage r runs
-    1F1B after min(P - r, m) forwards. K is `int((4 P + 1) / 6)`, here at most m: the original fails below that.
+    The orders are steps of :mod:`~vtp_plugin.schedule.cost.chain`. The edge runs min(P, m) FS; K times FE, BS; then FS,
+    FE, BS, BE in turn; then what is left of BE. Cloud stage r runs 1F1B after min(P - r, m) forwards. K is
+    `int((4 P + 1) / 6)`, here at most m: the original fails below that.
 
     >>> reference_orders(2, 2)
     ((0, 0, 2, 3, 2, 3, 5, 5), (1, 1, 4, 4))
@@ -161,7 +162,7 @@ def plan_u_shape(
         ConfigError: P < 2, m < 1, not one limit for each worker, a limit below 1, costs of another placement, or
             replicas that cannot share the microbatches or serve each other in turn.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> plan = plan_u_shape(3, 16, u_costs(3, latency=2.0), limits=(7, 7, 7))
     >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
     (109.0, 109.0, 129.0)

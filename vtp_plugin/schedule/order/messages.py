@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -40,7 +40,7 @@ class Channel:
 def channels(placement: Placement) -> tuple[Channel, ...]:
     """List all channels: for each pair of workers the forward one, then the backward one.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> [str(channel) for channel in channels(plain_placement(2, num_replicas=(1, 2)))][1:3]
     ['boundary 0->1, backward', 'boundary 0->2, forward']
     """
@@ -54,7 +54,7 @@ def channels(placement: Placement) -> tuple[Channel, ...]:
 def channel_label(placement: Placement, channel: Channel) -> str:
     """Name a channel for a reader; with replicas by its stages and replicas, else as `str` does.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
     >>> channel_label(placement, channels(placement)[2])
     'boundary stage 0->stage 1 replica 1, forward'
@@ -68,8 +68,8 @@ def channel_label(placement: Placement, channel: Channel) -> str:
 def channel_of(placement: Placement, action: Action) -> Channel:
     """Return the channel of a communication, whichever end it is.
 
-    >>> from vtp_plugin.schedule.actions import parse_action
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.order.actions import parse_action
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> [str(channel_of(u_placement(3), parse_action(text))) for text in ("3RECV_F0", "2RECV_B0")]
     ['boundary 2->0, forward', 'boundary 2->0, backward']
     """
@@ -86,6 +86,25 @@ def link_of(action: Action) -> int:
     # A forward is received and a backward is sent towards the start of the model.
     is_at_upper_end = (action.op in _SENDS) == action.op.is_backward
     return action.vstage - 1 if is_at_upper_end else action.vstage
+
+
+def inputs_of(compute: Action, last_vstage: int) -> set[Action]:
+    """Return the computes whose results a compute takes directly.
+
+    >>> from vtp_plugin.schedule.order.actions import parse_action
+    >>> sorted(map(str, inputs_of(parse_action("1B0"), 2)))
+    ['1F0', '2B0']
+    """
+    v, microbatch = compute.vstage, compute.microbatch
+    needed: set[Action] = set()
+    if compute.op is Op.F:
+        if v > 0:
+            needed.add(Action(op=Op.F, vstage=v - 1, microbatch=microbatch))
+    else:
+        needed.add(Action(op=Op.F, vstage=v, microbatch=microbatch))
+        if v < last_vstage:
+            needed.add(Action(op=Op.B, vstage=v + 1, microbatch=microbatch))
+    return needed
 
 
 def receive_for(placement: Placement, compute: Action) -> Action | None:
@@ -109,7 +128,7 @@ def send_after(placement: Placement, compute: Action) -> Action | None:
 def peer_of(action: Action) -> Action:
     """Return the receive of a send, or the send of a receive.
 
-    >>> from vtp_plugin.schedule.actions import parse_action
+    >>> from vtp_plugin.schedule.order.actions import parse_action
     >>> [str(peer_of(parse_action(text))) for text in ("1SEND_F3", "2RECV_F3", "1SEND_B3")]
     ['2RECV_F3', '1SEND_F3', '0RECV_B3']
     """

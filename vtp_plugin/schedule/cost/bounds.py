@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vtp_plugin.schedule.chain import Chain, make_chain
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.cost.chain import Chain, make_chain
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.placement import Placement
 
 ROUNDING = 1e-9  # relative error that sums of durations may have
 
@@ -20,8 +20,8 @@ def need(placement: Placement, costs: Costs) -> int:
     model U-shape `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))` with the forward times t_f of each part of the
     edge and c of a cloud stage, and the one-way latency L.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> [need(u_placement(3), u_costs(3, cloud=2.0, latency=latency)) for latency in (0, 1, 2, 4)]
     [3, 4, 5, 6]
     """
@@ -53,8 +53,8 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
         num_microbatches: Number of microbatches.
         limits: Most microbatches in flight, by worker.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> chain = make_chain(u_placement(3), u_costs(3))
     >>> lower_bound(chain, 16, (16, 16, 16))  # the last cloud stage works 96, and 9 pass before and after
     105.0

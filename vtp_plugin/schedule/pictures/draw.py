@@ -7,9 +7,9 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.channels import channel_label
-from vtp_plugin.schedule.simulate import Span, Timeline
+from vtp_plugin.schedule.cost.simulate import Span, Timeline
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.messages import channel_label
 
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
@@ -55,9 +55,9 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
         timeline: What to draw.
         columns: Width of the time axis, in letters.
 
-    >>> from vtp_plugin.schedule.costs import uniform_costs
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
-    >>> from vtp_plugin.schedule.simulate import simulate
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.cost.simulate import simulate
     >>> schedule = one_f_one_b(2, 2)
     >>> for row in draw_text(simulate(schedule, uniform_costs(schedule.placement)), columns=36).splitlines()[:2]:
     ...     print(row)
@@ -83,9 +83,9 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
         timeline: What to sum up.
         unit: Of its times.
 
-    >>> from vtp_plugin.schedule.costs import uniform_costs
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
-    >>> from vtp_plugin.schedule.simulate import simulate
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.cost.simulate import simulate
     >>> schedule = one_f_one_b(2, 2)
     >>> summarize(simulate(schedule, uniform_costs(schedule.placement)), unit="ms")
     'simulated step 9 ms; the stages compute 66.7 % of it on average, the busiest (stage 0) 66.7 %'

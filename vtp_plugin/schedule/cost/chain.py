@@ -14,10 +14,10 @@ from heapq import heappop, heappush
 
 from vtp_plugin.advance import advance
 from vtp_plugin.errors import PlanError
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.placement import Placement
-from vtp_plugin.schedule.plan import Actions
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Actions
 
 Orders = tuple[tuple[int, ...], ...]
 
@@ -122,8 +122,8 @@ class Chain:
 def in_ticks(chain: Chain) -> Chain:
     """Write all times as whole numbers, seven digits for the longest, so that sums are exact and equal times equal.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> in_ticks(make_chain(u_placement(2), u_costs(2, cloud=0.2, latency=0.3, edge=0.1))).durations
     (1000000, 2000000, 1000000, 2000000, 4000000, 2000000)
     """
@@ -142,8 +142,8 @@ def in_ticks(chain: Chain) -> Chain:
 def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False) -> Chain:
     """Line up the steps of a microbatch.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> chain = make_chain(u_placement(2), u_costs(2, latency=4.0))
     >>> chain.stages, chain.durations, chain.latency, chain.span
     ((0, 1, 0, 0, 1, 0), (1.0, 2.0, 1.0, 2.0, 4.0, 2.0), (4.0, 4.0, 0.0, 4.0, 4.0, 0.0), 28.0)
@@ -237,8 +237,8 @@ def dispatch(
 def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | None:
     """Return when the last step ends if every worker keeps its order, or None if the orders wait for each other.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> makespan(make_chain(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
@@ -303,8 +303,8 @@ def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
 def mirrored(chain: Chain, orders: Orders) -> Orders:
     """Let time run backwards: from orders for a chain make those for :meth:`Chain.reversed`, or back.
 
-    >>> from vtp_plugin.schedule.costs import uniform_costs
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
     >>> mirrored(make_chain(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
     ((0, 0, 3, 3), (2, 1), (1, 2))
@@ -316,7 +316,7 @@ def mirrored(chain: Chain, orders: Orders) -> Orders:
 def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     """Write orders of steps as actions.
 
-    >>> from vtp_plugin.schedule.placement import plain_placement
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> [str(a) for a in to_actions(plain_placement(1), ((0, 1, 0, 1),))[0]]
     ['0F0', '0B0', '0F1', '0B1']
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from vtp_plugin.options.rule import OptionContext
+from vtp_plugin.options.context import OptionContext
 
 _Fits = Callable[[int, int], bool]
 

@@ -25,24 +25,32 @@ from dataclasses import replace
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.channels import Channel, channel_of, peer_of, receive_for, send_after, wait_for
-from vtp_plugin.schedule.placement import Placement
-from vtp_plugin.schedule.plan import Actions, Schedule
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.messages import (
+    Channel,
+    channel_of,
+    inputs_of,
+    peer_of,
+    receive_for,
+    send_after,
+    wait_for,
+)
+from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Actions, Schedule
 
 
 def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """Return a schedule with all communication; the module's text says what it promises.
 
     Args:
-        schedule: Compute only; its orders must not wait for each other (see :mod:`vtp_plugin.schedule.check`).
+        schedule: Compute only; its orders must not wait for each other (see :mod:`vtp_plugin.schedule.proof.check`).
         lookahead: For how many computes ahead receives are posted, at least 1. A link whose messages start only when
             the receive is posted (gloo, NCCL) hides its latency if the receive is posted that long before the send.
 
     Raises:
         ConfigError: `lookahead` is below 1.
 
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> print(lower(one_f_one_b(2, 1)).describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
     stage 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0
@@ -75,7 +83,7 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
 def peak_posted(order: Actions) -> tuple[int, int]:
     """Return the most receives, and the most sends, that are posted and not waited for at a time.
 
-    >>> from vtp_plugin.schedule.actions import parse_actions
+    >>> from vtp_plugin.schedule.order.actions import parse_actions
     >>> peak_posted(parse_actions("1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1F0 1SEND_F0"))
     (1, 1)
     """
@@ -173,7 +181,7 @@ def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
 
     def step(worker: int, entry: tuple[int, Action]) -> bool:
         place, compute = entry
-        if not needs(compute, last) <= done:
+        if not inputs_of(compute, last) <= done:
             return False
         done.add(compute)
         result.append((worker, place))
@@ -182,22 +190,3 @@ def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
     if advance_orders(numbered, step) != [*map(len, numbered)]:
         raise PlanError(f"{schedule.name}: deadlock: the orders wait for each other")
     return result
-
-
-def needs(compute: Action, last_vstage: int) -> set[Action]:
-    """Return the computes whose results a compute takes directly.
-
-    >>> from vtp_plugin.schedule.actions import parse_action
-    >>> sorted(map(str, needs(parse_action("1B0"), 2)))
-    ['1F0', '2B0']
-    """
-    v, microbatch = compute.vstage, compute.microbatch
-    needed: set[Action] = set()
-    if compute.op is Op.F:
-        if v > 0:
-            needed.add(Action(op=Op.F, vstage=v - 1, microbatch=microbatch))
-    else:
-        needed.add(Action(op=Op.F, vstage=v, microbatch=microbatch))
-        if v < last_vstage:
-            needed.add(Action(op=Op.B, vstage=v + 1, microbatch=microbatch))
-    return needed

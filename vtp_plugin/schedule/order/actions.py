@@ -11,7 +11,7 @@ from vtp_plugin.text_enum import TextEnum
 
 
 class Op(TextEnum):
-    """Kinds of actions. What each one promises is written in :mod:`vtp_plugin.schedule.lower`."""
+    """Kinds of actions. What each one promises is written in :mod:`vtp_plugin.schedule.order.lower`."""
 
     F = "F"
     B = "B"

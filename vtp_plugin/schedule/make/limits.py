@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.schedule.bounds import need_by_stage
-from vtp_plugin.schedule.chain import make_chain
-from vtp_plugin.schedule.costs import Costs
-from vtp_plugin.schedule.placement import Placement
+from vtp_plugin.schedule.cost.bounds import need_by_stage
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.placement import Placement
 
 # Above need. With it, a step of 16 microbatches under a latency of 1, 2 and 4 forwards of the edge's first part takes
 # at most 1.05, 1.10 and 1.20 of one without latency, and more memory gains next to nothing.
@@ -44,9 +44,9 @@ def choose_limits(
 ) -> tuple[tuple[int, ...], str]:
     """Return the most microbatches in flight on each stage, and in a few words where the numbers come from.
 
-    The default is :func:`~vtp_plugin.schedule.bounds.need` + 2 on every worker: need keeps the busiest stage busy, and
-    two more even out the start and the end of a step. A worker that serves several replicas in turn may need more, and
-    two more for each of them. No limit is above the number of microbatches.
+    The default is :func:`~vtp_plugin.schedule.cost.bounds.need` + 2 on every worker: need keeps the busiest stage busy,
+    and two more even out the start and the end of a step. A worker that serves several replicas in turn may need more,
+    and two more for each of them. No limit is above the number of microbatches.
 
     Args:
         in_flight: What was asked for, see :func:`check_in_flight`; None for the default.
@@ -54,8 +54,8 @@ def choose_limits(
         costs: Of the placement.
         num_microbatches: Microbatches of the step.
 
-    >>> from vtp_plugin.schedule.costs import u_costs
-    >>> from vtp_plugin.schedule.placement import u_placement
+    >>> from vtp_plugin.schedule.cost.costs import u_costs
+    >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> choose_limits(None, u_placement(3), u_costs(3, latency=2.0), 16)
     ((7, 7, 7), 'need 5 + 2')
     >>> choose_limits((9, 4, 4), u_placement(3), u_costs(3), 8)

@@ -8,19 +8,19 @@ from typing import Literal
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.channels import (
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.messages import (
     Channel,
     channel_label,
     channel_of,
+    inputs_of,
     peer_of,
     receive_for,
     send_after,
     started_by,
     wait_for,
 )
-from vtp_plugin.schedule.lower import needs
-from vtp_plugin.schedule.plan import Schedule
+from vtp_plugin.schedule.order.schedule import Schedule
 
 Mode = Literal["buffered", "rendezvous"]
 
@@ -41,8 +41,8 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
         limits: Most microbatches in flight on each worker (see :func:`peak_in_flight`).
 
     >>> from dataclasses import replace
-    >>> from vtp_plugin.schedule.actions import parse_actions
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.order.actions import parse_actions
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> schedule = one_f_one_b(2, 1)
     >>> check(schedule, limits=(1, 1))
     ()
@@ -83,7 +83,7 @@ def peak_in_flight(schedule: Schedule, worker: int) -> int:
 
     A microbatch is in flight on a worker from the start of its first compute there to the end of its last.
 
-    >>> from vtp_plugin.schedule.generate import one_f_one_b
+    >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> [peak_in_flight(one_f_one_b(3, 8), stage) for stage in range(3)]
     [3, 2, 1]
     """
@@ -93,7 +93,7 @@ def peak_in_flight(schedule: Schedule, worker: int) -> int:
 def peak_activations(schedule: Schedule, vstage: int) -> int:
     """Return the most activations of a virtual stage that one worker keeps for a backward at a time.
 
-    >>> from vtp_plugin.schedule.u_shape import reference_u_shape
+    >>> from vtp_plugin.schedule.make.u_shape import reference_u_shape
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
@@ -229,7 +229,7 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
 def _needed(schedule: Schedule, action: Action, mode: Mode, lowered: bool) -> set[Action]:
     """Return the actions that must be through before a worker can get past an action."""
     if action.op.is_compute:
-        computes = needs(action, schedule.placement.num_vstages - 1)
+        computes = inputs_of(action, schedule.placement.num_vstages - 1)
         stage_of = schedule.placement.stages
         # In a lowered schedule the wait before the compute stands for what other workers do. Virtual stages of one
         # stage handle a microbatch on one worker.

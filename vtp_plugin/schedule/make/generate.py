@@ -1,7 +1,8 @@
 """Orders of compute that follow a fixed rule: forward only, 1F1B and interleaved 1F1B.
 
 A generator answers only which microbatch of which virtual stage a worker computes next;
-:func:`~vtp_plugin.schedule.lower.lower` adds the communication. The U-shape has :mod:`vtp_plugin.schedule.u_shape`.
+:func:`~vtp_plugin.schedule.order.lower.lower` adds the communication. The U-shape has
+:mod:`vtp_plugin.schedule.make.u_shape`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import math
 from itertools import combinations
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.actions import Action, Op
-from vtp_plugin.schedule.placement import Placement, interleaved_placement, plain_placement
-from vtp_plugin.schedule.plan import Actions, Schedule
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement
+from vtp_plugin.schedule.order.schedule import Actions, Schedule
 
 
 def require_counts(num_stages: int, num_microbatches: int) -> None:
