@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Stages
-from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
 from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import open_channels
@@ -29,8 +29,8 @@ Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
 def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     """Build all of them, by name; every rank of both stages calls this."""
     src, dst = (Side(ranks_by_cp=(ranks,)) for ranks in (stages.src_ranks, stages.dst_ranks))
-    rank0 = Crossing(name="rank0", src=src, dst=dst, strategy="rank0")
-    sliced = Crossing(name="sliced", src=src, dst=dst, strategy="sliced")
+    rank0 = ChannelSpec(name="rank0", src=src, dst=dst, strategy="rank0")
+    sliced = ChannelSpec(name="sliced", src=src, dst=dst, strategy="sliced")
     exchanges: dict[str, Exchange] = {
         "rank0": PlannedExchange(_open_channel(rank0, stages)),
         "bridge pattern": BridgePatternOverGloo(stages),
@@ -40,18 +40,18 @@ def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     if stages.sizes[1] > 1:
         exchanges["sliced, sharded receiver"] = PlannedExchange(_open_channel(sliced, stages), is_sharded=True)
     if stages.sizes[0] == stages.sizes[1]:
-        cut = _CutCrossing(name="cut", src=src, dst=dst, strategy="sliced")
+        cut = _CutSpec(name="cut", src=src, dst=dst, strategy="sliced")
         exchanges["sliced, cut all the same"] = PlannedExchange(_open_channel(cut, stages))
     return exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CutCrossing(Crossing):
-    """A crossing that cuts copies also between stages of one size, where the plugin sends them whole, rank to rank."""
+class _CutSpec(ChannelSpec):
+    """A channel that cuts copies also between stages of one size, where the plugin sends them whole, rank to rank."""
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
-        whole = Crossing.plan(self, shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
-        pieces = Crossing.plan(self, shape, src_sharded=src_sharded, dst_sharded=True)
+        whole = ChannelSpec.plan(self, shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
+        pieces = ChannelSpec.plan(self, shape, src_sharded=src_sharded, dst_sharded=True)
         finish = Collective(kind=CollectiveKind.ALL_GATHER, groups=(self.dst.ranks,))
         return replace(pieces, dst=whole.dst, finish=finish)
 
@@ -84,13 +84,13 @@ class SerialSlices:
     FlagScale cuts where sequence parallelism does, so downstream ranks get their slice and there is no finish.
     """
 
-    def __init__(self, crossing: Crossing, stages: Stages) -> None:
-        self._crossing = crossing
+    def __init__(self, spec: ChannelSpec, stages: Stages) -> None:
+        self._spec = spec
         self._rank = stages.rank
-        self._group = _open_group(crossing.members, "serial slices")
+        self._group = _open_group(spec.members, "serial slices")
 
     def __call__(self, tensor: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
-        plan = self._crossing.plan(shape, dst_sharded=True)
+        plan = self._spec.plan(shape, dst_sharded=True)
         if tensor is not None:
             holding = plan.sent_from(self._rank)
             for transfer in plan.sends_of(self._rank):
@@ -103,11 +103,11 @@ class SerialSlices:
         return received
 
 
-def _open_channel(crossing: Crossing, stages: Stages) -> Channel:
+def _open_channel(spec: ChannelSpec, stages: Stages) -> Channel:
     platform = CpuPlatform("benchmark")
     group = stages.own_group
-    channels = open_channels([crossing], stage_group=group, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-    return channels[crossing.name]
+    channels = open_channels([spec], stage_group=group, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    return channels[spec.name]
 
 
 def _open_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:

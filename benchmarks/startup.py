@@ -110,13 +110,13 @@ def _counted(calls: list[list[int]]) -> Iterator[None]:
 def _channels(sizes: list[int], rank: int, world_size: int) -> tuple[int, int]:
     """Count this rank's pipeline channels, and those on which it sends or receives itself."""
     layout = PipelineLayout.from_sizes(sizes, world_size=world_size)
-    crossings = [
-        crossing
+    specs = [
+        spec
         for boundary in pipeline_boundaries(layout, is_ring=False)
-        for crossing in map(boundary.crossing, Direction)
-        if rank in crossing.members
+        for spec in map(boundary.channel, Direction)
+        if rank in spec.members
     ]
-    return len(crossings), sum(rank in crossing.participants for crossing in crossings)
+    return len(specs), sum(rank in spec.participants for spec in specs)
 
 
 if __name__ == "__main__":

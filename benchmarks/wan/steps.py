@@ -272,7 +272,7 @@ def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dic
     rules = TransportRules(sites=("edge", *["cloud"] * (job.num_stages - 1)), tensor_bytes=num_bytes)
     is_ring = placement.num_vstages > placement.num_stages
     boundaries = pipeline_boundaries(job.layout, is_ring=is_ring, rules=rules, dp_mode=replicas.mode)
-    crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-    opened = open_channels(crossings, stage_group=None, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+    opened = open_channels(specs, stage_group=None, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
     own = [boundary for boundary in boundaries if rank in boundary.src.ranks + boundary.dst.ranks]
     return own_channels(placement, replicas, own, opened)

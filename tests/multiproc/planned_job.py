@@ -174,8 +174,8 @@ def run(
 def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
     groups: list[Any] = [dist.new_group(list(layout.tp_ranks(i, 0, 0))) for i in range(layout.num_stages)]
     boundaries = pipeline_boundaries(layout, is_ring=True)
-    crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-    opened = open_channels(crossings, stage_group=groups[stage], platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+    opened = open_channels(specs, stage_group=groups[stage], platform=platform, monitor=None, timeout_s=TIMEOUT_S)
     return {
         ChannelName(
             upstream=boundary.upstream,

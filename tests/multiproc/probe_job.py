@@ -70,8 +70,8 @@ def run(
         own = next(group for group in stages if isinstance(group, dist.ProcessGroup))
         rules = TransportRules(tensor_bytes=tensor_bytes)
         boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
-        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-        channels = open_channels(crossings, stage_group=own, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+        specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+        channels = open_channels(specs, stage_group=own, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
         tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]
         store = dist.PrefixStore("probe", dist.distributed_c10d._get_default_store())
         shared: list[str] = []
@@ -91,7 +91,7 @@ def run(
         problems = [problem for channel in settled.values() for problem in _use(channel, rank, is_sharded=is_sharded)]
     return Tried(
         lines=[*map(str, choices.values())],
-        strategies={name: channel.crossing.strategy for name, channel in settled.items()},
+        strategies={name: channel.spec.strategy for name, channel in settled.items()},
         problems=problems,
         trace=format_trace(recorder.trace()),
         shared=shared,
@@ -109,4 +109,4 @@ def _use(channel: Channel, rank: int, *, is_sharded: bool) -> list[str]:
     tensor, work = channel.post_recv(plan, torch.float32)
     work.wait()
     wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
-    return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.crossing.name}: wrong tensor on rank {rank}"]
+    return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.spec.name}: wrong tensor on rank {rank}"]

@@ -34,7 +34,7 @@ def _gathers(move: Move) -> bool:
 
 
 def assert_moves(pool: Pool, moves: list[Move]) -> None:
-    world_size = max(len(move.crossing().members) for move in moves)
+    world_size = max(len(move.spec().members) for move in moves)
     problems = pool.run(world_size, f"{JOB}:move", {"moves": moves})
     assert [problem for rank in problems for problem in rank] == []
 

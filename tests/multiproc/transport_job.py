@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary import Holding
-from vtp_plugin.boundary.pipeline import Crossing, Shape, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
@@ -47,10 +47,10 @@ class Move:
     num_microbatches: int = 3
     gathers_by_messages: bool = True
 
-    def crossing(self) -> Crossing:
+    def spec(self) -> ChannelSpec:
         """Number the ranks from the senders on."""
         src = _side(*self.src, 0)
-        return Crossing(name=str(self), src=src, dst=_side(*self.dst, len(src.ranks)), strategy=self.strategy)
+        return ChannelSpec(name=str(self), src=src, dst=_side(*self.dst, len(src.ranks)), strategy=self.strategy)
 
 
 def _side(cp: int, tp: int, first: int) -> Side:
@@ -63,13 +63,13 @@ def move(moves: Sequence[Move]) -> list[str]:
     platform, rank = CpuPlatform("of the test"), dist.get_rank()
     problems = []
     for one in moves:
-        crossing = one.crossing()
-        stages = [dist.new_group(list(ranks)) for side in (crossing.src, crossing.dst) for ranks in side.ranks_by_cp]
+        spec = one.spec()
+        stages = [dist.new_group(list(ranks)) for side in (spec.src, spec.dst) for ranks in side.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
         platform.gathers_by_messages = one.gathers_by_messages
-        channels = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-        if rank in crossing.members:
-            problems += [f"{one}: {problem}" for problem in _exchange(channels[crossing.name], one, rank)]
+        channels = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+        if rank in spec.members:
+            problems += [f"{one}: {problem}" for problem in _exchange(channels[spec.name], one, rank)]
         channels.clear()
         for group in stages:
             if isinstance(group, dist.ProcessGroup):
@@ -113,13 +113,11 @@ def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     """Send the shapes of tensors ahead; return on each receiver the shapes of its own parts."""
     init_gloo()
     platform: Platform = detect("cpu")
-    crossing, rank = one.crossing(), dist.get_rank()
-    stages = [dist.new_group(list(side.ranks)) for side in (crossing.src, crossing.dst)]
+    spec, rank = one.spec(), dist.get_rank()
+    stages = [dist.new_group(list(side.ranks)) for side in (spec.src, spec.dst)]
     mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
-    channel = open_channels([crossing], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)[
-        crossing.name
-    ]
-    if rank in crossing.src.ranks:
+    channel = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)[spec.name]
+    if rank in spec.src.ranks:
         for work in [channel.post_header_send(shape, torch.float32) for shape in shapes]:
             work.wait()
         return []
@@ -135,9 +133,9 @@ def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
 def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
     """Announce tensors to a rank that expects float32 of a width; return what either side says about each."""
     init_gloo()
-    crossing, rank = Move(src=(1, 1), dst=(1, 1)).crossing(), dist.get_rank()
-    channels = open_channels([crossing], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
-    channel = channels[crossing.name]
+    spec, rank = Move(src=(1, 1), dst=(1, 1)).spec(), dist.get_rank()
+    channels = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
+    channel = channels[spec.name]
     said = []
     for shape, dtype in sent:
         try:

@@ -41,7 +41,7 @@ from vtp_plugin.boundary import (
     subtract,
     whole_box,
 )
-from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, Direction, PipelineBoundary, Shape, Side
 from vtp_plugin.boundary.spread import overlaps
 from vtp_plugin.errors import ConfigError, PlanError
 
@@ -62,11 +62,11 @@ class Exchange:
     dst_sharded: bool
     shape: Shape
 
-    def crossing(self, strategy: str) -> Crossing:
-        return Crossing(name="boundary", src=self.src, dst=self.dst, strategy=strategy)
+    def spec(self, strategy: str) -> ChannelSpec:
+        return ChannelSpec(name="boundary", src=self.src, dst=self.dst, strategy=strategy)
 
     def plan(self, strategy: str) -> BoundaryPlan:
-        return self.crossing(strategy).plan(self.shape, src_sharded=self.src_sharded, dst_sharded=self.dst_sharded)
+        return self.spec(strategy).plan(self.shape, src_sharded=self.src_sharded, dst_sharded=self.dst_sharded)
 
     @property
     def is_for_rank0(self) -> bool:
@@ -391,11 +391,11 @@ def test_sliced_without_context_parallelism_has_the_fewest_transfers(exchange: E
 @given(exchanges())
 def test_every_plan_keeps_to_the_links_of_the_probe(exchange: Exchange) -> None:
     # The probe's links are the ones that are warmed up: a plan for another length must not need a new one.
-    crossing = exchange.crossing("sliced")
-    warm = {(transfer.src, transfer.dst) for transfer in crossing.probe.transfers}
+    spec = exchange.spec("sliced")
+    warm = {(transfer.src, transfer.dst) for transfer in spec.probe.transfers}
     assert {(transfer.src, transfer.dst) for transfer in exchange.plan("sliced").transfers} <= warm
-    assert crossing.participants == tuple(sorted({rank for link in warm for rank in link}))
-    assert set(crossing.participants) <= set(crossing.members)
+    assert spec.participants == tuple(sorted({rank for link in warm for rank in link}))
+    assert set(spec.participants) <= set(spec.members)
 
 
 @SETTINGS
@@ -409,7 +409,7 @@ def test_sliced_between_equal_sides_joins_rank_to_rank(data: st.DataObject) -> N
     assert plan.start == plan.finish == NO_COLLECTIVE
 
 
-# --- crossings of a pipeline -----------------------------------------------------------------------
+# --- boundaries of a pipeline -----------------------------------------------------------------------
 
 
 @SETTINGS
@@ -425,7 +425,7 @@ def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
         dst=exchange.dst,
         strategy=strategy,
     )
-    back = boundary.crossing(Direction.BACKWARD).plan(
+    back = boundary.channel(Direction.BACKWARD).plan(
         exchange.shape, src_sharded=exchange.dst_sharded, dst_sharded=exchange.src_sharded
     )
     assert back == reversed_plan(exchange.plan(strategy))
@@ -436,12 +436,12 @@ def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
 def test_header_reaches_every_rank_once_over_links_of_the_plan(exchange: Exchange, strategy: str, length: int) -> None:
     has_rank0 = len(exchange.src.ranks_by_cp) == len(exchange.dst.ranks_by_cp) == 1
     assume(strategy != "rank0" or has_rank0)
-    crossing = exchange.crossing(strategy)
-    header = crossing.plan_header(length)
+    spec = exchange.spec(strategy)
+    header = spec.plan_header(length)
     assert (header.src.shape, header.src.ranks, header.dst.ranks) == ((length,), exchange.src.ranks, exchange.dst.ranks)
     assert header.dst.is_replicated and check(header) == ()
     deliver(header)
-    links = {(transfer.src, transfer.dst) for transfer in crossing.probe.transfers}
+    links = {(transfer.src, transfer.dst) for transfer in spec.probe.transfers}
     assert {(transfer.src, transfer.dst) for transfer in header.transfers} <= links
     plan = exchange.plan(strategy)
     if all(plan.receives_of(rank) for rank in plan.dst.ranks):

@@ -64,7 +64,7 @@ def test_every_replica_gets_its_samples_exactly_once(exchange: Exchange, strateg
     assert check(back) == ()
     deliver(back)
     assert reversed_plan(back) == plan
-    header = exchange.crossing(strategy).plan_header(4)
+    header = exchange.spec(strategy).plan_header(4)
     assert check(header) == ()
     deliver(header)
 
@@ -105,6 +105,6 @@ def test_local_shape_is_what_a_rank_holds(exchange: Exchange) -> None:
 @SETTINGS
 @given(split_exchanges())
 def test_plans_keep_to_the_links_that_are_warmed_up(exchange: Exchange) -> None:
-    crossing = exchange.crossing("sliced")
-    warm = {(t.src, t.dst) for t in crossing.probe.transfers}
+    spec = exchange.spec("sliced")
+    warm = {(t.src, t.dst) for t in spec.probe.transfers}
     assert {(t.src, t.dst) for t in exchange.plan("sliced").transfers} <= warm

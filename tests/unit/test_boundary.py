@@ -37,7 +37,7 @@ from vtp_plugin.boundary import (
 )
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.pipeline import (
-    Crossing,
+    ChannelSpec,
     Direction,
     PipelineBoundary,
     Side,
@@ -547,8 +547,8 @@ class TestSide:
         assert Side(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False).is_replicated
 
 
-class TestCrossing:
-    ONE_TO_THREE = Crossing(
+class TestChannelSpec:
+    ONE_TO_THREE = ChannelSpec(
         name="boundary 0->1, forward",
         src=Side(ranks_by_cp=((0,),)),
         dst=Side(ranks_by_cp=((1, 2, 3),)),
@@ -582,7 +582,7 @@ class TestPipelineBoundaries:
             (1, 0, 0, (2, 3), (0,)),
             (1, 0, 1, (4, 5), (1,)),
         ]
-        forward, backward = (boundaries[1].crossing(direction) for direction in Direction)
+        forward, backward = (boundaries[1].channel(direction) for direction in Direction)
         assert (forward.name, forward.src.ranks, forward.dst.ranks) == ("boundary 0->1, forward", (1,), (4, 5))
         assert (backward.name, backward.src.ranks, backward.dst.ranks) == ("boundary 0->1, backward", (4, 5), (1,))
         assert forward.strategy == backward.strategy == "sliced"
@@ -615,7 +615,7 @@ class TestPipelineBoundaries:
             dst=Side(ranks_by_cp=((1, 2), (3, 4))),
             strategy="sliced",
         )
-        plans = [boundary.crossing(direction).plan((8, 1, 1)) for direction in Direction]
+        plans = [boundary.channel(direction).plan((8, 1, 1)) for direction in Direction]
         assert plans[1] == reversed_plan(plans[0])
         assert [len(plan.transfers) for plan in plans] == [4, 4]
 
@@ -696,18 +696,18 @@ class TestTransportRules:
         layout = PipelineLayout((StageGrid(1), StageGrid(2, dp=2)))
         rules = TransportRules(transport=strategy)
         (boundary,) = pipeline_boundaries(layout, is_ring=False, rules=rules, dp_mode=DpMode.SPLIT)
-        forward = boundary.crossing(Direction.FORWARD).plan((4, 6, 3), dst_sharded=is_sharded)
+        forward = boundary.channel(Direction.FORWARD).plan((4, 6, 3), dst_sharded=is_sharded)
         rows = [((0, 2), (2, 4)), ((0, 4), (0, 4))][not is_sharded]
         assert [forward.dst.boxes_of(rank) for rank in (1, 2, 3, 4)] == [
             ((rows[tp_rank], batch, (0, 3)),) for batch in ((0, 3), (3, 6)) for tp_rank in (0, 1)
         ]
-        back = boundary.crossing(Direction.BACKWARD).plan((4, 6, 3), src_sharded=is_sharded)
+        back = boundary.channel(Direction.BACKWARD).plan((4, 6, 3), src_sharded=is_sharded)
         assert check(forward) == check(back) == ()
         assert back == reversed_plan(forward)
         links = {"rank0": [(0, 1), (0, 3)], "sliced": [(0, 1), (0, 2), (0, 3), (0, 4)]}[strategy]
         assert [(t.src, t.dst) for t in forward.transfers] == links
         assert sorted((t.dst, t.src) for t in back.transfers) == links
-        header = boundary.crossing(Direction.FORWARD).plan_header(4)
+        header = boundary.channel(Direction.FORWARD).plan_header(4)
         assert check(header) == ()
         side = boundary.dst
         assert side.local_shape((4, 6, 3), is_sharded=is_sharded) == (2 if is_sharded else 4, 3, 3)
@@ -763,8 +763,8 @@ class TestLargestMessage:
         layout = PipelineLayout.from_sizes(tp, world_size=world, **grid)
         rules = TransportRules(transport="sliced", tensor_bytes=1200)
         boundaries = pipeline_boundaries(layout, is_ring=False, rules=rules, dp_mode=mode)
-        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-        return [crossing.largest_message_bytes or 0 for crossing in crossings]
+        specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+        return [spec.largest_message_bytes or 0 for spec in specs]
 
     def test_slices(self) -> None:
         assert self.largest((2, 3)) == [400, 400] and self.largest((1, 4)) == [300, 300]
@@ -783,4 +783,4 @@ class TestLargestMessage:
     def test_unknown_size(self) -> None:
         layout = PipelineLayout.from_sizes((1, 2), world_size=3)
         (boundary,) = pipeline_boundaries(layout, is_ring=False)
-        assert boundary.crossing(Direction.FORWARD).largest_message_bytes is None
+        assert boundary.channel(Direction.FORWARD).largest_message_bytes is None

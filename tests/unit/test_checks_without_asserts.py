@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vtp_plugin.boundary.check import require_valid as require_valid_plan
-from vtp_plugin.boundary.pipeline import Crossing, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, Side
 from vtp_plugin.boundary.plan import Collective, CollectiveKind, Transfer, plan_rank0, plan_sliced
 from vtp_plugin.boundary.spread import Spread, replicated
 from vtp_plugin.errors import VtpError
@@ -50,9 +50,9 @@ unsent = replace(lowered, orders=(parse_actions("0F0"), lowered.orders[1]))
 plan = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
 rank0 = plan_rank0(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
 upper, down = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1, 2),))
-crossing = Crossing(name="boundary 0->1, forward", src=upper, dst=down, strategy="sliced")
+spec = ChannelSpec(name="boundary 0->1, forward", src=upper, dst=down, strategy="sliced")
 options = {"stage_group": None, "platform": platform, "monitor": None, "timeout_s": 5.0}
-(channel,) = open_channels([crossing], **options).values()
+(channel,) = open_channels([spec], **options).values()
 stage = StageCollectives("boundary", None, None, TimedWaits(platform, None), None)
 
 
@@ -85,7 +85,7 @@ CASES = {
     "a tensor of another shape": lambda: channel.post_send(
         torch.zeros(3, 1, 2), channel.plan((4, 1, 2)), torch.float32
     ),
-    "two channels of one name": lambda: open_channels([crossing, crossing], **options),
+    "two channels of one name": lambda: open_channels([spec, spec], **options),
     "a neighbour that is not there": lambda: PipelineCommunicator(
         forward_in=None, forward_out=None, backward_in=None, backward_out=None
     ).exchange(SimpleNamespace(has_variable_shapes=False), send_next=None, send_prev=None, recv_prev=True,

@@ -47,7 +47,7 @@ def layout_of(tp_sizes: tuple[int, ...], dp: int = 1, cp: int = 1) -> PipelineLa
 
 def plans_of(layout: PipelineLayout, *, is_ring: bool, transport: str) -> list[BoundaryPlan]:
     boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=TransportRules(transport=transport))
-    return [boundary.crossing(Direction.FORWARD).probe for boundary in boundaries]
+    return [boundary.channel(Direction.FORWARD).probe for boundary in boundaries]
 
 
 def elements(root: ET.Element, tag: str, *kinds: str) -> list[ET.Element]:

@@ -144,9 +144,9 @@ CHANNELS = (
     def open_for(**known):
         rules = TransportRules(**known)
         boundaries = pipeline_boundaries(layout, is_ring=False, rules=rules)
-        crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
+        specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
         open_channels(
-            crossings, stage_group=stage if rank else None, platform=Host("stub"), monitor=None, timeout_s=30.0
+            specs, stage_group=stage if rank else None, platform=Host("stub"), monitor=None, timeout_s=30.0
         )
         found = configs.copy()
         configs.clear()

@@ -38,8 +38,8 @@ def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], is_u_shaped: bool, 
     # The other end of a channel has it under the same name.
     for own, names in found:
         for name, (boundary, direction) in names.items():
-            crossing = boundary.crossing(direction)
-            assert all(found[rank][1][name] == (boundary, direction) for rank in crossing.members), own
+            spec = boundary.channel(direction)
+            assert all(found[rank][1][name] == (boundary, direction) for rank in spec.members), own
 
 
 def test_interleaving_needs_equal_replicas() -> None:

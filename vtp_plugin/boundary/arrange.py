@@ -33,7 +33,7 @@ Boxes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class DrawnBoundary:
     """One boundary of a replica that is drawn, with its forward plan."""
 
     boundary: PipelineBoundary
@@ -59,7 +59,7 @@ class Picture:
         sites: of every stage; empty where none were named.
         head_height: room for the title.
         replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each; a stage without one has no frame there.
-        crossings: boundaries of these replicas.
+        boundaries: of these replicas.
         boxes: of every stage.
         frame_lefts: left edge of the frames, by stage.
         bracket_widths: room for a finish at the left of a frame's boxes, by stage.
@@ -72,7 +72,7 @@ class Picture:
     sites: tuple[str, ...]
     head_height: int
     replicas: tuple[tuple[int, int], ...]
-    crossings: tuple[Crossing, ...]
+    boundaries: tuple[DrawnBoundary, ...]
     boxes: tuple[Boxes, ...]
     frame_lefts: tuple[int, ...]
     bracket_widths: tuple[int, ...]
@@ -172,19 +172,19 @@ class Picture:
         top = self.frame_top(row, self.band(place.stage))
         return left, top + FRAME_PAD + self.box_index(rank) * (BOX_HEIGHT + BOX_GAP)
 
-    def way_round(self, crossing: Crossing, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
+    def way_round(self, drawn: DrawnBoundary, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
         """Say how a line leads round a band: its right end, its height below the band, its left end.
 
         Args:
-            crossing: to the next band, or from the last stage to the first.
+            drawn: to the next band, or from the last stage to the first.
             rank: where it begins.
             index: of the line among `num_lines`; at the right the first is the outermost, so that they do not cross.
-            num_lines: of the crossing.
+            num_lines: of the boundary.
         """
         out = (num_lines - index + 1) * WRAP_STEP
         # What leads back up to the first stage passes outside of what leads down to the next bands; there, the line
         # that ends lowest must be the outermost.
-        left = out + self.num_connectors * WRAP_STEP if crossing.is_wrap else (index + 2) * WRAP_STEP
+        left = out + self.num_connectors * WRAP_STEP if drawn.is_wrap else (index + 2) * WRAP_STEP
         return self.frames_right + out, self.below(rank) + out, self.frame_lefts[0] - left
 
     def below(self, rank: int) -> int:
@@ -193,14 +193,14 @@ class Picture:
         band, row = self.band(place.stage), self.replicas.index((place.dp_rank, place.cp_rank))
         return self.frame_top(row, band) + self.frame_height(self._tallest(band)) + WRAP_LABEL_HEIGHT
 
-    def goes_round(self, crossing: Crossing) -> bool:
-        """Whether a crossing leads round a band and not straight to a neighbour."""
-        return self.band(crossing.boundary.upstream) != self.band(crossing.boundary.downstream) or crossing.is_wrap
+    def goes_round(self, drawn: DrawnBoundary) -> bool:
+        """Whether a boundary leads round a band and not straight to a neighbour."""
+        return self.band(drawn.boundary.upstream) != self.band(drawn.boundary.downstream) or drawn.is_wrap
 
-    def edges(self, crossing: Crossing) -> tuple[tuple[int, int, int], ...]:
-        """Return the arrows of a crossing: two ranks, and how many transfers are between their boxes."""
+    def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
+        """Return the arrows of a boundary: two ranks, and how many transfers are between their boxes."""
         found: dict[tuple[object, object], list[int]] = {}
-        for transfer in crossing.plan.transfers:
+        for transfer in drawn.plan.transfers:
             ends = self.box(transfer.src), self.box(transfer.dst)
             found.setdefault(ends, [transfer.src, transfer.dst, 0])[2] += 1
         return tuple((src, dst, number) for src, dst, number in found.values())
@@ -221,12 +221,12 @@ def arrange(
     replicas = layout.replicas
     if len(replicas) > _MAX_REPLICAS_DRAWN:
         replicas = replicas[:1] if layout.has_replicas else replicas[: max(layout.cp_sizes)]
-    crossings = tuple(
-        Crossing(boundary=boundary, plan=boundary.crossing(Direction.FORWARD).probe)
+    boundaries = tuple(
+        DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
         if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
     )
-    receiving = {crossing.boundary.downstream for crossing in crossings if crossing.has_finish}
+    receiving = {drawn.boundary.downstream for drawn in boundaries if drawn.has_finish}
     brackets = tuple(BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
     widths = [width + BOX_WIDTH + 2 * FRAME_PAD + STAGE_GAP for width in brackets]
     per_band = _stages_per_band(widths)
@@ -236,7 +236,7 @@ def arrange(
         sites=rules.sites,
         head_height=head_height,
         replicas=replicas,
-        crossings=crossings,
+        boundaries=boundaries,
         boxes=boxes,
         frame_lefts=(),
         bracket_widths=brackets,
@@ -247,7 +247,7 @@ def arrange(
     plain = replace(plain, frame_lefts=_lefts(widths, per_band, MARGIN))
     counts = {
         is_wrap: max(
-            (len(plain.edges(c)) for c in crossings if plain.goes_round(c) and c.is_wrap == is_wrap), default=0
+            (len(plain.edges(c)) for c in boundaries if plain.goes_round(c) and c.is_wrap == is_wrap), default=0
         )
         for is_wrap in (False, True)
     }

@@ -13,7 +13,7 @@ from vtp_plugin.boundary.arrange import (
     LINE_HEIGHT,
     MARGIN,
     STAGE_GAP,
-    Crossing,
+    DrawnBoundary,
     Picture,
     arrange,
 )
@@ -100,8 +100,8 @@ def draw_pipeline(
     body += [*_headers(picture), *_rows(picture)]
     # Arrows are painted last, over the frames.
     lines: list[Sequence[Point]] = []
-    for crossing in picture.crossings:
-        body += [*_transfers(picture, crossing, lines), *_finish(picture, crossing)]
+    for drawn in picture.boundaries:
+        body += [*_transfers(picture, drawn, lines), *_finish(picture, drawn)]
     body += _labels(picture, lines, is_u_shaped)
     legend = _legend(picture)
     for index, (kind, text) in enumerate(legend):
@@ -213,15 +213,15 @@ def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
     yield _text(middle, top + 34, place, "place")
 
 
-def _transfers(picture: Picture, crossing: Crossing, lines: list[Sequence[Point]]) -> Iterable[str]:
+def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
     """Draw the arrows of one boundary, and note where they lead."""
-    edges = picture.edges(crossing)
+    edges = picture.edges(drawn)
     for index, (src, dst, number) in enumerate(edges):
         (start_x, start_y), (end_x, end_y) = picture.box(src), picture.box(dst)
         start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
         points = [start, end]
-        if picture.goes_round(crossing):
-            right, bottom, left = picture.way_round(crossing, src, index, len(edges))
+        if picture.goes_round(drawn):
+            right, bottom, left = picture.way_round(drawn, src, index, len(edges))
             points = [start, (right, start[1]), (right, bottom), (left, bottom), (left, end[1]), end]
         lines.append(points)
         if picture.is_shown(src) and picture.is_shown(dst):
@@ -233,18 +233,18 @@ def _transfers(picture: Picture, crossing: Crossing, lines: list[Sequence[Point]
 def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: bool) -> Iterator[str]:
     """Say how each boundary is crossed, where no arrow and no other label is."""
     taken: list[Area] = []
-    for crossing in picture.crossings:
-        transfers = crossing.plan.transfers
+    for drawn in picture.boundaries:
+        transfers = drawn.plan.transfers
         is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
-        text = "leader to leader" if crossing.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
+        text = "leader to leader" if drawn.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
         first = transfers[0].src
-        boundary = crossing.boundary
-        if picture.goes_round(crossing):
+        boundary = drawn.boundary
+        if picture.goes_round(drawn):
             where = f"on to stage {boundary.downstream}"
-            if crossing.is_wrap:
+            if drawn.is_wrap:
                 where = "back to the edge" if is_u_shaped else "to the next virtual stage"
             text = f"{where}, {text}"
-            y = picture.way_round(crossing, first, len(picture.edges(crossing)) - 1, len(picture.edges(crossing)))[1]
+            y = picture.way_round(drawn, first, len(picture.edges(drawn)) - 1, len(picture.edges(drawn)))[1]
             places = [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
         else:
             middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
@@ -281,12 +281,12 @@ def _meets(line: tuple[Point, Point], area: Area) -> bool:
     return begin < end
 
 
-def _finish(picture: Picture, crossing: Crossing) -> Iterable[str]:
+def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
     """Draw the collective that completes a plan as a bracket at the left of the stage.
 
     A broadcast leads from its root to the other ranks, an all-gather into every rank.
     """
-    finish = crossing.plan.finish
+    finish = drawn.plan.finish
     low = BOX_HEIGHT - 8
     # In an all-gather every rank has the head of a transfer in the middle of its box.
     entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
@@ -309,10 +309,10 @@ def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
     entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
     if any(first != last for boxes in picture.boxes for first, last in boxes):
         entries.append(("hidden", "ranks that are not drawn one by one; dashed: their transfers"))
-    if picture.crossings:
+    if picture.boundaries:
         entries.append(("transfer", "activations, forward; gradients come back alike"))
-    if any(crossing.has_finish for crossing in picture.crossings):
-        kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.crossings if one.has_finish}))
+    if any(drawn.has_finish for drawn in picture.boundaries):
+        kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.boundaries if one.has_finish}))
         entries.append(("finish", f"{kinds} inside the stage after the transfers"))
     return tuple(entries)
 

@@ -135,7 +135,7 @@ def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class ChannelSpec:
     """One direction between two sides: what a channel is, as data.
 
     Attributes:
@@ -184,7 +184,7 @@ class Crossing:
         sequences make it smaller; a longer sequence than `tensor_bytes` tells of goes through such a buffer in parts.
 
         >>> sides = Side(ranks_by_cp=((0, 1),)), Side(ranks_by_cp=((2, 3, 4),))
-        >>> channel = Crossing(name="0->1", src=sides[0], dst=sides[1], strategy="sliced", tensor_bytes=6 << 20)
+        >>> channel = ChannelSpec(name="0->1", src=sides[0], dst=sides[1], strategy="sliced", tensor_bytes=6 << 20)
         >>> channel.largest_message_bytes >> 20
         2
         """
@@ -235,11 +235,11 @@ class PipelineBoundary:
     is_shared: bool = False
     tensor_bytes: int | None = None
 
-    def crossing(self, direction: Direction) -> Crossing:
+    def channel(self, direction: Direction) -> ChannelSpec:
         """Give one direction; gradients take the way of :func:`~vtp_plugin.boundary.plan.reversed_plan`."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
         cargo = Cargo.ACTIVATION if direction is Direction.FORWARD else Cargo.GRADIENT
-        return Crossing(
+        return ChannelSpec(
             name=self.name(direction),
             src=ends[0],
             dst=ends[1],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from vtp_plugin.cli.crossings import CrossingView, explain, format_bytes, site_traffic, view_crossings
+from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.layout.pipeline import RankOrder, StageGrid, format_ranks
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     flags = read_run(options)
-    views = view_crossings(flags)
+    views = view_boundaries(flags)
     if options.json:
         print_json("plan", _as_json(flags, views))
         return
@@ -103,7 +103,7 @@ def _tensor(flags: Run) -> Iterator[str]:
         yield from describe_batches(flags.num_microbatches * size * parts, size, flags.replicas).splitlines()
 
 
-def _boundaries(flags: Run, views: Sequence[CrossingView], *, is_short: bool) -> Iterator[str]:
+def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) -> Iterator[str]:
     """Explain the boundaries; those that are crossed alike, one behind the other, are explained once."""
     for _, group in groupby(views, key=lambda view: view.pattern):
         alike = list(group)
@@ -118,7 +118,7 @@ def _boundaries(flags: Run, views: Sequence[CrossingView], *, is_short: bool) ->
             yield from (f"  {line}" for line in explain(first, flags))
 
 
-def _buffers(views: Sequence[CrossingView]) -> Iterator[str]:
+def _buffers(views: Sequence[BoundaryView]) -> Iterator[str]:
     """Say how large the buffers of channels are where the plugin sizes them."""
     sizes = [f"{view.name} {format_bytes(size)}" for view in views if (size := view.buffer_bytes) is not None]
     if sizes:
@@ -127,14 +127,14 @@ def _buffers(views: Sequence[CrossingView]) -> Iterator[str]:
         yield f"buffer of each channel, on HCCL only (never run on an NPU), in whole MiB: {shown}"
 
 
-def _traffic(flags: Run, views: Sequence[CrossingView]) -> Iterator[str]:
+def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
     """Sum up what crosses between sites."""
     for (source, target), (share, num_bytes) in site_traffic(flags, views).items():
         size = f"{share:g} tensors" if num_bytes is None else format_bytes(num_bytes)
         yield f"site {source} sends to site {target}: {size} for each microbatch, activations and gradients together"
 
 
-def _as_json(flags: Run, views: Sequence[CrossingView]) -> dict[str, object]:
+def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
     layout = flags.layout
     return {
         "world_size": layout.world_size,

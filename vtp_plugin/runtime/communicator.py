@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import Crossing, Direction, PipelineBoundary, Shape
+from vtp_plugin.boundary.pipeline import ChannelSpec, Direction, PipelineBoundary, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
@@ -78,7 +78,7 @@ class Exchanged:
 
 
 def open_channels(
-    crossings: Sequence[Crossing],
+    specs: Sequence[ChannelSpec],
     *,
     stage_group: dist.ProcessGroup | None,
     platform: Platform,
@@ -86,31 +86,31 @@ def open_channels(
     timeout_s: float,
     audit: Audit | None = None,
 ) -> dict[str, Channel]:
-    """Open and warm up this rank's channels. All ranks call this with the same crossings in the same order.
+    """Open and warm up this rank's channels. All ranks call this with the same specs in the same order.
 
     Returns:
         The channels of which this rank is a member, by name.
     """
     rank = dist.get_rank()
     channels = {}
-    for order, crossing in enumerate(crossings):
+    for order, spec in enumerate(specs):
         group = open_group(
-            crossing.participants,
+            spec.participants,
             platform=platform,
             timeout_s=timeout_s,
-            description=crossing.name,
-            buffer_size_bytes=crossing.largest_message_bytes,
+            description=spec.name,
+            buffer_size_bytes=spec.largest_message_bytes,
         )
         pieces = None
-        if platform.gathers_by_messages and crossing.probe.finish.kind is CollectiveKind.ALL_GATHER:
-            name = f"{crossing.name}, finish"
-            for ranks in crossing.probe.finish.groups:
+        if platform.gathers_by_messages and spec.probe.finish.kind is CollectiveKind.ALL_GATHER:
+            name = f"{spec.name}, finish"
+            for ranks in spec.probe.finish.groups:
                 opened = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name)
                 pieces = pieces or opened
-        if rank in crossing.members:
-            if crossing.name in channels:
-                raise PlanError(f"two channels of rank {rank} are called {crossing.name}")
-            channels[crossing.name] = Channel(crossing, order, group, stage_group, pieces, platform, monitor, audit)
+        if rank in spec.members:
+            if spec.name in channels:
+                raise PlanError(f"two channels of rank {rank} are called {spec.name}")
+            channels[spec.name] = Channel(spec, order, group, stage_group, pieces, platform, monitor, audit)
     for channel in channels.values():
         channel.warm_up()
     return channels

@@ -181,7 +181,7 @@ def measure_links(
         there, back = channels[name], channels[replace(name, is_backward=True)]
         upstream, downstream = (placement.place(worker)[0] for worker in (name.upstream, name.downstream))
         links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
-        if dist.get_rank() not in there.crossing.src.ranks:
+        if dist.get_rank() not in there.spec.src.ranks:
             _Pings(back, there, options, shape, platform).answer()
             continue
         pings = _Pings(there, back, options, shape, platform)

@@ -139,11 +139,11 @@ def _round_trips(
     there: Channel, back: Channel, num_bytes: int, platform: Platform, *, is_sharded: bool
 ) -> dict[str, float]:
     """Send zeros to and fro by every strategy in turn; return the fastest round trip in ms, on the side that asks."""
-    crossing = there.crossing
-    num_samples = math.lcm(crossing.src.num_replicas, crossing.dst.num_replicas)
-    unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (crossing.src, crossing.dst)))
+    spec = there.spec
+    num_samples = math.lcm(spec.src.num_replicas, spec.dst.num_replicas)
+    unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (spec.src, spec.dst)))
     shape = (unit * max(1, round(num_bytes / (4 * unit * num_samples * _WIDTH))), num_samples, _WIDTH)
-    asks = dist.get_rank() in crossing.src.ranks
+    asks = dist.get_rank() in spec.src.ranks
     times_ms: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     ways = {name: [way.crossed_by(name, unit="probe") for way in (there, back)] for name in STRATEGIES}
     for outgoing, incoming in ways.values():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.pipeline import Crossing, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, Side
 from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.runtime.transport import Channel
@@ -69,23 +69,23 @@ def _plan(channel: Channel, part: torch.Tensor) -> BoundaryPlan:
     return channel.plan(channel.whole_shape(part.shape, is_sharded=True), src_sharded=True, dst_sharded=True)
 
 
-def tied_weight_crossings(layout: PipelineLayout) -> tuple[Crossing, ...]:
+def tied_weight_specs(layout: PipelineLayout) -> tuple[ChannelSpec, ...]:
     """Plan the channels between the first and the last stage, in one order for all ranks.
 
     Every replica of either end hears from one of the other: from that of its own number, modulo how many there are.
 
     >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
-    >>> [(crossing.src.ranks, crossing.dst.ranks) for crossing in tied_weight_crossings(layout)]
+    >>> [(spec.src.ranks, spec.dst.ranks) for spec in tied_weight_specs(layout)]
     [((0,), (1,)), ((1,), (0,)), ((0,), (2,))]
     """
     first, last = 0, layout.num_stages - 1
-    crossings = []
+    specs = []
     for dp_rank, cp_rank in layout.replicas:
         for src, dst, way in ((first, last, "first->last"), (last, first, "last->first")):
             if dp_rank < layout.stages[dst].dp and cp_rank < layout.stages[dst].cp:
                 ends = [Side(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
                 name = f"tied embedding, {way}, replica dp {dp_rank} cp {cp_rank}"
-                crossing = Crossing(
+                spec = ChannelSpec(
                     name=name,
                     src=ends[0],
                     dst=ends[1],
@@ -93,21 +93,21 @@ def tied_weight_crossings(layout: PipelineLayout) -> tuple[Crossing, ...]:
                     unit="step",
                     cargo=Cargo.TIED_EMBEDDING,
                 )
-                crossings.append(crossing)
-    return tuple(crossings)
+                specs.append(spec)
+    return tuple(specs)
 
 
-def join_tied_weight(crossings: Sequence[Crossing], channels: Mapping[str, Channel], *, is_first: bool) -> TiedWeight:
+def join_tied_weight(specs: Sequence[ChannelSpec], channels: Mapping[str, Channel], *, is_first: bool) -> TiedWeight:
     """Make this rank's side of the shared embedding.
 
     Args:
-        crossings: from :func:`tied_weight_crossings`.
+        specs: from :func:`tied_weight_specs`.
         channels: of this rank, by name.
         is_first: the rank is in the first stage, not in the last.
     """
     rank = dist.get_rank()
-    (incoming,) = (channels[crossing.name] for crossing in crossings if rank in crossing.dst.ranks)
-    outgoing = tuple(channels[crossing.name] for crossing in crossings if rank in crossing.src.ranks)
+    (incoming,) = (channels[spec.name] for spec in specs if rank in spec.dst.ranks)
+    outgoing = tuple(channels[spec.name] for spec in specs if rank in spec.src.ranks)
     return TiedWeight(is_first=is_first, outgoing=outgoing, incoming=incoming)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import Crossing, Shape
+from vtp_plugin.boundary.pipeline import ChannelSpec, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, Transfer, local_slices
 from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError, PlanError
@@ -34,7 +34,7 @@ class Channel:
     """One boundary, one direction, one replica. Used from the main thread only.
 
     Args:
-        crossing: what crosses between whom.
+        spec: what crosses between whom.
         order: place among all channels of the run; exchanges post in this order.
         group: point-to-point group of the participants; None on ranks that only take part in collectives.
         stage_group: tensor-parallel group of the own stage, for the start and the finish.
@@ -47,7 +47,7 @@ class Channel:
 
     def __init__(
         self,
-        crossing: Crossing,
+        spec: ChannelSpec,
         order: int,
         group: dist.ProcessGroup | None,
         stage_group: dist.ProcessGroup | None,
@@ -56,7 +56,7 @@ class Channel:
         monitor: Monitor | None,
         audit: Audit | None = None,
     ) -> None:
-        self.crossing = crossing
+        self.spec = spec
         self.order = order
         self._group = group
         self._groups = group, stage_group, pieces_group
@@ -64,17 +64,17 @@ class Channel:
         self._platform = platform
         self._audit = audit
         self._rank = dist.get_rank()
-        self._own_side = crossing.src if self._rank in crossing.src.ranks else crossing.dst
+        self._own_side = spec.src if self._rank in spec.src.ranks else spec.dst
         self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
-        self._header_plan = crossing.plan_header(HEADER_LENGTH)
+        self._header_plan = spec.plan_header(HEADER_LENGTH)
         self.memory = HostMemory()
         # Not a method: a cycle of references would keep a closed channel's groups until the next garbage collection.
         self._empty = functools.partial(_empty, platform, self.memory)
         self._num_sent = 0
         self._num_received = 0
         self._waits = TimedWaits(platform, monitor)
-        self._stage = StageCollectives(crossing.name, stage_group, pieces_group, self._waits, self._empty)
-        probe = crossing.probe
+        self._stage = StageCollectives(spec.name, stage_group, pieces_group, self._waits, self._empty)
+        probe = spec.probe
         self.sources = ranks_text({t.src for t in probe.receives_of(self._rank)} or {t.src for t in probe.transfers})
         self.destinations = ranks_text({t.dst for t in probe.sends_of(self._rank)})
 
@@ -88,18 +88,18 @@ class Channel:
         Raises:
             PlanError: the group lacks a rank.
         """
-        crossing = dataclasses.replace(self.crossing, strategy=strategy, unit=unit or self.crossing.unit)
-        if not set(crossing.participants) <= set(self.crossing.participants):
-            raise PlanError(f"{crossing.name}: {strategy} needs the ranks {crossing.participants}, which have no group")
-        require_valid(crossing.probe)
-        require_valid(crossing.plan_header(HEADER_LENGTH))
-        return Channel(crossing, self.order, *self._groups, self._platform, self._monitor, self._audit)
+        spec = dataclasses.replace(self.spec, strategy=strategy, unit=unit or self.spec.unit)
+        if not set(spec.participants) <= set(self.spec.participants):
+            raise PlanError(f"{spec.name}: {strategy} needs the ranks {spec.participants}, which have no group")
+        require_valid(spec.probe)
+        require_valid(spec.plan_header(HEADER_LENGTH))
+        return Channel(spec, self.order, *self._groups, self._platform, self._monitor, self._audit)
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
-        """Return the plan for a global shape; planned once per shape. Arguments as for :meth:`Crossing.plan`."""
+        """Return the plan for a global shape; planned once per shape. Arguments as for :meth:`ChannelSpec.plan`."""
         key = (shape, src_sharded, dst_sharded)
         if key not in self._plans:
-            self._plans[key] = self.crossing.plan(shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
+            self._plans[key] = self.spec.plan(shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
         return self._plans[key]
 
     def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
@@ -112,7 +112,7 @@ class Channel:
 
     @property
     def _sending(self) -> str:
-        return f"{self.crossing.name}, {self.crossing.unit} {self._num_sent}"
+        return f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
@@ -134,7 +134,7 @@ class Channel:
             plan: from :meth:`plan`.
             dtype: what the receiver expects.
             batched: coalesce the messages into one call of the backend.
-            cargo: what the tensor is; default is what the crossing is for.
+            cargo: what the tensor is; default is what the spec is for.
 
         Raises:
             ConfigError: the tensor is not what the cargo allows, or not of the type or shape that the receiver expects.
@@ -159,7 +159,7 @@ class Channel:
         holding = plan.sent_from(self._rank)
         transfers = plan.sends_of(self._rank)
         pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
-        works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched, cargo or self.crossing.cargo)
+        works = self._post(dist.isend, pieces, [t.dst for t in transfers], batched, cargo or self.spec.cargo)
         return _VTPSendWork(works, pieces, functools.partial(self._waits.wait_for, place=place, peer=self.destinations))
 
     def post_recv(
@@ -178,9 +178,9 @@ class Channel:
             dtype: of the sender's tensor.
             requires_grad: activations and gradients are leaves that autograd needs; headers and weights are not.
             batched: coalesce the messages into one call of the backend.
-            cargo: what the tensor is; default is what the crossing is for.
+            cargo: what the tensor is; default is what the spec is for.
         """
-        place = f"{self.crossing.name}, {self.crossing.unit} {self._num_received}"
+        place = f"{self.spec.name}, {self.spec.unit} {self._num_received}"
         self._num_received += 1
         own = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
         tensor = self._empty(own.local_shape, dtype)
@@ -199,7 +199,7 @@ class Channel:
             lengths = [len(target) for target in targets]
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies += zip(targets, buffers[-1].split(lengths), strict=True)
-        works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched, cargo or self.crossing.cargo)
+        works = self._post(dist.irecv, buffers, [t.src for t in transfers], batched, cargo or self.spec.cargo)
         finish = self._stage.post_finish(plan, landing, tensor.detach(), place)
         wait_for = functools.partial(self._waits.wait_for, place=place, peer=self.sources)
         return tensor.requires_grad_(requires_grad), _VTPRecvWork(works, copies, finish, wait_for)
@@ -240,7 +240,7 @@ class Channel:
         *shape, code = header.tolist()
         sent = _DTYPES[code] if 0 <= code < len(_DTYPES) else f"type {code}"
         if sent != dtype or min(shape) < 1 or (width is not None and shape[-1] != width):
-            place = f"{self.crossing.name}, {self.crossing.unit} {self._num_received}"
+            place = f"{self.spec.name}, {self.spec.unit} {self._num_received}"
             raise ConfigError(
                 f"{place}: {self.sources} would send {sent} {shape}, expected is {dtype} [S, B, {width or 'H'}]; "
                 "give all stages one pipeline_dtype and hidden size"
@@ -262,14 +262,14 @@ class Channel:
             require_allowed(cargo, tensor)
             if self._audit is not None:
                 way = "sent" if operation is dist.isend else "received"
-                self._audit.note(way, cargo, tensor, peer, self.crossing.name)
+                self._audit.note(way, cargo, tensor, peer, self.spec.name)
         ops = [dist.P2POp(operation, tensor, peer, self._group) for tensor, peer in zip(tensors, peers, strict=True)]
         if batched:
             return dist.batch_isend_irecv(ops)
         works = [op.op(op.tensor, op.peer, group=op.group) for op in ops]
         posted = [work for work in works if work is not None]
         if len(posted) != len(works):
-            raise PlanError(f"{self.crossing.name}: rank {self._rank} has transfers but is not in the channel's group")
+            raise PlanError(f"{self.spec.name}: rank {self._rank} has transfers but is not in the channel's group")
         return posted
 
     def warm_up(self) -> None:
@@ -278,15 +278,15 @@ class Channel:
         Communicators of device backends are created at first use, and block the host until both sides came; done here,
         in one order on all ranks, they cannot block each other in the first step.
         """
-        transfers: tuple[Transfer, ...] = self.crossing.probe.transfers
+        transfers: tuple[Transfer, ...] = self.spec.probe.transfers
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
         for transfer in transfers:
             if self._rank == transfer.src:
                 works = self._post(dist.isend, [element], [transfer.dst], False, Cargo.WARM_UP)
-                self._waits.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.dst}")
+                self._waits.wait_for(works, f"{self.spec.name}, warm-up", f"rank {transfer.dst}")
             elif self._rank == transfer.dst:
                 works = self._post(dist.irecv, [element], [transfer.src], False, Cargo.WARM_UP)
-                self._waits.wait_for(works, f"{self.crossing.name}, warm-up", f"rank {transfer.src}")
+                self._waits.wait_for(works, f"{self.spec.name}, warm-up", f"rank {transfer.src}")
 
 
 def _empty(platform: Platform, memory: HostMemory, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels
 from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.probe import settle, try_strategies
-from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_crossings
+from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_specs
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
 from vtp_plugin.session.planned import PlannedRun
@@ -95,14 +95,14 @@ def open_pipeline(
         layout, is_ring=placement.num_vstages > num_stages, rules=planned.transport_rules, dp_mode=replicas.mode
     )
     is_tied_local = planned.has_stock_ends or config.layerwise_disaggregated or num_stages == 1
-    tied = () if is_tied_local else tied_weight_crossings(layout)
-    crossings = [boundary.crossing(direction) for boundary in boundaries for direction in Direction]
-    crossings += tied
-    for crossing in crossings:
-        require_valid(crossing.probe)
-        require_valid(crossing.plan_header(HEADER_LENGTH))
+    tied = () if is_tied_local else tied_weight_specs(layout)
+    specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+    specs += tied
+    for spec in specs:
+        require_valid(spec.probe)
+        require_valid(spec.plan_header(HEADER_LENGTH))
     channels = open_channels(
-        crossings,
+        specs,
         stage_group=stage_group,
         platform=planned.platform,
         monitor=ranks.monitor,

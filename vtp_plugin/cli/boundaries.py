@@ -19,7 +19,7 @@ _DIMENSIONS = "SBH"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossingView:
+class BoundaryView:
     """Two neighbouring stages, and how a microbatch crosses between them in one replica; the others are alike.
 
     Attributes:
@@ -51,7 +51,7 @@ class CrossingView:
     @property
     def buffer_bytes(self) -> int | None:
         """Size that a channel's buffer gets on HCCL; None where the tensor's size is not known."""
-        return self.boundary.crossing(Direction.FORWARD).largest_message_bytes
+        return self.boundary.channel(Direction.FORWARD).largest_message_bytes
 
     @property
     def pattern(self) -> tuple[object, ...]:
@@ -100,7 +100,7 @@ class CrossingView:
         }
 
 
-def view_crossings(flags: Run) -> tuple[CrossingView, ...]:
+def view_boundaries(flags: Run) -> tuple[BoundaryView, ...]:
     """Plan every boundary for the tensor of the run, or for a small one where its shape is not known."""
     boundaries = pipeline_boundaries(
         flags.layout, is_ring=flags.is_ring, rules=flags.rules, dp_mode=flags.replicas.mode
@@ -111,10 +111,10 @@ def view_crossings(flags: Run) -> tuple[CrossingView, ...]:
     return tuple(_view(flags, alike) for alike in by_stages.values())
 
 
-def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> CrossingView:
+def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> BoundaryView:
     first = alike[0]
     _, reason = flags.rules.choose(flags.layout, first.upstream, first.downstream)
-    forward, backward = (first.crossing(direction) for direction in Direction)
+    forward, backward = (first.channel(direction) for direction in Direction)
     if flags.shape is None:
         plans = forward.probe, backward.probe
     else:
@@ -124,7 +124,7 @@ def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> CrossingView:
         batch = flags.replicas.micro_batch(first.upstream, size) * first.src.num_replicas
         shape, is_sharded = (rows, batch, hidden), flags.is_sharded
         plans = tuple(c.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded) for c in (forward, backward))
-    return CrossingView(
+    return BoundaryView(
         boundary=first,
         reason=reason,
         num_replicas=len(alike),
@@ -134,7 +134,7 @@ def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> CrossingView:
     )
 
 
-def explain(view: CrossingView, flags: Run) -> Iterator[str]:
+def explain(view: BoundaryView, flags: Run) -> Iterator[str]:
     """Say who sends which part to whom, in one replica."""
     boundary = view.boundary
     if view.num_replicas > 1:
@@ -150,7 +150,7 @@ def explain(view: CrossingView, flags: Run) -> Iterator[str]:
     yield "gradients come back: " + ", ".join(text for text in (start, way, finish) if text)
 
 
-def _transfers(view: CrossingView) -> Iterator[str]:
+def _transfers(view: BoundaryView) -> Iterator[str]:
     transfers = view.forward.transfers
     shown = list(transfers)
     if len(transfers) > _MAX_TRANSFERS_SHOWN + 1:
@@ -165,7 +165,7 @@ def _transfers(view: CrossingView) -> Iterator[str]:
         yield f"together {format_bytes(total)} for each microbatch over {len(transfers)} links"
 
 
-def _part(view: CrossingView, transfer: Transfer) -> str:
+def _part(view: BoundaryView, transfer: Transfer) -> str:
     """Describe what a message carries."""
     share, size = view.share(transfer), view.num_bytes(transfer)
     what = "the whole tensor" if share == 1 else f"{share} of the tensor"
@@ -174,7 +174,7 @@ def _part(view: CrossingView, transfer: Transfer) -> str:
     return what + where + ("" if size is None else f", {format_bytes(size)}")
 
 
-def _slice(box: Box, view: CrossingView) -> str:
+def _slice(box: Box, view: BoundaryView) -> str:
     """Write the part of each dimension that is not whole: `S[0:512]`, or `S[0:1/4]` where lengths are not known."""
     parts: list[str] = []
     for name, (start, stop), length in zip(_DIMENSIONS, box, view.forward.src.shape, strict=True):
@@ -206,7 +206,7 @@ def _collective(collective: Collective) -> dict[str, object] | None:
     return {"kind": collective.kind.value, "groups": [list(group) for group in collective.groups]}
 
 
-def site_traffic(flags: Run, views: Sequence[CrossingView]) -> dict[tuple[str, str], tuple[float, int | None]]:
+def site_traffic(flags: Run, views: Sequence[BoundaryView]) -> dict[tuple[str, str], tuple[float, int | None]]:
     """Sum what each site sends to each other one for a microbatch of one replica: in tensors, and in bytes if known."""
     found: dict[tuple[str, str], tuple[float, int | None]] = {}
     for view in views if flags.sites else ():
