@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"advance", "errors", "log", "text_enum"}),
     frozenset({"config", "failure"}),
     frozenset({"layout", "patching", "platform"}),
-    frozenset({"boundary", "ordering", "schedule"}),
+    frozenset({"boundary", "schedule"}),
     frozenset({"options"}),
     frozenset({"runtime"}),
     frozenset({"session"}),
@@ -39,9 +39,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
     "options": (frozenset({"context"}), frozenset({"checks", "derived", "flags", "table"})),
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
-PURE_PARTS = frozenset(
-    {"advance", "errors", "log", "text_enum", "config", "layout", "boundary", "ordering", "schedule"}
-)
+PURE_PARTS = frozenset({"advance", "errors", "log", "text_enum", "config", "layout", "boundary", "schedule"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import vtp_plugin
+from tests.ordering.recorder import Recorder
+from tests.ordering.trace import Kind
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.ordering.trace import Kind
 from vtp_plugin.platform import detect
-from vtp_plugin.runtime.recorder import Recorder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.multiproc.cases import Case
 from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.ordering.recorder import Recorder
+from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.pool import init_gloo
-from vtp_plugin.ordering import END_OF_STEP, format_trace
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.recorder import Recorder
 
 
 def record(case: Case, *, gathers_by_messages: bool) -> tuple[str, list[list[float]]]:

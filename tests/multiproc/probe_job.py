@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from tests.multiproc.transport_job import part_of
+from tests.ordering.recorder import Recorder
+from tests.ordering.trace import format_trace
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary import Holding
 from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.ordering import format_trace
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.probe import settle, try_strategies
-from vtp_plugin.runtime.recorder import Recorder
 from vtp_plugin.runtime.transport import Channel
 
 

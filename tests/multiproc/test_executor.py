@@ -12,8 +12,11 @@ from tests.multiproc.cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_iden
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
 from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, train
+from tests.ordering.check import check
+from tests.ordering.models import MODELS
+from tests.ordering.overlap import blocking_sends, exposed_receives
+from tests.ordering.trace import Event
 from tests.pool import Pool
-from vtp_plugin.ordering import MODELS, Event, blocking_sends, check, exposed_receives
 
 
 def planned(*sizes: int, **fields: Any) -> Case:

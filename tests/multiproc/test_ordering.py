@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases import OVERLAPPED, Case, Runs
+from tests.ordering.check import check
+from tests.ordering.models import BUFFERED, MODELS, ONE_QUEUE, RENDEZVOUS
+from tests.ordering.overlap import blocking_sends, exposed_receives, steady_state
+from tests.ordering.trace import Event, Kind, Trace, parse_trace, renumbered
 from tests.pool import Pool
-from vtp_plugin.ordering import (
-    BUFFERED,
-    MODELS,
-    ONE_QUEUE,
-    RENDEZVOUS,
-    Event,
-    Kind,
-    Trace,
-    blocking_sends,
-    check,
-    exposed_receives,
-    parse_trace,
-    steady_state,
-)
-from vtp_plugin.ordering.trace import renumbered
 
 TRANSPORTS = ("rank0", "sliced")
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ import pytest
 
 from tests.multiproc.probe_job import Tried
 from tests.multiproc.training_cases import losses, train
+from tests.ordering.check import check
+from tests.ordering.trace import parse_trace
 from tests.pool import Pool
-from vtp_plugin.ordering import check, parse_trace
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -24,8 +24,10 @@ from tests.multiproc.cases import (
 )
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.u_shape_cases import Saved, check_u_shape, sequential, u_shaped
+from tests.ordering.check import check
+from tests.ordering.models import MODELS
+from tests.ordering.trace import Kind
 from tests.pool import Pool
-from vtp_plugin.ordering import MODELS, Kind, check
 
 JOBS = "tests.multiproc.u_shape_job"
 MAX_WORLD = 8

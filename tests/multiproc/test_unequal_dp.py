@@ -23,10 +23,11 @@ from tests.multiproc.test_optimizer import check as check_optimizer
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity
 from tests.multiproc.u_shape_cases import Saved, check_u_shape
+from tests.ordering.check import check
+from tests.ordering.models import MODELS
+from tests.ordering.trace import END_OF_STEP, Kind
 from tests.pool import Pool
 from vtp_plugin.layout import PipelineLayout
-from vtp_plugin.ordering import END_OF_STEP, MODELS, check
-from vtp_plugin.ordering.trace import Kind
 
 SHARDED: dict[str, Any] = {"sequence_parallel": True, "seq": 6}
 LAYERS = {2: (1, 2, 1), 3: (1, 1, 1, 1), 4: (1, 1, 1, 1, 1)}

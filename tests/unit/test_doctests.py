@@ -1,4 +1,4 @@
-"""Every `>>>` example of the plugin is run and gives what it shows."""
+"""Every `>>>` example of the plugin and of the ordering models is run and gives what it shows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from types import ModuleType
 
 import pytest
 
-from tests.import_rules import sources
+from tests.import_rules import ROOT, sources
 
-MODULES = {name.removesuffix(".__init__"): source for name, source in sources() if ">>> " in source}
+ORDERING = [
+    (f"tests.ordering.{path.stem}", path.read_text()) for path in sorted((ROOT / "tests/ordering").glob("*.py"))
+]
+MODULES = {name.removesuffix(".__init__"): source for name, source in [*sources(), *ORDERING] if ">>> " in source}
 
 
 def run_examples(module: ModuleType) -> tuple[int, str]:

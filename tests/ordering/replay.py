@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 
+from tests.ordering.match import Partners
+from tests.ordering.models import Communicator, Model
+from tests.ordering.trace import Event, Kind, Trace
 from vtp_plugin.advance import advance
-from vtp_plugin.ordering.match import Partners
-from vtp_plugin.ordering.models import Communicator, Model
-from vtp_plugin.ordering.trace import Event, Kind, Trace
 
 # Operations that start together: a batch where the model has communicators, otherwise a single operation.
 Launch = tuple[Event, ...]

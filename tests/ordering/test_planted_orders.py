@@ -8,26 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from vtp_plugin.ordering import (
-    BUFFERED,
-    END_OF_STEP,
-    HCCL,
-    HCCL_SHARED,
-    MODELS,
-    NCCL,
-    ONE_QUEUE,
-    RENDEZVOUS,
-    Event,
-    Group,
-    Kind,
-    Model,
-    Trace,
-    blocking_sends,
-    check,
-    exposed_receives,
-    format_trace,
-    parse_trace,
-)
+from tests.ordering.check import check
+from tests.ordering.models import BUFFERED, HCCL, HCCL_SHARED, MODELS, NCCL, ONE_QUEUE, RENDEZVOUS, Model
+from tests.ordering.overlap import blocking_sends, exposed_receives
+from tests.ordering.trace import END_OF_STEP, Event, Group, Kind, Trace, format_trace, parse_trace
 
 DEVICES = {NCCL, HCCL, HCCL_SHARED}
 PAIR = Group(name="pair", ranks=(0, 1))
@@ -72,7 +56,7 @@ class Script:
 
     def _add(self, kind: Kind, **values: object) -> None:
         event = Event(rank=self.rank, position=len(self.events), kind=kind)
-        self.events.append(replace(event, **values))  # pyright: ignore[reportArgumentType]
+        self.events.append(replace(event, **values))
 
 
 def scripts(num_ranks: int) -> list[Script]:

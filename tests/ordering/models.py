@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vtp_plugin.ordering.trace import Event
+from tests.ordering.trace import Event
 
 # Which one carries an operation; its operations run one after another, in the order of issue.
 Communicator = tuple[str, tuple[int, ...]]
@@ -46,7 +46,7 @@ class Model:
     def communicator(self, event: Event) -> Communicator:
         """Name the communicator of an operation, with its ranks.
 
-        >>> from vtp_plugin.ordering.trace import Group, Kind
+        >>> from tests.ordering.trace import Group, Kind
         >>> pipeline = Group(name="pp", ranks=(0, 2, 4))
         >>> send = Event(rank=4, position=0, kind=Kind.SEND, peer=2, group=pipeline)
         >>> NCCL.communicator(send), HCCL_SHARED.communicator(send)

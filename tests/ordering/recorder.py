@@ -1,18 +1,17 @@
-"""Records what a rank really issues, from outside: nothing that communicates knows about it, and nothing is patched.
+"""Records what a rank really issues, from outside: nothing that communicates knows about it.
 
 * Operations are seen by a dispatch mode: every operation of ``torch.distributed``, also Megatron's own, is an operator
   ``torch.ops.c10d.*``. Those issued in a backward pass on a CPU are seen too, since it runs in the calling thread.
-* Waits are no operators; they and the bounds of ``batch_isend_irecv`` are seen by ``sys.monitoring``. Its callback runs
-  once at each place in the code that calls something else, then Python leaves the place alone.
+* The messages of one batch are those with the same call of ``batch_isend_irecv`` above them on the stack.
+* Waits are no operators. While a recorder is active, ``Work.wait`` notes them and then waits.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch._C._distributed_c10d import ReduceOp
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ordering.trace import Event, Group, Kind, Trace
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ordering.trace import Event, Group, Kind, Trace
 from vtp_plugin.platform.base import Platform
 
 # The argument whose memory a collective reads, or fills, and whose size is the same on all members.
@@ -60,9 +59,6 @@ class Recorder(TorchDispatchMode):
         RuntimeError: on entry, when another recorder is active in this process.
     """
 
-    # One of the tool numbers that Python leaves to anybody.
-    _TOOL_ID = 4
-
     def __init__(self, platform: Platform) -> None:
         super().__init__()
         self._platform = platform
@@ -71,22 +67,20 @@ class Recorder(TorchDispatchMode):
         self._open_works: dict[int, dist.Work] = {}
         self._num_handles = 0
         self._num_batches = 0
-        self._batch: int | None = None
+        self._batch_frame: FrameType | None = None
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._num_storages = 0
 
     def __enter__(self) -> Recorder:
-        monitoring = sys.monitoring
-        if monitoring.get_tool(self._TOOL_ID) is not None:
-            raise RuntimeError(f"a recorder is active already ({monitoring.get_tool(self._TOOL_ID)})")
-        monitoring.use_tool_id(self._TOOL_ID, "vtp_plugin recorder")
-        monitoring.restart_events()
-        events = monitoring.events
-        monitoring.register_callback(self._TOOL_ID, events.CALL, self._on_call)
-        monitoring.register_callback(self._TOOL_ID, events.PY_START, self._on_batch_start)
-        monitoring.register_callback(self._TOOL_ID, events.PY_RETURN, self._on_batch_return)
-        monitoring.set_events(self._TOOL_ID, events.CALL)
-        monitoring.set_local_events(self._TOOL_ID, _BATCH, events.PY_START | events.PY_RETURN)
+        self._wait = dist.Work.wait
+        if inspect.isfunction(self._wait):
+            raise RuntimeError(f"a recorder is active already ({self._wait.__qualname__})")
+
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            self._on_wait(work)
+            return self._wait(work, *args, **kwargs)
+
+        dist.Work.wait = wait  # pyright: ignore[reportAttributeAccessIssue]
         super().__enter__()
         return self
 
@@ -94,12 +88,8 @@ class Recorder(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, traceback)
-        monitoring = sys.monitoring
-        monitoring.set_local_events(self._TOOL_ID, _BATCH, monitoring.events.NO_EVENTS)
-        monitoring.set_events(self._TOOL_ID, monitoring.events.NO_EVENTS)
-        for event in (monitoring.events.CALL, monitoring.events.PY_START, monitoring.events.PY_RETURN):
-            monitoring.register_callback(self._TOOL_ID, event, None)
-        monitoring.free_tool_id(self._TOOL_ID)
+        dist.Work.wait = self._wait
+        self._batch_frame = None
         self._open_works.clear()
 
     def note(self, label: str) -> None:
@@ -139,7 +129,7 @@ class Recorder(TorchDispatchMode):
             kind = Kind.SEND if name == "send" else Kind.RECV
             peer = group.ranks[arguments["dst" if name == "send" else "src"]]
             memory = self._memory(arguments["tensors"])
-            self._add(kind, group=group, peer=peer, batch=self._batch, handle=handle, **memory)
+            self._add(kind, group=group, peer=peer, batch=self._batch(), handle=handle, **memory)
         else:
             root = arguments.get("root_rank")
             peer = None if root is None else group.ranks[root]
@@ -181,25 +171,24 @@ class Recorder(TorchDispatchMode):
         self._storages[storage.data_ptr()] = StorageWeakRef(storage), self._num_storages
         return self._num_storages
 
-    def _on_call(self, code: CodeType, offset: int, function: object, first_argument: object) -> object:
-        """See a call in Python code; waits are calls of a handle's bound method."""
-        if getattr(function, "__name__", None) != "wait":
-            return sys.monitoring.DISABLE
-        handle = self._handle_of(getattr(function, "__self__", None))
+    def _on_wait(self, work: dist.Work) -> None:
+        handle = self._handles.get(work)
         if handle is not None:
             self._open_works.pop(handle, None)
             self._add(Kind.WAIT, handle=handle)
-        return None
 
-    def _handle_of(self, owner: object) -> int | None:
-        return self._handles.get(owner) if isinstance(owner, dist.Work) else None
-
-    def _on_batch_start(self, code: CodeType, offset: int) -> None:
-        self._batch = self._num_batches
-        self._num_batches += 1
-
-    def _on_batch_return(self, code: CodeType, offset: int, value: object) -> None:
-        self._batch = None
+    def _batch(self) -> int | None:
+        """Number the call of ``batch_isend_irecv`` that the current operation is in."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not _BATCH:
+            frame = frame.f_back
+        if frame is None:
+            return None
+        if frame is not self._batch_frame:
+            # Kept, so that no later frame can be the same object.
+            self._batch_frame = frame
+            self._num_batches += 1
+        return self._num_batches - 1
 
     def _add(self, kind: Kind, **values: Any) -> None:
         stream = getattr(self._platform.module().current_stream(), "stream_id", "")

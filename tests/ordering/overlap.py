@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vtp_plugin.ordering.trace import END_OF_STEP, Event, Kind, Trace
+from tests.ordering.trace import END_OF_STEP, Event, Kind, Trace
 
 
 def exposed_receives(trace: Trace) -> tuple[Event, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from tests.ordering.match import match
+from tests.ordering.models import MODELS, RENDEZVOUS, Model
+from tests.ordering.replay import Replay
+from tests.ordering.trace import END_OF_STEP, Event, Kind, Trace
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ordering.match import match
-from vtp_plugin.ordering.models import MODELS, RENDEZVOUS, Model
-from vtp_plugin.ordering.replay import Replay
-from vtp_plugin.ordering.trace import END_OF_STEP, Event, Kind, Trace
 
 
 def check(traces: Sequence[Trace], models: Sequence[Model] = MODELS) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def check(traces: Sequence[Trace], models: Sequence[Model] = MODELS) -> tuple[st
         traces: of all ranks that are members of a group in use, one each.
         models: rules of the backends in question.
 
-    >>> from vtp_plugin.ordering.trace import Group
+    >>> from tests.ordering.trace import Group
     >>> pair = Group(name="pp", ranks=(0, 1))
     >>> def post(rank, i, kind):
     ...     return Event(rank=rank, position=i, kind=kind, group=pair, peer=1 - rank, num_bytes=4, handle=i)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from vtp_plugin.ordering.models import Communicator, Model
-from vtp_plugin.ordering.trace import Event, Group, Kind, Trace
+from tests.ordering.models import Communicator, Model
+from tests.ordering.trace import Event, Group, Kind, Trace
 
 # The operations that an operation needs on other ranks: one end of a message, or all other members' parts.
 Partners = Mapping[Event, tuple[Event, ...]]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vtp_plugin.ordering import BUFFERED, HCCL_SHARED, MODELS, ONE_QUEUE, Event, Group, Kind, Model, Trace, check
-from vtp_plugin.ordering.trace import format_trace, parse_trace, renumbered
+from tests.ordering.check import check
+from tests.ordering.models import BUFFERED, HCCL_SHARED, MODELS, ONE_QUEUE, Model
+from tests.ordering.trace import Event, Group, Kind, Trace, format_trace, parse_trace, renumbered
 
 ALL_MODELS = (*MODELS, ONE_QUEUE)
 NUM_RANKS = 3
@@ -30,7 +31,7 @@ class Writer:
 
     def add(self, rank: int, kind: Kind, **values: object) -> None:
         event = Event(rank=rank, position=len(self.events[rank]), kind=kind)
-        self.events[rank].append(replace(event, **values))  # pyright: ignore[reportArgumentType]
+        self.events[rank].append(replace(event, **values))
 
     def message(self, group: Group, source: int, target: int, batch: int | None = None) -> int:
         handle = self._next()
