@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vtp_plugin
-from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import pipeline_boundaries
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Clock, free_port
 from benchmarks.wan.link import ADDRESSES, INTERFACE, WanLink
-from vtp_plugin.boundary.pipeline import Direction, TransportRules, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import TransportRules, pipeline_boundaries
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
@@ -33,7 +34,6 @@ from vtp_plugin.runtime.measure import measure_links
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.runtime.workers import own_channels, worker_of
 from vtp_plugin.schedule import Action, Costs, Schedule, split_costs
-from vtp_plugin.schedule import Channel as ChannelName
 
 _OPTIONS = ExchangeOptions(
     dtype=torch.float32, is_sharded=False, has_variable_shapes=False, width=None, is_batched=False
@@ -227,7 +227,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     platform = CpuPlatform("benchmark")
-    channels: dict[DpMode, dict[ChannelName, Channel]] = {}
+    channels: dict[DpMode, dict[ChannelId, Channel]] = {}
     links: dict[str, dict[str, float]] = {}
     for name, schedule in job.schedules.items():
         mode = job.replicas(name).mode
@@ -244,7 +244,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
 
 
 def _run_steps(
-    job: Job, rank: int, channels: Mapping[DpMode, Mapping[ChannelName, Channel]], clock: Clock
+    job: Job, rank: int, channels: Mapping[DpMode, Mapping[ChannelId, Channel]], clock: Clock
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Counter[int]]]:
     """Run all steps on this rank; return by schedule their times, those of its own compute, and what it kept."""
     coord = job.layout.coord(rank)
@@ -265,7 +265,7 @@ def _run_steps(
     return steps_s, busy_s, peaks
 
 
-def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
+def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dict[ChannelId, Channel]:
     """Open the channels that a run of such stages has in the mode of a schedule."""
     placement, replicas = job.schedules[name].placement, job.replicas(name)
     num_bytes = torch.Size(job.shape).numel() * _OPTIONS.dtype.itemsize

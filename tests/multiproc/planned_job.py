@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests.multiproc.cases import Case, RankResult
 from tests.multiproc.train_job import train
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import pipeline_boundaries
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.cpu import CpuPlatform
@@ -29,7 +30,6 @@ from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import agree
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
-from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule.cost.stated import format_costs
 
 SHAPE = (6, 1, 4)
@@ -171,17 +171,13 @@ def run(
     return seen
 
 
-def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[ChannelName, Channel]:
+def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[ChannelId, Channel]:
     groups: list[Any] = [dist.new_group(list(layout.tp_ranks(i, 0, 0))) for i in range(layout.num_stages)]
     boundaries = pipeline_boundaries(layout, is_ring=True)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     opened = open_channels(specs, stage_group=groups[stage], platform=platform, monitor=None, timeout_s=TIMEOUT_S)
     return {
-        ChannelName(
-            upstream=boundary.upstream,
-            downstream=boundary.downstream,
-            is_backward=direction is Direction.BACKWARD,
-        ): opened[boundary.name(direction)]
+        ChannelId.between(boundary.upstream, boundary.downstream, direction): opened[boundary.name(direction)]
         for boundary in boundaries
         for direction in Direction
         if stage in (boundary.upstream, boundary.downstream)

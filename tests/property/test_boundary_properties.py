@@ -41,9 +41,10 @@ from vtp_plugin.boundary import (
     subtract,
     whole_box,
 )
-from vtp_plugin.boundary.pipeline import ChannelSpec, Direction, PipelineBoundary, Shape, Side
+from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape, Side
 from vtp_plugin.boundary.spread import overlaps
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.layout.channel import Direction
 
 SETTINGS = settings(max_examples=100)
 DOWNSTREAM = 1000  # first rank that a downstream stage may have

@@ -38,13 +38,13 @@ from vtp_plugin.boundary import (
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.pipeline import (
     ChannelSpec,
-    Direction,
     PipelineBoundary,
     Side,
     TransportRules,
     pipeline_boundaries,
 )
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 from vtp_plugin.layout.replicas import DpMode
 

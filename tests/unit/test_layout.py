@@ -23,6 +23,7 @@ from vtp_plugin.layout import (
     format_ranks,
     model_parallel_groups,
 )
+from vtp_plugin.layout.channel import ChannelId, Direction
 
 MEGATRON_ORDER = {RankOrder.STAGE_MAJOR: "tp-cp-ep-dp-pp", RankOrder.REPLICA_MAJOR: "tp-cp-ep-pp-dp"}
 # Every token that initialize_model_parallel and create_all_gather_groups ask for, and a few more.
@@ -316,3 +317,16 @@ def test_places_are_arithmetic_not_scans(order: RankOrder) -> None:
         coord = layout.coord(rank)
         assert layout.rank_of(coord.stage, coord.tp_rank, coord.cp_rank, coord.dp_rank) == rank
     assert layout.writer_rank == 1_999_999_999
+
+
+class TestChannelId:
+    def test_order_is_by_upstream_then_downstream_then_forward_first(self) -> None:
+        ids = [ChannelId.between(*ends, direction) for ends in ((0, 1), (0, 2), (2, 0)) for direction in Direction]
+        assert sorted([ids[i] for i in (3, 0, 5, 1, 4, 2)]) == ids
+        assert [(channel.src, channel.dst) for channel in ids] == [(0, 1), (1, 0), (0, 2), (2, 0), (2, 0), (0, 2)]
+
+    def test_both_directions_between_two_workers_differ_from_the_wrap_around(self) -> None:
+        backward, around = ChannelId.between(0, 2, Direction.BACKWARD), ChannelId.between(2, 0, Direction.FORWARD)
+        assert (backward.src, backward.dst) == (around.src, around.dst) and backward != around
+        assert backward.opposite == ChannelId.between(0, 2, Direction.FORWARD)
+        assert (around.upstream, around.downstream) == (2, 0) == (around.opposite.upstream, around.opposite.downstream)

@@ -12,6 +12,7 @@ import pytest
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule import (
     Action,
     Costs,
@@ -169,7 +170,7 @@ def test_split_does_the_same_work_and_moves_the_same_bytes(num_replicas: tuple[i
     sizes = dict(at_once.bytes_by_channel)
     for channel, size in in_turn.bytes_by_channel:
         ends = [oracle.workers(placement)[worker][0] for worker in (channel.upstream, channel.downstream)]
-        assert size == sizes[replace(channel, upstream=ends[0], downstream=ends[1])]
+        assert size == sizes[ChannelId.between(*ends, channel.direction)]
 
 
 def test_pairs_of_workers_do_not_wait_for_each_others_messages() -> None:

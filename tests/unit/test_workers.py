@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.boundary.pipeline import Direction, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of

@@ -17,18 +17,11 @@ from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, plan_header
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.text_enum import TextEnum
 
 Shape = tuple[int, ...]
-
-
-class Direction(TextEnum):
-    """Which way a channel carries: activations go forward, gradients backward."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, Transfer
 from vtp_plugin.boundary.spread import Box
 from vtp_plugin.cli.flags import Run
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import format_ranks
 
 _MAX_TRANSFERS_SHOWN = 4

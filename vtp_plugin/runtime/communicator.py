@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import ChannelSpec, Direction, PipelineBoundary, Shape
+from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor

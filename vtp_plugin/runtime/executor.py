@@ -14,10 +14,10 @@ import torch
 
 from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.runtime.communicator import ExchangeOptions, Work
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement, Schedule, channel_of, started_by
-from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule.order.messages import receive_for, send_after
 
 
@@ -129,7 +129,7 @@ class Executor:
         compute: what the virtual stages of this stage compute.
     """
 
-    def __init__(self, schedule: Schedule, worker: int, links: Mapping[ChannelName, Link], compute: Compute) -> None:
+    def __init__(self, schedule: Schedule, worker: int, links: Mapping[ChannelId, Link], compute: Compute) -> None:
         placement = schedule.placement
         if not all(placement.crosses(v) for v in range(placement.num_vstages - 1)):
             raise PlanError(f"{schedule.name}: virtual stages {placement.stages}: two in a row are on one stage")

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
 from vtp_plugin.runtime.executor import Compute, Link
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement
-from vtp_plugin.schedule import Channel as ChannelName
 
 Report = dict[str, dict[str, float]]
 _NUM_PINGS = 5
@@ -152,7 +151,7 @@ class TimedCompute:
 
 def measure_links(
     placement: Placement,
-    channels: Mapping[ChannelName, Channel],
+    channels: Mapping[ChannelId, Channel],
     options: ExchangeOptions,
     shape: Sequence[int],
     outputs: Mapping[int, tuple[int, ...]],
@@ -177,8 +176,8 @@ def measure_links(
         Latency, transfer time and size of the message, of the links that this rank is upstream of.
     """
     report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
-    for name in sorted(name for name in channels if not name.is_backward):
-        there, back = channels[name], channels[replace(name, is_backward=True)]
+    for name in sorted(name for name in channels if name.direction is Direction.FORWARD):
+        there, back = channels[name], channels[name.opposite]
         upstream, downstream = (placement.place(worker)[0] for worker in (name.upstream, name.downstream))
         links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
         if dist.get_rank() not in there.spec.src.ranks:

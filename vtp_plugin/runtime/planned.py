@@ -8,6 +8,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from vtp_plugin import log
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.communicator import ExchangeOptions
@@ -15,7 +16,6 @@ from vtp_plugin.runtime.executor import Compute, Executor, Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.runtime.transport import Channel
-from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule import Placement, Schedule
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
@@ -62,7 +62,7 @@ class PlannedPipeline:
         self,
         placement: Placement,
         worker: int,
-        channels: Mapping[ChannelName, Channel],
+        channels: Mapping[ChannelId, Channel],
         ranks: Ranks,
         platform: Platform,
         planning: Planning,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, Shape
+from vtp_plugin.boundary.pipeline import PipelineBoundary, Shape
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.measure import Report
 from vtp_plugin.runtime.transport import Channel

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary
+from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.schedule import Channel as ChannelName
 from vtp_plugin.schedule import Placement, interleaved_placement, plain_placement, u_placement
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def own_channels(
     replicas: ReplicaMap,
     boundaries: Sequence[PipelineBoundary],
     channels: Mapping[str, Channel],
-) -> dict[ChannelName, Channel]:
+) -> dict[ChannelId, Channel]:
     """Give the channels of this rank by the schedule's names.
 
     Args:
@@ -70,10 +70,10 @@ def own_channels(
         channels: of this rank, by the boundaries' names.
     """
     return {
-        ChannelName(
-            upstream=worker_of(placement, replicas, boundary.upstream, boundary.dp_ranks[0][0]),
-            downstream=worker_of(placement, replicas, boundary.downstream, boundary.dp_ranks[1][0]),
-            is_backward=direction is Direction.BACKWARD,
+        ChannelId.between(
+            worker_of(placement, replicas, boundary.upstream, boundary.dp_ranks[0][0]),
+            worker_of(placement, replicas, boundary.downstream, boundary.dp_ranks[1][0]),
+            direction,
         ): channels[boundary.name(direction)]
         for boundary in boundaries
         for direction in Direction

@@ -21,7 +21,6 @@ from vtp_plugin.schedule.make.u_shape import UPlan, plan_u_shape, reference_u_sh
 from vtp_plugin.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
 from vtp_plugin.schedule.order.lower import lower, peak_posted
 from vtp_plugin.schedule.order.messages import (
-    Channel,
     channel_label,
     channel_of,
     channels,
@@ -37,7 +36,6 @@ from vtp_plugin.schedule.proof.check import Mode, check, is_lowered, peak_activa
 __all__ = [
     "Action",
     "Actions",
-    "Channel",
     "Costs",
     "Flight",
     "Mode",

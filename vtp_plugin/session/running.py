@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from vtp_plugin import log
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import Direction, PipelineBoundary, pipeline_boundaries
+from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.errors import PlanError
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.options.derived import plan_orders
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels

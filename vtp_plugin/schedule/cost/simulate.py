@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.cost.bounds import ROUNDING
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.messages import Channel, channel_of, link_of, started_by
+from vtp_plugin.schedule.order.messages import channel_of, link_of, started_by
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import Mode, check, is_lowered, peak_activations, peak_in_flight
@@ -40,7 +41,7 @@ class Flight:
         end: When its last byte has arrived.
     """
 
-    channel: Channel
+    channel: ChannelId
     action: Action
     sent: float
     start: float
@@ -67,7 +68,7 @@ class Timeline:
     makespan: float
     in_flight: tuple[int, ...]
     activations: tuple[int, ...]
-    bytes_by_channel: tuple[tuple[Channel, int], ...]
+    bytes_by_channel: tuple[tuple[ChannelId, int], ...]
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -116,7 +117,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     walk = _Walk(schedule=schedule, costs=costs, mode=mode)
     walk.run()
     flights = sorted(walk.flights, key=lambda flight: (flight.sent, flight.channel))
-    sizes: dict[Channel, int] = defaultdict(int)
+    sizes: dict[ChannelId, int] = defaultdict(int)
     for flight in flights:
         sizes[flight.channel] += costs.message_bytes[link_of(flight.action)]
     placement = schedule.placement
@@ -152,9 +153,9 @@ class _Walk:
         self.now = [0.0] * num_workers
         self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
         self.flights: list[Flight] = []
-        self.lines: dict[Channel, _Line] = defaultdict(_Line)
+        self.lines: dict[ChannelId, _Line] = defaultdict(_Line)
         # When a message has arrived, by microbatch and link and direction.
-        self.arrivals: dict[tuple[Channel, int, int], float] = {}
+        self.arrivals: dict[tuple[ChannelId, int, int], float] = {}
 
     def run(self) -> None:
         """Let every worker go as far as it can until all are through."""
@@ -201,7 +202,7 @@ class _Walk:
             self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
             self.arrivals[self.message(action)] = end
 
-    def message(self, action: Action) -> tuple[Channel, int, int]:
+    def message(self, action: Action) -> tuple[ChannelId, int, int]:
         """Name the message of a send or a receive, the same at both ends."""
         return channel_of(self.schedule.placement, action), link_of(action), action.microbatch
 

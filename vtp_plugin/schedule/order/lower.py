@@ -25,9 +25,9 @@ from dataclasses import replace
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.messages import (
-    Channel,
     channel_of,
     inputs_of,
     peer_of,
@@ -115,9 +115,9 @@ def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]
     return posts
 
 
-def _incoming(schedule: Schedule, worker: int) -> dict[Channel, deque[Action]]:
+def _incoming(schedule: Schedule, worker: int) -> dict[ChannelId, deque[Action]]:
     """Return the receives of a worker by channel, in the order in which the other sides send."""
-    incoming: dict[Channel, deque[Action]] = defaultdict(deque)
+    incoming: dict[ChannelId, deque[Action]] = defaultdict(deque)
     for order in schedule.orders:
         for compute in order:
             send = send_after(schedule.placement, compute)

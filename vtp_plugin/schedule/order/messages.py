@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.placement import Placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Channel:
-    """One direction between two workers. Messages arrive in the order in which they were sent; there are no tags.
-
-    Attributes:
-        upstream: Worker that sends activations; without replicas that is its stage.
-        downstream: Worker that receives them, and sends gradients.
-        is_backward: The channel carries gradients, from downstream to upstream.
-    """
-
-    upstream: int
-    downstream: int
-    is_backward: bool
-
-    @property
-    def src(self) -> int:
-        """Worker that sends."""
-        return self.downstream if self.is_backward else self.upstream
-
-    @property
-    def dst(self) -> int:
-        """Worker that receives."""
-        return self.upstream if self.is_backward else self.downstream
-
-    def __str__(self) -> str:
-        direction = "backward" if self.is_backward else "forward"
-        return f"boundary {self.upstream}->{self.downstream}, {direction}"
-
-
-def channels(placement: Placement) -> tuple[Channel, ...]:
+def channels(placement: Placement) -> tuple[ChannelId, ...]:
     """List all channels: for each pair of workers the forward one, then the backward one.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
@@ -45,13 +15,13 @@ def channels(placement: Placement) -> tuple[Channel, ...]:
     ['boundary 0->1, backward', 'boundary 0->2, forward']
     """
     return tuple(
-        Channel(upstream=upstream, downstream=downstream, is_backward=is_backward)
+        ChannelId.between(upstream, downstream, direction)
         for upstream, downstream in placement.worker_boundaries
-        for is_backward in (False, True)
+        for direction in Direction
     )
 
 
-def channel_label(placement: Placement, channel: Channel) -> str:
+def channel_label(placement: Placement, channel: ChannelId) -> str:
     """Name a channel for a reader; with replicas by its stages and replicas, else as `str` does.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
@@ -61,11 +31,11 @@ def channel_label(placement: Placement, channel: Channel) -> str:
     """
     if placement.num_workers == placement.num_stages:
         return str(channel)
-    _, _, direction = str(channel).partition(",")
-    return f"boundary {placement.label(channel.upstream)}->{placement.label(channel.downstream)},{direction}"
+    ends = f"{placement.label(channel.upstream)}->{placement.label(channel.downstream)}"
+    return f"boundary {ends}, {channel.direction}"
 
 
-def channel_of(placement: Placement, action: Action) -> Channel:
+def channel_of(placement: Placement, action: Action) -> ChannelId:
     """Return the channel of a communication, whichever end it is.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
@@ -74,10 +44,10 @@ def channel_of(placement: Placement, action: Action) -> Channel:
     ['boundary 2->0, forward', 'boundary 2->0, backward']
     """
     upstream = link_of(action)
-    return Channel(
-        upstream=placement.worker_of(upstream, action.microbatch),
-        downstream=placement.worker_of(upstream + 1, action.microbatch),
-        is_backward=action.op.is_backward,
+    return ChannelId.between(
+        placement.worker_of(upstream, action.microbatch),
+        placement.worker_of(upstream + 1, action.microbatch),
+        Direction.BACKWARD if action.op.is_backward else Direction.FORWARD,
     )
 
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import (
-    Channel,
     channel_label,
     channel_of,
     inputs_of,
@@ -192,9 +192,9 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
                 break
 
 
-def _channel_orders(schedule: Schedule) -> tuple[dict[Channel, list[Action]], dict[Channel, list[Action]]]:
-    sent: dict[Channel, list[Action]] = defaultdict(list)
-    received: dict[Channel, list[Action]] = defaultdict(list)
+def _channel_orders(schedule: Schedule) -> tuple[dict[ChannelId, list[Action]], dict[ChannelId, list[Action]]]:
+    sent: dict[ChannelId, list[Action]] = defaultdict(list)
+    received: dict[ChannelId, list[Action]] = defaultdict(list)
     for order in schedule.orders:
         for action in order:
             if action.op in (Op.SEND_F, Op.SEND_B):
