@@ -18,9 +18,9 @@ from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
 from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.transport import Channel
 
 DTYPE = torch.float32
 Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
@@ -66,16 +66,13 @@ class PlannedExchange:
 
     def __init__(self, channel: Channel, *, is_sharded: bool = False) -> None:
         self._channel = channel
-        self._is_sharded = is_sharded
+        self._form = TensorFormat(dtype=DTYPE, dst_sharded=is_sharded, requires_grad=False)
 
     def __call__(self, tensor: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
-        plan = self._channel.plan(shape, dst_sharded=self._is_sharded)
         if tensor is not None:
-            self._channel.post_send(tensor, plan, DTYPE).wait()
+            self._channel.send(tensor, self._form).wait()
             return None
-        received, work = self._channel.post_recv(plan, DTYPE, requires_grad=False)
-        work.wait()
-        return received
+        return self._channel.post(self._form, self._channel.local_shape(shape, self._form)).take()
 
 
 class SerialSlices:

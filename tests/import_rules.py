@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"session"}),
     frozenset({"patches"}),
     frozenset({"api"}),
-    frozenset({"p2p_communication"}),
+    frozenset({"functional"}),
     frozenset({"__init__"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

@@ -28,16 +28,14 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
-from vtp_plugin.runtime.executor import Executor, Link
+from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.measure import measure_links
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.runtime.workers import own_channels, worker_of
 from vtp_plugin.schedule import Action, Costs, Schedule, split_costs
 
-_OPTIONS = ExchangeOptions(
-    dtype=torch.float32, is_sharded=False, has_variable_shapes=False, width=None, is_batched=False
-)
+_FORM = TensorFormat(dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +235,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
             shape = job.local_shape(name, stage)
             outputs = dict.fromkeys(schedule.placement.vstages(stage), shape)
             # This also warms the connections up: whole tensors, five times each way.
-            links = measure_links(schedule.placement, channels[mode], _OPTIONS, shape, outputs, platform)
+            links = measure_links(schedule.placement, channels[mode], _FORM, shape, outputs, platform)
     writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
@@ -256,8 +254,8 @@ def _run_steps(
             replicas, shape = job.replicas(name), job.local_shape(name, coord.stage)
             worker = worker_of(schedule.placement, replicas, coord.stage, coord.dp_rank)
             sleeper = Sleeper(job.costs_of(name), shape)
-            ends = {end: Link(channel, _OPTIONS, shape) for end, channel in channels[replicas.mode].items()}
-            step_s = clock.time(rank, Executor(schedule, worker, ends, sleeper).run)
+            executor = Executor(schedule, worker, channels[replicas.mode], _FORM, shape, sleeper)
+            step_s = clock.time(rank, executor.run)
             peaks[name] = sleeper.peaks
             if num_step:
                 steps_s[name].append(step_s)
@@ -268,7 +266,7 @@ def _run_steps(
 def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dict[ChannelId, Channel]:
     """Open the channels that a run of such stages has in the mode of a schedule."""
     placement, replicas = job.schedules[name].placement, job.replicas(name)
-    num_bytes = torch.Size(job.shape).numel() * _OPTIONS.dtype.itemsize
+    num_bytes = torch.Size(job.shape).numel() * _FORM.dtype.itemsize
     rules = TransportRules(sites=("edge", *["cloud"] * (job.num_stages - 1)), tensor_bytes=num_bytes)
     is_ring = placement.num_vstages > placement.num_stages
     boundaries = pipeline_boundaries(job.layout, is_ring=is_ring, rules=rules, dp_mode=replicas.mode)

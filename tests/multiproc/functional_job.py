@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from tests.multiproc.cases import HIDDEN, MICRO_BATCH, Case, RankResult
 from tests.multiproc.train_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
-from vtp_plugin import p2p_communication as p2p
+from vtp_plugin import functional as p2p
 from vtp_plugin.errors import ConfigError
 
 Style = Literal["vtp", "reqs"]

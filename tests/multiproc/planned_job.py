@@ -24,11 +24,11 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.communicator import ExchangeOptions, open_channels
+from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import agree
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
 from vtp_plugin.schedule.cost.stated import format_costs
 
@@ -152,15 +152,13 @@ def run(
     channels = _open(layout, stage, platform)
     planning = Planning(costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval)
     pipeline = PlannedPipeline(placement, stage, channels, World(), platform, planning)
-    options = ExchangeOptions(
-        dtype=torch.float32, is_sharded=False, has_variable_shapes=varying, width=None, is_batched=False
-    )
+    form = TensorFormat(dtype=torch.float32, has_variable_shapes=varying)
     seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)
     for one in passes:
         numbers = Numbers(placement.num_vstages, [one.factor * duration for duration in forward_ms])
         with _logged() as printed:
             schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
-            pipeline.run(schedule, options, () if varying else SHAPE, numbers)
+            pipeline.run(schedule, form, () if varying else SHAPE, numbers)
         own = placement.vstages(stage)
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())

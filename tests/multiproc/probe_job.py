@@ -19,10 +19,10 @@ from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.probe import settle, try_strategies
-from vtp_plugin.runtime.transport import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +101,13 @@ def run(
 
 def _use(channel: Channel, rank: int, *, is_sharded: bool) -> list[str]:
     shape = (12, 2, 3)
-    plan = channel.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
+    form = TensorFormat(dtype=torch.float32, src_sharded=is_sharded, dst_sharded=is_sharded)
+    plan = channel.spec.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
     whole = torch.arange(72.0).reshape(shape)
     if rank in plan.src.ranks:
         part = part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank)))
-        channel.post_send(part, plan, torch.float32).wait()
+        channel.send(part, form).wait()
         return []
-    tensor, work = channel.post_recv(plan, torch.float32)
-    work.wait()
+    tensor = channel.post(form, channel.local_shape(shape, form)).take()
     wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
     return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.spec.name}: wrong tensor on rank {rank}"]

@@ -92,7 +92,7 @@ def test_context_parallel_sizes_that_differ(pool: Pool, src: tuple[int, int], ds
 def test_every_rank_derives_its_own_shape_from_the_header(pool: Pool, strategy: str) -> None:
     move = Move(src=(1, 2), dst=(1, 3), strategy=strategy, dst_sharded=True)
     shapes = [(12, 2, 3), (6, 1, 3), (30, 2, 3)]
-    found = pool.run(5, f"{JOB}:headers", {"one": move, "shapes": shapes})
+    found = pool.run(5, f"{JOB}:varying", {"one": move, "shapes": shapes})
     assert found == [[], [], *[[(4, 2, 3), (2, 1, 3), (10, 2, 3)]] * 3]
 
 

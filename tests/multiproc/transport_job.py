@@ -15,8 +15,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels
-from vtp_plugin.runtime.transport import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,8 @@ def part_of(whole: torch.Tensor, holding: Holding) -> torch.Tensor:
 
 def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
     dtype: torch.dtype = getattr(torch, move.dtype)
-    plan = channel.plan(move.shape, src_sharded=move.src_sharded, dst_sharded=move.dst_sharded)
+    form = TensorFormat(dtype=dtype, src_sharded=move.src_sharded, dst_sharded=move.dst_sharded)
+    plan = channel.spec.plan(move.shape, src_sharded=move.src_sharded, dst_sharded=move.dst_sharded)
     wholes = [
         (torch.arange(torch.Size(move.shape).numel()).reshape(move.shape) % 251 + microbatch).to(dtype)
         for microbatch in range(move.num_microbatches)
@@ -93,13 +94,16 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
         parts = [part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
         if move.is_transposed:
             parts = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
-        for work in [channel.post_send(part, plan, dtype) for part in parts]:
+        for work in [channel.send(part, form) for part in parts]:
             work.wait()
             work.wait()
         return []
-    received = [channel.post_recv(plan, dtype) for _ in wholes]
+    works = [channel.post(form, channel.local_shape(move.shape, form)) for _ in wholes]
+    received = [work.tensor for work in works]
+    if move.num_microbatches > 1:
+        works[-1].wait()  # those before it are waited for first, on all ranks alike
     problems = []
-    for whole, (tensor, work) in zip(wholes, received, strict=True):
+    for whole, tensor, work in zip(wholes, received, works, strict=True):
         work.wait()
         work.wait()
         wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
@@ -109,25 +113,38 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
     return problems
 
 
-def headers(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
-    """Send the shapes of tensors ahead; return on each receiver the shapes of its own parts."""
+def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
+    """Send tensors of shapes that only the senders know; return on each receiver the shapes of its own parts.
+
+    All receives are posted before the first one is waited for. A wrong value shows as an empty shape.
+    """
     init_gloo()
     platform: Platform = detect("cpu")
     spec, rank = one.spec(), dist.get_rank()
     stages = [dist.new_group(list(side.ranks)) for side in (spec.src, spec.dst)]
     mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
     channel = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)[spec.name]
+    form = TensorFormat(
+        dtype=torch.float32,
+        src_sharded=one.src_sharded,
+        dst_sharded=one.dst_sharded,
+        has_variable_shapes=True,
+        width=3,
+    )
+    wholes = [torch.arange(float(torch.Size(shape).numel())).reshape(shape) for shape in shapes]
+    plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]
     if rank in spec.src.ranks:
-        for work in [channel.post_header_send(shape, torch.float32) for shape in shapes]:
+        held = [Holding(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
+        works = [channel.send(part_of(whole, holding), form) for whole, holding in zip(wholes, held, strict=True)]
+        for work in works:
             work.wait()
         return []
-    found = []
-    for _ in shapes:
-        header, work = channel.post_header_recv()
-        work.wait()
-        whole = channel.read_header(header, torch.float32, width=3)
-        found.append(channel.local_shape(whole, is_sharded=one.dst_sharded))
-    return found
+    received = [work.take() for work in [channel.post(form) for _ in shapes]]
+    held = [Holding(rank=rank, boxes=plan.dst.boxes_of(rank)) for plan in plans]
+    return [
+        tuple(tensor.shape) if torch.equal(tensor.detach(), part_of(whole, holding)) else ()
+        for tensor, whole, holding in zip(received, wholes, held, strict=True)
+    ]
 
 
 def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
@@ -139,12 +156,16 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
     said = []
     for shape, dtype in sent:
         try:
-            if rank == 0:
-                channel.post_header_send(shape, getattr(torch, dtype)).wait()
+            # Of a tensor that is refused only the header is sent: the next receive would meet the tensor.
+            is_fit = (shape[-1], dtype) == (width, "float32") and min(shape) > 0
+            form = TensorFormat(dtype=getattr(torch, dtype), has_variable_shapes=True)
+            if rank == 0 and is_fit:
+                channel.send(torch.zeros(shape), form).wait()
+            elif rank == 0:
+                channel._send_header(shape, form.dtype, "").wait()  # pyright: ignore[reportPrivateUsage]
             elif len(shape) == 3:
-                header, work = channel.post_header_recv()
-                work.wait()
-                channel.read_header(header, torch.float32, width=width)
+                fresh = channel.crossed_by(channel.spec.strategy)
+                fresh.post(TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)).take()
             said.append("")
         except ConfigError as error:
             said.append(str(error))

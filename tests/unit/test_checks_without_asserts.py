@@ -31,6 +31,7 @@ from vtp_plugin.errors import VtpError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.collectives import StageCollectives
+from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.work import TimedWaits
@@ -82,8 +83,8 @@ CASES = {
         (4, 3, 1), is_sharded=False
     ),
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),
-    "a tensor of another shape": lambda: channel.post_send(
-        torch.zeros(3, 1, 2), channel.plan((4, 1, 2)), torch.float32
+    "a tensor of another shape": lambda: channel.send(
+        torch.zeros(3, 2), TensorFormat(dtype=torch.float32, has_variable_shapes=True)
     ),
     "two channels of one name": lambda: open_channels([spec, spec], **options),
     "a neighbour that is not there": lambda: PipelineCommunicator(
@@ -91,7 +92,7 @@ CASES = {
     ).exchange(SimpleNamespace(has_variable_shapes=False), send_next=None, send_prev=None, recv_prev=True,
                recv_next=False, shape=(1,), wait=True),
     "a stage without a group": lambda: stage._run("broadcast", (0, 1), "boundary", lambda: None),
-    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, Compute()).run(),
+    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, None, (), Compute()).run(),
 }
 for name, run in CASES.items():
     try:

@@ -9,57 +9,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape
-from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary
+from vtp_plugin.boundary.plan import CollectiveKind
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
+from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
+from vtp_plugin.runtime.messages import ChannelGroups
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.transport import Channel
-from vtp_plugin.runtime.work import _VTPRecvWork, _VTPSendWork
+from vtp_plugin.runtime.work import SendWork
 
-Work = _VTPSendWork | _VTPRecvWork
+Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
 # More than the microbatches that a schedule has under way between two stages: waiting for the oldest of so many sends
 # cannot deadlock, and keeps a rank that only sends, as in evaluation, from running far ahead.
 _MAX_OPEN_SENDS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeOptions:
-    """How tensors cross in one schedule; derived from Megatron's model-parallel configuration.
-
-    Attributes:
-        dtype: of every tensor that crosses.
-        is_sharded: sequence parallelism: ranks hold slices of dimension 0, not copies. A stage of one tensor-parallel
-            rank has none and may say either: its whole tensor is its only slice.
-        has_variable_shapes: a header with the shape crosses before every tensor.
-        width: last dimension of every tensor, to check headers against; None if it is not known.
-        is_batched: coalesce messages into one call of the backend.
-    """
-
-    dtype: torch.dtype
-    is_sharded: bool
-    has_variable_shapes: bool
-    width: int | None
-    is_batched: bool
-
-    def statement(self, tp_size: int) -> dict[str, object]:
-        """Say what all ranks must have alike.
-
-        Args:
-            tp_size: of the own stage. A stage of one tensor-parallel rank has no say about sequence parallelism.
-        """
-        sharding = {} if tp_size == 1 else {"sequence_parallel": self.is_sharded}
-        return {
-            "pipeline_dtype": str(self.dtype),
-            "hidden_size": self.width,
-            "variable_seq_lengths": self.has_variable_shapes,
-            "batch_p2p_comm": self.is_batched,
-            **sharding,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +77,8 @@ def open_channels(
         if rank in spec.members:
             if spec.name in channels:
                 raise PlanError(f"two channels of rank {rank} are called {spec.name}")
-            channels[spec.name] = Channel(spec, order, group, stage_group, pieces, platform, monitor, audit)
+            groups = ChannelGroups(messages=group, stage=stage_group, pieces=pieces)
+            channels[spec.name] = Channel(spec, order, groups, platform, monitor, audit)
     for channel in channels.values():
         channel.warm_up()
     return channels
@@ -138,13 +105,13 @@ class PipelineCommunicator:
         self._forward_out = forward_out
         self._backward_in = backward_in
         self._backward_out = backward_out
-        self._open_sends: list[_VTPSendWork] = []
+        self._open_sends: list[SendWork] = []
 
     @property
     def num_allocations(self) -> int:
         """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
         channels = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
-        return sum(channel.memory.num_allocations for channel in channels if channel is not None)
+        return sum(channel.num_allocations for channel in channels if channel is not None)
 
     def reaches(self, name: str) -> bool:
         """Tell whether there is a neighbour for ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``."""
@@ -166,7 +133,7 @@ class PipelineCommunicator:
 
     def exchange(
         self,
-        options: ExchangeOptions,
+        form: TensorFormat,
         *,
         send_next: torch.Tensor | None,
         send_prev: torch.Tensor | None,
@@ -178,7 +145,7 @@ class PipelineCommunicator:
         """Send and receive at once.
 
         Args:
-            options: of the schedule.
+            form: of all tensors.
             send_next: activation ``[S, B, H]``, the own part, for the next stage.
             send_prev: gradient for the previous stage.
             recv_prev: take an activation from the previous stage.
@@ -192,32 +159,23 @@ class PipelineCommunicator:
                 shape is missing, or there is no neighbour.
         """
         posted: dict[str, Work] = {}
-        received: dict[str, torch.Tensor] = {}
-        headers: dict[str, tuple[Channel, torch.Tensor, _VTPRecvWork]] = {}
+        receives: dict[str, RecvWork] = {}
         tensors = {"send_next": send_next, "send_prev": send_prev}
         for name, channel in self._in_order(recv_prev, recv_next, send_next is not None, send_prev is not None):
             tensor = tensors.get(name)
             if tensor is not None:
-                posted[name] = self._send(channel, tensor, options)
-            elif options.has_variable_shapes:
-                headers[name] = (channel, *channel.post_header_recv())
+                posted[name] = self._send(channel, tensor, form)
+            elif shape is None and not form.has_variable_shapes:
+                raise ConfigError(f"{name}: the shape of what is received is not known; give it")
             else:
-                if shape is None:
-                    raise ConfigError(f"{name}: the shape of what is received is not known; give it")
-                received[name], posted[name] = _receive(channel, shape, options)
+                posted[name] = receives[name] = channel.post(form, shape or ())
         # One order on all ranks of a stage: what completes a receive, also that of a header, is a collective.
-        for name in (name for name in _WAIT_ORDER if name in headers):
-            channel, header, work = headers[name]
-            work.wait()
-            whole = channel.read_header(header, options.dtype, width=options.width)
-            local = channel.local_shape(whole, is_sharded=options.is_sharded)
-            received[name], posted[name] = _receive(channel, local, options)
-        works = {name: posted[name] for name in _WAIT_ORDER if name in posted}
+        names = [name for name in _WAIT_ORDER if name in posted]
+        received = {name: receives[name].tensor for name in names if name in receives}
         if wait:
-            for name in works:
-                if name in received:
-                    works[name].wait()
-            works = {}
+            for name in received:
+                receives[name].wait()
+        works = {} if wait else {name: posted[name] for name in names}
         return Exchanged(from_prev=received.get("recv_prev"), from_next=received.get("recv_next"), works=works)
 
     def _in_order(self, *wanted: bool) -> list[tuple[str, Channel]]:
@@ -238,11 +196,8 @@ class PipelineCommunicator:
                 chosen.append((name, channel))
         return sorted(chosen, key=lambda pair: pair[1].order)
 
-    def _send(self, channel: Channel, tensor: torch.Tensor, options: ExchangeOptions) -> _VTPSendWork:
-        whole = channel.whole_shape(tensor.shape, is_sharded=options.is_sharded)
-        if options.has_variable_shapes:
-            self._open_sends.append(channel.post_header_send(whole, options.dtype))
-        work = channel.post_send(tensor, _plan(channel, whole, options), options.dtype, batched=options.is_batched)
+    def _send(self, channel: Channel, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
+        work = channel.send(tensor, form)
         self._open_sends = [w for w in self._open_sends if not w.reap()] + [work]
         if len(self._open_sends) > _MAX_OPEN_SENDS:
             self._open_sends[0].wait()
@@ -272,14 +227,3 @@ def join_channels(
             (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
         )
     )
-
-
-def _receive(
-    channel: Channel, local_shape: Sequence[int], options: ExchangeOptions
-) -> tuple[torch.Tensor, _VTPRecvWork]:
-    whole = channel.whole_shape(local_shape, is_sharded=options.is_sharded)
-    return channel.post_recv(_plan(channel, whole, options), options.dtype, batched=options.is_batched)
-
-
-def _plan(channel: Channel, whole: Shape, options: ExchangeOptions) -> BoundaryPlan:
-    return channel.plan(whole, src_sharded=options.is_sharded, dst_sharded=options.is_sharded)

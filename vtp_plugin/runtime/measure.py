@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -16,15 +17,13 @@ import torch.distributed as dist
 from vtp_plugin.errors import PeerError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.communicator import ExchangeOptions
-from vtp_plugin.runtime.executor import Compute, Link
+from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.executor import Compute
 from vtp_plugin.runtime.store import Topic, open_round, part_of
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Action, Op, Placement
 
 Report = dict[str, dict[str, float]]
 _NUM_PINGS = 5
-_PING = Action(op=Op.RECV_F, vstage=0, microbatch=0)  # any name: one message is under way at a time
 
 
 def share_reports(
@@ -152,22 +151,22 @@ class TimedCompute:
 def measure_links(
     placement: Placement,
     channels: Mapping[ChannelId, Channel],
-    options: ExchangeOptions,
+    form: TensorFormat,
     shape: Sequence[int],
     outputs: Mapping[int, tuple[int, ...]],
     platform: Platform,
 ) -> Report:
     """Send messages to and fro on every link of this rank; a collective call, while nothing is under way.
 
-    The links take turns, in one order on all ranks. The upstream side sends a header and gets one back, a few times,
-    then a tensor of the run and gets one back, each by the ways that the run uses, completion inside the stage
-    included. The fastest time of the first kind is twice the latency, what the second kind takes more is twice the
+    The links take turns, in one order on all ranks. The upstream side sends a small tensor and gets one back, a few
+    times, then a tensor of the run and gets one back, each as the run does it, completion inside the stage included.
+    The fastest time of the first kind is twice the latency, what the second kind takes more is twice the
     transfer: the two directions are taken to be alike.
 
     Args:
         placement: which stage holds which virtual stage.
         channels: of this rank.
-        options: how tensors cross.
+        form: of all tensors that cross.
         shape: local shape of every tensor; not used with variable shapes.
         outputs: by virtual stage of this rank, the local shape of an output.
         platform: where the tensors are.
@@ -180,67 +179,45 @@ def measure_links(
         there, back = channels[name], channels[name.opposite]
         upstream, downstream = (placement.place(worker)[0] for worker in (name.upstream, name.downstream))
         links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
-        if dist.get_rank() not in there.spec.src.ranks:
-            _Pings(back, there, options, shape, platform).answer()
+        # A header would add the same to both: the shape of the small tensor is known.
+        small = dataclasses.replace(form, has_variable_shapes=False)
+        small_shape = there.local_shape(there.spec.probe.src.shape, small)
+        is_asking = dist.get_rank() in there.spec.src.ranks
+        if not is_asking:
+            _answer(there, back, small, small_shape)
+            _answer(there, back, form, shape)
             continue
-        pings = _Pings(there, back, options, shape, platform)
-        tensor = torch.zeros(outputs[links[0]], dtype=options.dtype, device=platform.device())
-        header_ms, tensor_ms = (
-            pings.fastest_ms(pings.swap_headers),
-            pings.fastest_ms(lambda t=tensor, p=pings: p.swap(t)),
+        device = platform.device()
+        tensor = torch.zeros(outputs[links[0]], dtype=form.dtype, device=device)
+        small_ms = _round_trip_ms(
+            there, back, torch.zeros(small_shape, dtype=form.dtype, device=device), small, platform
         )
-        whole = there.whole_shape(tensor.shape, is_sharded=options.is_sharded)
+        tensor_ms = _round_trip_ms(there, back, tensor, form, platform)
+        whole = there.whole_shape(tensor.shape, form)
         for link in map(str, links):
-            report["latency_ms"][link] = header_ms / 2
-            report["transfer_ms"][link] = max(0.0, tensor_ms - header_ms) / 2
-            report["message_bytes"][link] = torch.Size(whole).numel() * options.dtype.itemsize
+            report["latency_ms"][link] = small_ms / 2
+            report["transfer_ms"][link] = max(0.0, tensor_ms - small_ms) / 2
+            report["message_bytes"][link] = torch.Size(whole).numel() * form.dtype.itemsize
     return report
 
 
-class _Pings:
-    """One end of a link. The end that asks sends first, the other one answers; both do everything equally often."""
-
-    def __init__(
-        self, outgoing: Channel, incoming: Channel, options: ExchangeOptions, shape: Sequence[int], platform: Platform
-    ) -> None:
-        self._outgoing, self._incoming = outgoing, incoming
-        self._links = Link(outgoing, options, shape), Link(incoming, options, shape)
-        self._options = options
-        self._platform = platform
-
-    def fastest_ms(self, swap: Callable[[], object]) -> float:
-        """Do something a few times and return the shortest time in ms."""
-        times: list[float] = []
-        for _ in range(_NUM_PINGS):
-            start = time.perf_counter()
-            swap()
-            if not self._platform.host_blocking_wait:
-                self._platform.module().synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
-        return min(times)
-
-    def swap_headers(self) -> None:
-        """Send a header and get one back."""
-        sent = self._outgoing.post_header_send((1, 1, 1), self._options.dtype)
-        self._incoming.post_header_recv()[1].wait()
+def _round_trip_ms(
+    there: Channel, back: Channel, tensor: torch.Tensor, form: TensorFormat, platform: Platform
+) -> float:
+    """Send a tensor and get one back, a few times; return the shortest time in ms."""
+    times_ms: list[float] = []
+    for _ in range(_NUM_PINGS):
+        start = time.perf_counter()
+        sent = there.send(tensor, form)
+        back.post(form, tensor.shape).take()
         sent.wait()
+        if not platform.host_blocking_wait:
+            platform.module().synchronize()
+        times_ms.append(1e3 * (time.perf_counter() - start))
+    return min(times_ms)
 
-    def swap(self, tensor: torch.Tensor) -> None:
-        """Send a tensor and get one back."""
-        outgoing, incoming = self._links
-        works = outgoing.send(tensor)
-        incoming.post(_PING)
-        incoming.take(_PING)
-        for work in works:
-            work.wait()
 
-    def answer(self) -> None:
-        """Give back all that the other end sends."""
-        for _ in range(_NUM_PINGS):
-            self._incoming.post_header_recv()[1].wait()
-            self._outgoing.post_header_send((1, 1, 1), self._options.dtype).wait()
-        outgoing, incoming = self._links
-        for _ in range(_NUM_PINGS):
-            incoming.post(_PING)
-            for work in outgoing.send(incoming.take(_PING)):
-                work.wait()
+def _answer(there: Channel, back: Channel, form: TensorFormat, shape: Sequence[int]) -> None:
+    """Give back all that the other side of a link sends."""
+    for _ in range(_NUM_PINGS):
+        back.send(there.post(form, shape).take(), form).wait()

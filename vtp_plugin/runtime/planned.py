@@ -11,11 +11,10 @@ from vtp_plugin import log
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.communicator import ExchangeOptions
-from vtp_plugin.runtime.executor import Compute, Executor, Link
+from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.executor import Compute, Executor
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.schedule import Placement, Schedule
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
@@ -146,20 +145,21 @@ class PlannedPipeline:
         log.info(reason)
         return schedule
 
-    def run(self, schedule: Schedule, options: ExchangeOptions, shape: Sequence[int], compute: Compute) -> None:
-        """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Link` and ``Executor``."""
-        links = {name: Link(channel, options, shape) for name, channel in self._channels.items()}
+    def run(self, schedule: Schedule, form: TensorFormat, shape: Sequence[int], compute: Compute) -> None:
+        """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
+        for channel in self._channels.values():
+            channel.start_step()
         if schedule.forward_only:
-            Executor(schedule, self._worker, links, compute).run()
+            Executor(schedule, self._worker, self._channels, form, shape, compute).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, links, timed or compute).run()
+        Executor(schedule, self._worker, self._channels, form, shape, timed or compute).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
             outputs = timed.shapes
-            tried = measure_links(self.placement, self._channels, options, shape, outputs, self._platform)
+            tried = measure_links(self.placement, self._channels, form, shape, outputs, self._platform)
             self._report = {**timed.report(), **tried}
             self._timed = None
         if time is not None:

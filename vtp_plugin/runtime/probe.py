@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import PipelineBoundary, Shape
+from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.measure import Report
-from vtp_plugin.runtime.transport import Channel
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
@@ -143,44 +143,28 @@ def _round_trips(
     spec = there.spec
     num_samples = math.lcm(spec.src.num_replicas, spec.dst.num_replicas)
     unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (spec.src, spec.dst)))
-    shape = (unit * max(1, round(num_bytes / (4 * unit * num_samples * _WIDTH))), num_samples, _WIDTH)
-    asks = dist.get_rank() in spec.src.ranks
+    whole = (unit * max(1, round(num_bytes / (4 * unit * num_samples * _WIDTH))), num_samples, _WIDTH)
+    form = TensorFormat(dtype=torch.float32, src_sharded=is_sharded, dst_sharded=is_sharded, requires_grad=False)
+    zeros = torch.zeros(there.local_shape(whole, form), dtype=form.dtype, device=platform.device())
+    is_asking = dist.get_rank() in spec.src.ranks
     times_ms: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-    ways = {name: [way.crossed_by(name, unit="probe") for way in (there, back)] for name in STRATEGIES}
-    for outgoing, incoming in ways.values():
-        for way in (outgoing, incoming):
-            require_valid(way.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded))
+    tried = {
+        name: [channel.crossed_by(name, unit="probe", cargo=Cargo.PROBE) for channel in (there, back)]
+        for name in STRATEGIES
+    }
+    for outgoing, incoming in tried.values():
+        for channel in (outgoing, incoming):
+            require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
     for _ in range(_NUM_ROUNDS):
-        for name, (outgoing, incoming) in ways.items():
+        for name, (outgoing, incoming) in tried.items():
             start = time.perf_counter()
-            if asks:
-                _swap(outgoing, incoming, shape, platform, is_sharded=is_sharded)
+            if is_asking:
+                sent = outgoing.send(zeros, form)
+                incoming.post(form, zeros.shape).take()
+                sent.wait()
             else:
-                _answer(outgoing, incoming, shape, platform, is_sharded=is_sharded)
+                incoming.send(outgoing.post(form, zeros.shape).take(), form).wait()
             if not platform.host_blocking_wait:
                 platform.module().synchronize()
             times_ms[name].append(1e3 * (time.perf_counter() - start))
-    return {name: min(times[1:]) for name, times in times_ms.items()} if asks else {}
-
-
-def _swap(
-    outgoing: Channel, incoming: Channel, shape: tuple[int, ...], platform: Platform, *, is_sharded: bool
-) -> None:
-    """Send zeros and get some back."""
-    local = outgoing.local_shape(shape, is_sharded=is_sharded)
-    zeros = torch.zeros(local, dtype=torch.float32, device=platform.device())
-    there = outgoing.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
-    back = incoming.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
-    sent = outgoing.post_send(zeros, there, torch.float32, cargo=Cargo.PROBE)
-    _, received = incoming.post_recv(back, torch.float32, requires_grad=False, cargo=Cargo.PROBE)
-    received.wait()
-    sent.wait()
-
-
-def _answer(there: Channel, back: Channel, shape: Shape, platform: Platform, *, is_sharded: bool) -> None:
-    """Take zeros and send some back."""
-    plan = there.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
-    tensor, received = there.post_recv(plan, torch.float32, requires_grad=False, cargo=Cargo.PROBE)
-    received.wait()
-    plan = back.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
-    back.post_send(torch.zeros_like(tensor), plan, torch.float32, cargo=Cargo.PROBE).wait()
+    return {name: min(times[1:]) for name, times in times_ms.items()} if is_asking else {}

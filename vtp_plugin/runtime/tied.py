@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import ChannelSpec, Side
-from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.transport import Channel
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +34,12 @@ class TiedWeight:
 
     def copy_from_first(self, weight: torch.Tensor) -> None:
         """Give the last stage the first stage's values, in place; called once by all ranks of both stages."""
+        form = _format(weight)
         if self.is_first:
-            sends = [channel.post_send(weight, _plan(channel, weight), weight.dtype) for channel in self.outgoing]
-            for send in sends:
+            for send in [channel.send(weight, form) for channel in self.outgoing]:
                 send.wait()
         else:
-            received, work = self.incoming.post_recv(_plan(self.incoming, weight), weight.dtype, requires_grad=False)
-            work.wait()
-            weight.copy_(received)
+            weight.copy_(self.incoming.post(form, weight.shape).take())
 
     def sum_gradients(self, gradient: torch.Tensor) -> None:
         """Add the other end's gradient, in place; called once a step by all ranks of both stages.
@@ -50,23 +47,21 @@ class TiedWeight:
         The replicas of an end hold the same gradient. Both ends add the same two numbers, so they stay equal to the
         last bit.
         """
+        form = _format(gradient)
         # In the order of the run's channels, as in every exchange: a device may carry out one operation after another.
-        earlier = [channel for channel in self.outgoing if channel.order < self.incoming.order]
-        later = [channel for channel in self.outgoing if channel.order > self.incoming.order]
-        sends = [channel.post_send(gradient, _plan(channel, gradient), gradient.dtype) for channel in earlier]
-        plan = _plan(self.incoming, gradient)
-        received, receive = self.incoming.post_recv(plan, gradient.dtype, requires_grad=False)
-        sends += [channel.post_send(gradient, _plan(channel, gradient), gradient.dtype) for channel in later]
-        receive.wait()
-        # The sends read the gradient's own memory.
-        for send in sends:
-            send.wait()
+        works = [
+            channel.post(form, gradient.shape) if channel is self.incoming else channel.send(gradient, form)
+            for channel in sorted((*self.outgoing, self.incoming), key=lambda channel: channel.order)
+        ]
+        received = self.incoming.take()
+        for work in works:
+            work.wait()  # the sends read the gradient's memory
         gradient.add_(received)
 
 
-def _plan(channel: Channel, part: torch.Tensor) -> BoundaryPlan:
-    """Plan for a weight `[V, H]` of which each rank holds a slice of the vocabulary: V divides by both sizes."""
-    return channel.plan(channel.whole_shape(part.shape, is_sharded=True), src_sharded=True, dst_sharded=True)
+def _format(weight: torch.Tensor) -> TensorFormat:
+    """Describe a weight `[V, H]` of which each rank holds a slice of the vocabulary: V divides by both sizes."""
+    return TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
 
 
 def tied_weight_specs(layout: PipelineLayout) -> tuple[ChannelSpec, ...]:

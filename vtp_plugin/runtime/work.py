@@ -13,7 +13,7 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.disclosure import first_line
 from vtp_plugin.runtime.monitor import Monitor
 
-__all__ = ["TimedWaits", "_VTPRecvWork", "_VTPSendWork", "ranks_text"]
+WaitFor = Callable[[Sequence[dist.Work]], None]
 
 
 class TimedWaits:
@@ -29,23 +29,23 @@ class TimedWaits:
         self._monitor = monitor
 
     @contextlib.contextmanager
-    def timed(self, place: str, peer: str, what: str) -> Iterator[None]:
+    def timed(self, position: str, peer: str, what: str) -> Iterator[None]:
         """Keep the time of a block that waits.
 
         Args:
-            place: boundary, direction and microbatch.
+            position: boundary, direction and microbatch.
             peer: who is waited for.
             what: is broken if the backend fails.
 
         Raises:
             PeerError: the backend failed.
         """
-        wait = self._monitor.begin(place, peer) if self._monitor is not None else None
+        wait = self._monitor.begin(position, peer) if self._monitor is not None else None
         try:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"{place}: {what} broke ({first_line(str(error))})", shared=f"{place}: {what} broke"
+                f"{position}: {what} broke ({first_line(str(error))})", shared=f"{position}: {what} broke"
             ) from error
         if wait is None:
             return
@@ -56,25 +56,20 @@ class TimedWaits:
             event.record()
             wait.event = event
 
-    def wait_for(self, works: Sequence[dist.Work], place: str, peer: str) -> None:
+    def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
         """Wait for handles of the backend; arguments and error as for :meth:`timed`."""
-        with self.timed(place, peer, f"connection to {peer}"):
+        with self.timed(position, peer, f"connection to {peer}"):
             for work in works:
                 work.wait()
 
 
-class _VTPSendWork:
+class SendWork:
     """A send under way: keeps the tensor and the backend's handles until it is waited for.
 
     ``wait`` is idempotent: the second wait on a gloo receive or send would block until the timeout.
     """
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        tensors: Sequence[torch.Tensor],
-        wait_for: Callable[[Sequence[dist.Work]], None],
-    ) -> None:
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], wait_for: WaitFor) -> None:
         self._works = list(works)
         self._tensors = list(tensors)
         self._wait_for = wait_for
@@ -93,6 +88,10 @@ class _VTPSendWork:
             self.wait()
         return not self._works
 
+    def joined_with(self, later: SendWork) -> SendWork:
+        """Give one work for two sends, of which the other one was posted later."""
+        return SendWork(self._works + later._works, self._tensors + later._tensors, self._wait_for)
+
     def wait(self) -> None:
         """Return when the tensor may be reused: at once for the host on device backends.
 
@@ -105,45 +104,42 @@ class _VTPSendWork:
         self._tensors = []
 
 
-class _VTPRecvWork:
-    """A receive under way: the own transfers, then the deferred finish inside the stage.
+class Landing:
+    """Memory that messages fill: the own transfers, then the deferred finish inside the stage.
 
-    All tensor-parallel ranks of the receiving stage own such a handle, also those that receive nothing themselves, and
-    wait for it at the same program point.
+    All tensor-parallel ranks of the receiving stage have one, also those that receive nothing themselves, and wait for
+    it at the same program point.
+
+    Attributes:
+        tensor: is complete after :meth:`wait`.
     """
 
     def __init__(
         self,
+        tensor: torch.Tensor,
         works: Sequence[dist.Work],
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         finish: Callable[[], None],
-        wait_for: Callable[[Sequence[dist.Work]], None],
+        wait_for: WaitFor,
     ) -> None:
-        self._works = list(works)
-        self._copies = list(copies)
-        self._finish: Callable[[], None] | None = finish
+        self.tensor = tensor
+        self._works = works
+        self._copies = copies
+        self._finish = finish
         self._wait_for = wait_for
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it was waited for."""
-        return self._finish is None
-
-    def wait(self) -> None:
-        """Return when the tensor holds the local part of what was sent; idempotent.
+    def wait(self) -> torch.Tensor:
+        """Return the tensor when it holds the local part of what was sent; called once.
 
         Raises:
             PeerError: the connection to the sender, or to a member of the own stage, broke.
         """
-        finish, self._finish = self._finish, None
-        if finish is None:
-            return
         if self._works:
             self._wait_for(self._works)
         for target, piece in self._copies:
             target.copy_(piece)
-        finish()
-        self._works, self._copies = [], []
+        self._finish()
+        return self.tensor
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

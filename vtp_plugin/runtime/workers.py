@@ -12,7 +12,7 @@ from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.schedule import Placement, interleaved_placement, plain_placement, u_placement
 
 if TYPE_CHECKING:
-    from vtp_plugin.runtime.transport import Channel
+    from vtp_plugin.runtime.channel import Channel
 
 
 def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -> Placement:

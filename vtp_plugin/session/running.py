@@ -14,11 +14,11 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.options.derived import plan_orders
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels
 from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.probe import settle, try_strategies
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_specs
-from vtp_plugin.runtime.transport import Channel
 from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks

@@ -23,7 +23,7 @@ from vtp_plugin.options.derived import plan_layout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.communicator import ExchangeOptions
+from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.startup import gather_node_sizes
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
@@ -47,7 +47,7 @@ class Session:
         embedding: word embedding of the model that was built last, on the edge of a U-shaped pipeline.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
-        exchange_options: how tensors cross, by the model configuration; None before all ranks' were compared.
+        tensor_format: how tensors cross, by the model configuration; None before all ranks' were compared.
         audit: record of what crosses; None unless asked for, or before it begins.
         close_log: puts the logger back as it was; None before the plugin said anything.
     """
@@ -60,7 +60,7 @@ class Session:
         self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
         self.applied: list[AppliedPatches] = []
         self.is_activated = False
-        self.exchange_options: ExchangeOptions | None = None
+        self.tensor_format: TensorFormat | None = None
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
         self.close_log: Callable[[], None] | None = None
@@ -206,7 +206,7 @@ class Session:
         if rank is not None and self.is_planned:
             log.set_reporter(rank=rank, is_reporter=rank in self.planned.reporting_ranks.values())
 
-    def agree_on_exchange(self, read: Callable[[], ExchangeOptions]) -> ExchangeOptions:
+    def agree_on_format(self, read: Callable[[], TensorFormat]) -> TensorFormat:
         """Read how tensors cross and, the first time, compare it over all ranks; a collective call.
 
         A tensor of another type or shape than the receiver expects would end a process inside the backend.
@@ -217,17 +217,17 @@ class Session:
         Raises:
             ConfigError: a rank's configuration is wrong, or two differ.
         """
-        if self.exchange_options is not None or dist.get_backend() == "fake":
+        if self.tensor_format is not None or dist.get_backend() == "fake":
             return read()
         tp_size = self.planned.layout.tp_sizes[self.planned.own.stage]
-        found: list[ExchangeOptions] = []
+        found: list[TensorFormat] = []
 
         def prepare() -> dict[str, object]:
             found.append(read())
-            return found[0].statement(tp_size)
+            return _statement(found[0], tp_size)
 
         self.ranks.agree_again(prepare, name="the first step's check", is_partial=True)
-        self.exchange_options = found[0]
+        self.tensor_format = found[0]
         return found[0]
 
     def refuse_originals(self, name: str, value: object) -> None:
@@ -246,3 +246,15 @@ class Session:
                     f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients; {line}: "
                     "move vtp_plugin.apply() above that line"
                 )
+
+
+def _statement(form: TensorFormat, tp_size: int) -> dict[str, object]:
+    """Say what all ranks must have alike; a stage of one tensor-parallel rank has no say about sequence parallelism."""
+    sharding = {} if tp_size == 1 else {"sequence_parallel": form.src_sharded}
+    return {
+        "pipeline_dtype": str(form.dtype),
+        "hidden_size": form.width,
+        "variable_seq_lengths": form.has_variable_shapes,
+        "batch_p2p_comm": form.is_batched,
+        **sharding,
+    }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.options import check_config
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.communicator import ExchangeOptions
+from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.session import Session
 
 
@@ -36,7 +36,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def exchange_options(session: Session, config: Any, refuse: Callable[[], None] = lambda: None) -> ExchangeOptions:
+def tensor_format(session: Session, config: Any, refuse: Callable[[], None] = lambda: None) -> TensorFormat:
     """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
 
     Args:
@@ -49,14 +49,14 @@ def exchange_options(session: Session, config: Any, refuse: Callable[[], None] =
         PatchError: its end of the backward pass is Megatron's own, taken before the plugin was applied.
     """
 
-    def read() -> ExchangeOptions:
+    def read() -> TensorFormat:
         refuse()
-        return _read_options(session, config)
+        return _read_format(session, config)
 
-    return session.agree_on_exchange(read)
+    return session.agree_on_format(read)
 
 
-def _read_options(session: Session, config: Any) -> ExchangeOptions:
+def _read_format(session: Session, config: Any) -> TensorFormat:
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
     session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
     num_virtual = config.virtual_pipeline_model_parallel_size or 1
@@ -70,9 +70,10 @@ def _read_options(session: Session, config: Any) -> ExchangeOptions:
             "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
             "replicas, which must be equally long; use multiplex"
         )
-    return ExchangeOptions(
+    return TensorFormat(
         dtype=config.pipeline_dtype,
-        is_sharded=config.sequence_parallel,
+        src_sharded=config.sequence_parallel,
+        dst_sharded=config.sequence_parallel,
         has_variable_shapes=has_variable_shapes,
         width=config.hidden_size,
         is_batched=config.batch_p2p_comm,
@@ -88,10 +89,7 @@ def communicator_class(session: Session, original: type) -> type:
         def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
             super().__init__(pp_group, config)
             self._vtp = session.running.communicator if session.is_running else None
-            if self._vtp is None:
-                return
-            self._vtp_options = exchange_options(session, config)
-            self._vtp.start_step()
+            self._vtp_format: TensorFormat | None = None
 
         def _communicate(
             self,
@@ -122,8 +120,12 @@ def communicator_class(session: Session, original: type) -> type:
                 raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
             if not wait_on_reqs and self.config.batch_p2p_comm:
                 raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or set overlap_p2p_comm")
+            if self._vtp_format is None:
+                # Not in the constructor, which a script may call on some ranks only.
+                self._vtp_format = tensor_format(session, self.config)
+                self._vtp.start_step()
             done = self._vtp.exchange(
-                self._vtp_options,
+                self._vtp_format,
                 send_next=tensor_send_next,
                 send_prev=tensor_send_prev,
                 recv_prev=recv_prev,

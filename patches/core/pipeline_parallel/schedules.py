@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule import Action, Schedule
@@ -58,10 +58,26 @@ def _choose(session: Session, original: Callable[..., Any]) -> Callable[..., Any
         is_own = (
             pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
         )
-        is_planned = session.is_running and session.running.planned_pipeline is not None
-        return functools.partial(forward_backward, session) if is_own and is_planned else stock
+        if not is_own or not session.is_running or session.running.communicator is None:
+            return stock
+        planned = session.running.planned_pipeline
+        return (
+            functools.partial(_run_stock, session, stock)
+            if planned is None
+            else functools.partial(forward_backward, session)
+        )
 
     return get_forward_backward_func
+
+
+def _run_stock(session: Session, stock: Callable[..., list[Any]], *, model: Any, **arguments: Any) -> list[Any]:
+    """Run one step by a function of Megatron; first the ranks compare what is to cross."""
+    tensor_format(session, get_model_config(_chunks(model)[0]))
+    return stock(model=model, **arguments)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
 
 
 @dataclass(kw_only=True)
@@ -138,11 +154,11 @@ def forward_backward(
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """Run one step as planned; contract of the functions that Megatron's ``get_forward_backward_func`` returns."""
-    chunks = model if isinstance(model, list) else [model]
+    chunks = _chunks(model)
     config = get_model_config(chunks[0])
     arguments = {"p2p_communicator": p2p_communicator, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
     # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
-    options = exchange_options(session, config, functools.partial(_refuse, config, arguments))
+    form = tensor_format(session, config, functools.partial(_refuse, config, arguments))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
     get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
     (shape,) = get_shapes(
@@ -178,7 +194,7 @@ def forward_backward(
         first_val_step=first_val_step,
     )
     with compute.sync.step():
-        pipeline.run(schedule, options, shape, compute)
+        pipeline.run(schedule, form, shape, compute)
     if config.finalize_model_grads_func is not None and not forward_only:
         config.finalize_model_grads_func(
             chunks,

@@ -23,11 +23,19 @@ import torch.distributed as dist
 
 from vtp_plugin.api import open_session
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
-from vtp_plugin.runtime.communicator import ExchangeOptions, PipelineCommunicator, Work
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
+from vtp_plugin.runtime.channel import RecvWork, TensorFormat
+from vtp_plugin.runtime.communicator import PipelineCommunicator, Work
+from vtp_plugin.runtime.work import SendWork
 from vtp_plugin.session import Session
 
+# The handles under the names that users of the Ascend implementation know.
+_VTPRecvWork = RecvWork
+_VTPSendWork = SendWork
+
 __all__ = [
+    "_VTPRecvWork",
+    "_VTPSendWork",
     "pipeline_groups",
     "recv_backward_with_reqs",
     "recv_forward_with_reqs",
@@ -196,12 +204,12 @@ def _ends_the_model(session: Session, is_end_stage: bool) -> bool:
 
 def _send(neighbour: _Neighbour, tensor: torch.Tensor, config: Any, group: Group) -> list[Work] | None:
     session = open_session()
-    options = _options(session, config, tensor)
+    form = _format(session, config, tensor)
     works: list[Work] = []
     for communicator in _communicators(session, group):
         _require(communicator.reaches(f"send_{neighbour}"), session, f"send to the {neighbour}")
         done = communicator.exchange(
-            options,
+            form,
             send_next=tensor if neighbour == "next" else None,
             send_prev=tensor if neighbour == "prev" else None,
             recv_prev=False,
@@ -218,8 +226,8 @@ def _receive(
     neighbour: _Neighbour, shape: Sequence[int], config: Any, group: Group, *, wait: bool
 ) -> tuple[torch.Tensor, Requests | None]:
     session = open_session()
-    options = _options(session, config, None)
-    if not wait and options.is_batched:
+    form = _format(session, config, None)
+    if not wait and form.is_batched:
         raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or give overlap_p2p_comm")
     communicators = _communicators(session, group)
     if len(communicators) > 1:
@@ -227,7 +235,7 @@ def _receive(
     (communicator,) = communicators
     _require(communicator.reaches(f"recv_{neighbour}"), session, f"receive from the {neighbour}")
     done = communicator.exchange(
-        options,
+        form,
         send_next=None,
         send_prev=None,
         recv_prev=neighbour == "prev",
@@ -247,27 +255,25 @@ def _receive_vtp(
     return tensor if requests is None else (tensor, requests)
 
 
-def _options(session: Session, config: Any, tensor: torch.Tensor | None) -> ExchangeOptions:
+def _format(session: Session, config: Any, tensor: torch.Tensor | None) -> TensorFormat:
     """Say how tensors cross; all ranks compare it in their first call."""
     if config is not None:
-        return exchange_options(session, config)
+        return tensor_format(session, config)
     assert tensor is not None
-    told = session.exchange_options or ExchangeOptions(
-        dtype=tensor.dtype, is_sharded=False, has_variable_shapes=False, width=tensor.shape[-1], is_batched=False
-    )
-    return session.agree_on_exchange(lambda: told)
+    form = session.tensor_format or TensorFormat(dtype=tensor.dtype, width=tensor.shape[-1])
+    return session.agree_on_format(lambda: form)
 
 
 def _communicators(session: Session, group: Group) -> list[PipelineCommunicator]:
     """Give the communicator of each replica that the groups name, in their order."""
     groups = list(group) if isinstance(group, Sequence) else [group]
-    places = [_place_of(session, one) for one in groups]
-    if not places or len(set(places)) < len(places):
-        raise ConfigError(f"the groups name the replicas {places}; name each that is meant once")
-    return [session.running.communicators[place] for place in places]
+    indexes = [_index_of(session, one) for one in groups]
+    if not indexes or len(set(indexes)) < len(indexes):
+        raise ConfigError(f"the groups name the replicas {indexes}; name each that is meant once")
+    return [session.running.communicators[index] for index in indexes]
 
 
-def _place_of(session: Session, group: dist.ProcessGroup | None) -> int:
+def _index_of(session: Session, group: dist.ProcessGroup | None) -> int:
     if group is None and len(session.running.communicators) == 1:
         return 0
     ranks = None if group is None else dist.get_process_group_ranks(group)

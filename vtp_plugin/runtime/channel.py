@@ -1,0 +1,320 @@
+"""A channel: one direction between two sides. Tensors go in on one side and come out on the other, in one order.
+
+Callers give whole tensors of their side and take whole tensors of theirs. How a tensor is cut, whose links it uses,
+whether a header with its shape goes before it, and in which order all of it is posted and waited for is decided here.
+
+A channel has a process group of its own, which carries point-to-point messages only (docs/architecture.md, contracts).
+The collectives of a plan run in the stage's own tensor-parallel group: the start when a send is posted, the finish when
+a receive is waited for. Every member of the stage sends, posts and waits at the same program point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
+from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
+from vtp_plugin.runtime.messages import ChannelGroups, Messages, Parcel
+from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFormat:
+    """What both sides of a channel know of its tensors.
+
+    Attributes:
+        dtype: of every tensor.
+        src_sharded: the sending ranks hold slices of dimension 0 (sequence parallelism, or a cut weight), not copies.
+        dst_sharded: the receiving ranks want slices.
+        has_variable_shapes: a header with the shape crosses before every tensor.
+        width: last dimension of every tensor, to check headers against; None if it is not known.
+        is_batched: coalesce messages into one call of the backend.
+        requires_grad: what is received is a leaf that autograd needs.
+    """
+
+    dtype: torch.dtype
+    src_sharded: bool = False
+    dst_sharded: bool = False
+    has_variable_shapes: bool = False
+    width: int | None = None
+    is_batched: bool = False
+    requires_grad: bool = True
+
+
+class Channel:
+    """One direction between two sides. Used from the main thread only.
+
+    Args:
+        spec: what crosses between whom.
+        order: number among all channels of the run; exchanges post in this order.
+        groups: that carry it.
+        platform: says how to wait.
+        monitor: keeps the time; None in single-process use.
+        audit: writes down every message; None without ``--vtp-audit``.
+    """
+
+    def __init__(
+        self,
+        spec: ChannelSpec,
+        order: int,
+        groups: ChannelGroups,
+        platform: Platform,
+        monitor: Monitor | None,
+        audit: Audit | None = None,
+    ) -> None:
+        self.spec = spec
+        self.order = order
+        self._groups = groups
+        self._platform = platform
+        self._monitor = monitor
+        self._audit = audit
+        self._messages = Messages(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
+        self._is_src = dist.get_rank() in spec.src.ranks
+        self._header_plan = spec.plan_header(HEADER_LENGTH)
+        self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
+        self._num_sent = self._num_received = 0
+        self._receives: deque[RecvWork] = deque()
+        self._header: Landing | None = None
+        probe, rank = spec.probe, dist.get_rank()
+        self._sources = ranks_text({t.src for t in probe.receives_of(rank)} or {t.src for t in probe.transfers})
+        self._destinations = ranks_text({t.dst for t in probe.sends_of(rank)})
+
+    def start_step(self) -> None:
+        """Count microbatches from 0 again."""
+        self._num_sent = self._num_received = 0
+
+    def send(self, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
+        """Send the own part of a tensor; with variable shapes a header goes before it.
+
+        Args:
+            tensor: `[S, B, H]`, the part that this rank holds. It keeps its memory until the work is waited for.
+            form: of the tensor, the same on both sides.
+
+        Raises:
+            ConfigError: the tensor is not what the cargo allows, or not what the receiver expects.
+        """
+        whole = self.whole_shape(tensor.shape, form)
+        position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
+        header = self._send_header(whole, form.dtype, position) if form.has_variable_shapes else None
+        self._num_sent += 1
+        work = self._messages.send(
+            tensor,
+            Parcel(
+                plan=self._plan(whole, form),
+                dtype=form.dtype,
+                cargo=self.spec.cargo,
+                position=position,
+                peer=self._destinations,
+                is_batched=form.is_batched,
+            ),
+        )
+        return work if header is None else header.joined_with(work)
+
+    def post(self, form: TensorFormat, shape: Sequence[int] = ()) -> RecvWork:
+        """Post the receive of the next tensor that the other side sends.
+
+        With variable shapes its header is posted; the tensor follows when the header has come, and the next header
+        right behind it, so that both sides use the channel in one order.
+
+        Args:
+            form: of the tensor, the same on both sides.
+            shape: of the part that this rank wants; not used with variable shapes.
+        """
+        receive = RecvWork(self, form, f"{self.spec.name}, {self.spec.unit} {self._num_received}")
+        self._num_received += 1
+        self._receives.append(receive)
+        if not form.has_variable_shapes:
+            self._post_tensor(receive, self.whole_shape(shape, form))
+        elif self._header is None:
+            self._header = self._post_header(receive)
+        return receive
+
+    def take(self) -> torch.Tensor:
+        """Wait for the oldest receive and return its tensor."""
+        return self._receives[0].take()
+
+    @property
+    def num_allocations(self) -> int:
+        """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
+        return self._messages.memory.num_allocations
+
+    def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
+        """Give the shape of the whole tensor for the own part `[S, B, ...]`."""
+        side, is_sharded = self._own_side(form)
+        return side.whole_shape(local, is_sharded=is_sharded)
+
+    def local_shape(self, whole: Sequence[int], form: TensorFormat) -> Shape:
+        """Give the shape of the own part; inverse of :meth:`whole_shape`."""
+        side, is_sharded = self._own_side(form)
+        return side.local_shape(whole, is_sharded=is_sharded)
+
+    def crossed_by(self, strategy: str, *, unit: str | None = None, cargo: Cargo | None = None) -> Channel:
+        """Return a channel over the same groups that crosses by another strategy.
+
+        Args:
+            strategy: whose ranks are among those of the own one: slices join all ranks that the leaders' way joins.
+            unit: what its messages are called; default is as before.
+            cargo: what it carries; default is as before.
+
+        Raises:
+            PlanError: the group lacks a rank.
+        """
+        spec = dataclasses.replace(
+            self.spec, strategy=strategy, unit=unit or self.spec.unit, cargo=cargo or self.spec.cargo
+        )
+        if not set(spec.participants) <= set(self.spec.participants):
+            raise PlanError(f"{spec.name}: {strategy} needs the ranks {spec.participants}, which have no group")
+        require_valid(spec.probe)
+        require_valid(spec.plan_header(HEADER_LENGTH))
+        return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit)
+
+    def warm_up(self) -> None:
+        """Let the backend connect, see :meth:`~vtp_plugin.runtime.messages.Messages.warm_up`."""
+        self._messages.warm_up(self.spec.probe)
+
+    def post_up_to(self, receive: RecvWork) -> None:
+        """Wait for headers until a receive is posted, those before it first."""
+        while not receive.is_posted:
+            self._read_header()
+
+    def complete(self, receive: RecvWork) -> None:
+        """Wait for a receive; those before it are waited for first, since a finish inside the stage has their order."""
+        while not receive.is_done:
+            self.post_up_to(self._receives[0])
+            self._receives.popleft().finish()
+
+    def _own_side(self, form: TensorFormat) -> tuple[Side, bool]:
+        return (self.spec.src, form.src_sharded) if self._is_src else (self.spec.dst, form.dst_sharded)
+
+    def _plan(self, whole: Shape, form: TensorFormat) -> BoundaryPlan:
+        key = whole, form.src_sharded, form.dst_sharded
+        if key not in self._plans:
+            self._plans[key] = self.spec.plan(whole, src_sharded=key[1], dst_sharded=key[2])
+        return self._plans[key]
+
+    def _post_tensor(self, receive: RecvWork, whole: Shape) -> None:
+        form = receive.form
+        parcel = Parcel(
+            plan=self._plan(whole, form),
+            dtype=form.dtype,
+            cargo=self.spec.cargo,
+            position=receive.position,
+            peer=self._sources,
+            is_batched=form.is_batched,
+        )
+        receive.start(self._messages.receive(parcel))
+
+    def _header_parcel(self, position: str, peer: str) -> Parcel:
+        return Parcel(plan=self._header_plan, dtype=torch.int64, cargo=Cargo.SHAPE_HEADER, position=position, peer=peer)
+
+    def _send_header(self, whole: Shape, dtype: torch.dtype, position: str) -> SendWork:
+        """Send shape and type of the tensor that follows: an int64 tensor, never a pickled object."""
+        if len(whole) != HEADER_LENGTH - 1:
+            raise ConfigError(
+                f"{position}: the tensor to send has the shape {whole}, not [S, B, H]; return an activation of three "
+                "dimensions from the stage"
+            )
+        header = torch.tensor((*whole, _DTYPES.index(dtype)), dtype=torch.int64, device=self._platform.device())
+        return self._messages.send(header, self._header_parcel(position, self._destinations))
+
+    def _post_header(self, receive: RecvWork) -> Landing:
+        return self._messages.receive(self._header_parcel(receive.position, self._sources))
+
+    def _read_header(self) -> None:
+        """Wait for the header that was posted, and post its tensor and the next header."""
+        if self._header is None:
+            raise PlanError(f"{self.spec.name}: no header is under way")
+        receive, *later = (receive for receive in self._receives if not receive.is_posted)
+        *shape, code = self._header.wait().tolist()
+        form = receive.form
+        sent = _DTYPES[code] if 0 <= code < len(_DTYPES) else f"type {code}"
+        if sent != form.dtype or min(shape) < 1 or (form.width is not None and shape[-1] != form.width):
+            # Receiving it would end the process inside the backend.
+            raise ConfigError(
+                f"{receive.position}: {self._sources} would send {sent} {shape}, expected is {form.dtype} [S, B, "
+                f"{form.width or 'H'}]; give all stages one pipeline_dtype and hidden size"
+            )
+        self._post_tensor(receive, tuple(shape))
+        self._header = self._post_header(later[0]) if later else None
+
+
+class RecvWork:
+    """A receive under way.
+
+    All tensor-parallel ranks of the receiving stage have one, also those that receive nothing themselves, and wait for
+    it at the same program point.
+
+    Args:
+        channel: that it comes by.
+        form: of the tensor.
+        position: boundary, direction and number, for error messages.
+    """
+
+    def __init__(self, channel: Channel, form: TensorFormat, position: str) -> None:
+        self.form = form
+        self.position = position
+        self._channel = channel
+        self._landing: Landing | None = None
+        self._tensor: torch.Tensor | None = None
+        self._is_done = False
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether the shape of the tensor is known, and its memory waits for it."""
+        return self._is_done or self._landing is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was waited for."""
+        return self._is_done
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, not filled before :meth:`wait`; with variable shapes this waits for its header."""
+        self._channel.post_up_to(self)
+        if self._tensor is None:
+            raise PlanError(f"{self.position}: the tensor was taken already")
+        return self._tensor
+
+    def start(self, landing: Landing) -> None:
+        """Note the memory that the tensor lands in; for the channel."""
+        self._landing = landing
+        self._tensor = landing.tensor.requires_grad_(self.form.requires_grad)
+
+    def finish(self) -> None:
+        """Wait for the tensor itself; for the channel."""
+        landing, self._landing, self._is_done = self._landing, None, True
+        if landing is None:
+            raise PlanError(f"{self.position}: nothing is posted")
+        landing.wait()
+
+    def wait(self) -> None:
+        """Return when the tensor holds the local part of what was sent; idempotent.
+
+        What was sent before it on the same channel is waited for first.
+
+        Raises:
+            PeerError: the connection to the sender, or to a member of the own stage, broke.
+            ConfigError: a header does not fit what this rank expects.
+        """
+        self._channel.complete(self)
+
+    def take(self) -> torch.Tensor:
+        """Wait, and return the tensor: a fresh leaf. May be called once; the handle forgets it."""
+        self.wait()
+        tensor, self._tensor = self.tensor, None
+        return tensor

@@ -1,0 +1,200 @@
+"""The messages of a plan: packed, checked, and handed to the backend. The only door out of a stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.pipeline import Shape
+from vtp_plugin.boundary.plan import BoundaryPlan, local_slices
+from vtp_plugin.boundary.spread import Holding
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import Audit, require_allowed
+from vtp_plugin.runtime.collectives import StageCollectives
+from vtp_plugin.runtime.memory import HostMemory
+from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelGroups:
+    """Process groups of one channel.
+
+    Attributes:
+        messages: point-to-point group of the participants; None on ranks that only take part in collectives.
+        stage: tensor-parallel group of the own stage, for the start and the finish; None where it has one rank.
+        pieces: group of the receiving stage for point-to-point messages only, for an all-gather by messages; None where
+            the backend's own is used.
+    """
+
+    messages: dist.ProcessGroup | None
+    stage: dist.ProcessGroup | None
+    pieces: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What is under way when one tensor crosses.
+
+    Attributes:
+        plan: how it crosses.
+        dtype: its type on both sides.
+        cargo: what it is.
+        position: boundary, direction and number, for error messages.
+        peer: who is waited for.
+        is_batched: coalesce the messages into one call of the backend.
+    """
+
+    plan: BoundaryPlan
+    dtype: torch.dtype
+    cargo: Cargo
+    position: str
+    peer: str
+    is_batched: bool = False
+
+
+class Messages:
+    """Posts what one channel's plans say, and nothing else.
+
+    Args:
+        name: of the channel.
+        groups: that carry the messages and the collectives.
+        platform: says where tensors are and how to wait.
+        waits: times the waits.
+        audit: writes down every message; None without ``--vtp-audit``.
+    """
+
+    def __init__(
+        self, name: str, groups: ChannelGroups, platform: Platform, waits: TimedWaits, audit: Audit | None
+    ) -> None:
+        self._name = name
+        self._group = groups.messages
+        self._platform = platform
+        self._waits = waits
+        self._audit = audit
+        self._rank = dist.get_rank()
+        self.memory = HostMemory()
+        # Not a method: a cycle of references would keep a closed channel's groups until the next garbage collection.
+        self._empty = functools.partial(_empty, platform, self.memory)
+        self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self._empty)
+
+    def send(self, tensor: torch.Tensor, parcel: Parcel) -> SendWork:
+        """Post the transfers of this rank, after the plan's start inside the stage.
+
+        Args:
+            tensor: this rank's part. A contiguous alias is sent, so the caller may swap the tensor's ``data``.
+            parcel: what it is.
+
+        Raises:
+            ConfigError: the tensor is not what the cargo allows, or not of the type or shape that the receiver expects.
+                (A mismatch in size would end the receiving process inside gloo.)
+            PlanError: this rank is not in the group of the channel.
+        """
+        plan = parcel.plan
+        if tensor.dtype != parcel.dtype:
+            raise ConfigError(
+                f"{parcel.position}: the tensor to send is {tensor.dtype}, the receiver expects {parcel.dtype}; set "
+                "the configuration's pipeline_dtype to the type of the stage's output"
+            )
+        held = Holding(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
+        if tuple(tensor.shape) != held.local_shape:
+            raise ConfigError(
+                f"{parcel.position}: the tensor to send has the shape {tuple(tensor.shape)}, the receiver expects this "
+                f"rank's part of {plan.src.shape}, which is {held.local_shape}; return activations [S, B, H] of one "
+                "shape from all ranks of the stage, or set variable_seq_lengths"
+            )
+        local = self._stage.start(plan, tensor.detach(), parcel.position)
+        holding = plan.sent_from(self._rank)
+        transfers = plan.sends_of(self._rank)
+        pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
+        works = self._post(dist.isend, pieces, [t.dst for t in transfers], parcel)
+        return SendWork(works, pieces, self._wait_for(parcel))
+
+    def receive(self, parcel: Parcel) -> Landing:
+        """Post the receives of this rank into fresh memory."""
+        plan, dtype = parcel.plan, parcel.dtype
+        held = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
+        tensor = self._empty(held.local_shape, dtype)
+        holding = plan.lands_in(self._rank)
+        # An alias: the tensor itself may require a gradient when its memory is filled.
+        memory = tensor.detach() if holding == held else self._empty(holding.local_shape, dtype)
+        transfers = plan.receives_of(self._rank)
+        buffers: list[torch.Tensor] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for transfer in transfers:
+            targets = [memory[local_slices(box, holding)] for box in transfer.boxes]
+            if len(targets) == 1 and targets[0].is_contiguous():
+                buffers.append(targets[0])
+                continue
+            # Backends take dense memory only: what is not one piece of the tensor lands beside it first.
+            lengths = [len(target) for target in targets]
+            buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
+            copies += zip(targets, buffers[-1].split(lengths), strict=True)
+        works = self._post(dist.irecv, buffers, [t.src for t in transfers], parcel)
+        finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
+        return Landing(tensor, works, copies, finish, self._wait_for(parcel))
+
+    def warm_up(self, plan: BoundaryPlan) -> None:
+        """Send one element along every transfer of a plan, one after another in the plan's order.
+
+        Communicators of device backends are created at first use, and block the host until both sides came; done here,
+        in one order on all ranks, they cannot block each other in the first step.
+        """
+        element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
+        for transfer in plan.transfers:
+            for operation, end, peer in (
+                (dist.isend, transfer.src, transfer.dst),
+                (dist.irecv, transfer.dst, transfer.src),
+            ):
+                if self._rank == end:
+                    parcel = Parcel(
+                        plan=plan,
+                        dtype=element.dtype,
+                        cargo=Cargo.WARM_UP,
+                        position=f"{self._name}, warm-up",
+                        peer=f"rank {peer}",
+                    )
+                    self._wait_for(parcel)(self._post(operation, [element], [peer], parcel))
+
+    def _wait_for(self, parcel: Parcel) -> Callable[[Sequence[dist.Work]], None]:
+        return functools.partial(self._waits.wait_for, position=parcel.position, peer=parcel.peer)
+
+    def _post(
+        self,
+        operation: Callable[..., dist.Work | None],
+        tensors: list[torch.Tensor],
+        peers: list[int],
+        parcel: Parcel,
+    ) -> list[dist.Work]:
+        """Hand messages to the backend: the only way out of a stage, so what may leave it is checked here."""
+        if not tensors:
+            return []
+        for tensor, peer in zip(tensors, peers, strict=True):
+            require_allowed(parcel.cargo, tensor)
+            if self._audit is not None:
+                way = "sent" if operation is dist.isend else "received"
+                self._audit.note(way, parcel.cargo, tensor, peer, self._name)
+        ops = [dist.P2POp(operation, tensor, peer, self._group) for tensor, peer in zip(tensors, peers, strict=True)]
+        if parcel.is_batched:
+            return dist.batch_isend_irecv(ops)
+        works = [op.op(op.tensor, op.peer, group=op.group) for op in ops]
+        posted = [work for work in works if work is not None]
+        if len(posted) != len(works):
+            raise PlanError(f"{self._name}: rank {self._rank} has transfers but is not in the channel's group")
+        return posted
+
+
+def _empty(platform: Platform, memory: HostMemory, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    if platform.host_blocking_wait:
+        return memory.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=platform.device())
+
+
+def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Give the pieces as one dense tensor; a single one that is dense already is not copied."""
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces))
