@@ -311,6 +311,7 @@ def fail_in_loss(facts: dict[str, Any]) -> None:
 def interrupt(facts: dict[str, Any]) -> None:
     """Send this process the signal of Ctrl-C in the middle of a step."""
     original = gpt_dataset.GPTDataset.__getitem__
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
 
     def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
         os.kill(os.getpid(), signal.SIGINT)
