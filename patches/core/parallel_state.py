@@ -81,7 +81,7 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         if dist.get_backend() != "fake" and (session.ranks.monitor is None or not session.is_planned):
             store = session.ranks.store or _get_default_store()
             agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
-            session.ranks.agree(store, lambda: _plan(session, options, world_size), rank=rank, world_size=world_size)
+            session.ranks.agree("start-up check", lambda: _plan(session, options, world_size))
             learn_site(session, rank)
         else:
             _plan(session, options, world_size)

@@ -175,7 +175,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             timeout_s = args.vtp_timeout_s or session.config.timeout_s
             store = open_store(args.rank, args.world_size, timeout_s)
             agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
-            session.ranks.agree(store, prepare, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
+            session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
         if session.is_active:
             from vtp_plugin.patches.training.checkpointing import require_common_folder
 

@@ -98,10 +98,10 @@ def require_common_folder(session: Session, args: Any) -> None:
             )
         return {}
 
-    agree = functools.partial(session.ranks.agree_again, name="check of --save")
-    agree(prepare=put)
+    agree = functools.partial(session.ranks.agree, "check of --save")
+    agree(put)
     try:
-        agree(prepare=look)
+        agree(look)
     finally:
         if args.rank == 0:
             (folder / part_of(store, Topic.FOLDER).get("name").decode()).unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
     if session.ranks.store is None:
         prepare()
     else:
-        session.ranks.agree_again(prepare, name="checkpoint check")
+        session.ranks.agree("checkpoint check", prepare)
 
 
 def _read_of_rank_0(load_dir: str | None) -> tuple[Any, ...] | None:

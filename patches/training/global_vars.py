@@ -95,7 +95,7 @@ def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) ->
                 part_of(store, Topic.VOCABULARY).set("sizes", sizes)
             return {_VOCABULARY: sizes}
 
-        session.ranks.agree_again(prepare, name="the edge's tokenizer", is_partial=True)
+        session.ranks.agree("the edge's tokenizer", prepare, is_partial=True)
         if is_edge:
             return built[0]
         args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))

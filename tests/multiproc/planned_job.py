@@ -28,7 +28,7 @@ from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.planned import PlannedPipeline
-from vtp_plugin.runtime.startup import agree
+from vtp_plugin.runtime.startup import Agreement
 from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
 from vtp_plugin.schedule.cost.stated import format_costs
 
@@ -125,9 +125,9 @@ class World:
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("planned", store)
 
-    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+    def agree(self, name: str, prepare: Callable[[], Mapping[str, object]]) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        agree(self._store, "step", prepare, rank=rank, world_size=world_size, timeout_s=TIMEOUT_S)
+        Agreement(self._store, rank=rank, world_size=world_size, timeout_s=lambda: TIMEOUT_S).settle(name, prepare)
 
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         rank, world_size = dist.get_rank(), dist.get_world_size()

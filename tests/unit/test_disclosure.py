@@ -15,7 +15,7 @@ from vtp_plugin.config import VtpConfig, merge, parse_size_list
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.disclosure import Disclosure
-from vtp_plugin.runtime.startup import agree
+from vtp_plugin.runtime.startup import Agreement
 from vtp_plugin.runtime.store import Topic
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
@@ -45,15 +45,14 @@ def settle(
 
     def on_rank(rank: int) -> BaseException | None:
         try:
-            agree(
+            agreement = Agreement(
                 store.clients[rank],
-                "check",
-                prepare[rank],
                 rank=rank,
                 world_size=3,
-                timeout_s=60.0,
+                timeout_s=lambda: 60.0,
                 disclosure=lambda: disclosures[rank],
             )
+            agreement.settle("check", prepare[rank])
         except Exception as error:
             return error
         return None

@@ -40,7 +40,7 @@ def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], size
     """Parse and validate as one rank of a run does; the store that joins the ranks is left out."""
     from vtp_plugin.patches.training import arguments
 
-    def agree(store: object, prepare: Any, **options: object) -> None:
+    def agree(name: str, prepare: Any, **options: object) -> None:
         prepare()
 
     def validated(*args: object) -> None:
@@ -83,14 +83,14 @@ def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pyte
 
 @pytest.mark.parametrize("rule", CONFIG_RULES, ids=lambda rule: rule.option)
 def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
-    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange_options
+    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 
     session = Session(VtpConfig(size_list=(1, 2), device="cpu"))
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
     monkeypatch.setattr(PlannedRun, "check_model_config", lambda *arguments: None)
-    monkeypatch.setattr(session, "agree_on_exchange", lambda read: read())
+    monkeypatch.setattr(session, "agree_on_format", lambda read: read())
     names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     config = SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **{rule.attribute: True})
     with pytest.raises(ConfigError, match=f"{rule.option} with --vtp-size-list 1,2; .*{rule.way_out}"):
-        exchange_options(session, config)
+        tensor_format(session, config)

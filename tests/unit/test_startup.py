@@ -19,7 +19,7 @@ from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.disclosure import describe_error
 from vtp_plugin.runtime.rendezvous import open_store
-from vtp_plugin.runtime.startup import Agreement, agree, gather_node_sizes
+from vtp_plugin.runtime.startup import Agreement, gather_node_sizes
 
 HOST = "127.0.0.1"
 
@@ -73,7 +73,8 @@ def check(
     """Run the agreement on the ranks that ``prepare`` names."""
 
     def action(rank: int) -> object:
-        agree(server.client(rank), name, prepare[rank], rank=rank, world_size=world_size, timeout_s=timeout_s)
+        agreement = Agreement(server.client(rank), rank=rank, world_size=world_size, timeout_s=lambda: timeout_s)
+        agreement.settle(name, prepare[rank])
         return "agreed"
 
     return on_ranks(list(prepare), action)
@@ -201,9 +202,9 @@ def test_the_store_ends(server: Server) -> None:
     try:
         assert owner.stdout is not None
         store = dist.TCPStore(HOST, int(owner.stdout.readline()), is_master=False, wait_for_workers=False)
-        agreement = Agreement(store, "check", rank=1, world_size=2, timeout_s=60.0)
+        agreement = Agreement(store, rank=1, world_size=2, timeout_s=lambda: 60.0)
         with ThreadPoolExecutor(1) as threads:
-            settled = threads.submit(agreement.settle, {})
+            settled = threads.submit(agreement.settle, "check", dict)
             time.sleep(0.5)
             owner.kill()
             with pytest.raises(PeerError, match=r"start-up: waited [\d.]+ s for rank 0 or the launcher, .* broke"):
@@ -219,7 +220,8 @@ def test_other_stores(tmp_path: Path, kind: str) -> None:
     store.set_timeout(timedelta(seconds=60))
 
     def action(rank: int) -> object:
-        agree(store.clone(), "check", says(x=1), rank=rank, world_size=2, timeout_s=60.0)
+        agreement = Agreement(store.clone(), rank=rank, world_size=2, timeout_s=lambda: 60.0)
+        agreement.settle("check", says(x=1))
         return "agreed"
 
     assert on_ranks([0, 1], action) == ["agreed"] * 2
@@ -258,7 +260,7 @@ class TestOpenStore:
                 "from vtp_plugin.runtime.startup import Agreement\n"
                 "from vtp_plugin.runtime.rendezvous import open_store\n"
                 "import time; store = open_store(1, 2, 2.0)\n"
-                "Agreement(store, 'check', rank=1, world_size=2, timeout_s=2.0).settle({})\n"
+                "Agreement(store, rank=1, world_size=2, timeout_s=lambda: 2.0).settle('check', dict)\n"
             )
             done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=600)
         assert done.returncode == 1

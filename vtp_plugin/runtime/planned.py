@@ -26,7 +26,7 @@ NUM_MEASURED_STEPS = 3
 class Ranks(Protocol):
     """What all ranks do together outside the pipeline: every call is collective."""
 
-    def agree_on_step(self, prepare: Callable[[], Mapping[str, object]]) -> None:
+    def agree(self, name: str, prepare: Callable[[], Mapping[str, object]]) -> None:
         """Run a function on all ranks; go on only if it returns the same everywhere."""
         ...
 
@@ -140,7 +140,7 @@ class PlannedPipeline:
             plans.append(plan_step(step))
             return {"samples of a step": batch, "schedule": plans[0][0].digest}
 
-        self._ranks.agree_on_step(prepare)
+        self._ranks.agree("planning of a step", prepare)
         ((schedule, reason),) = plans
         log.info(reason)
         return schedule

@@ -97,43 +97,81 @@ class _Verdict:
 
 
 class Agreement:
-    """One collective check. All ranks of the world construct it with the same name and call :meth:`settle` once.
+    """Checks that all ranks pass or fail together. All ranks of the world settle the same ones in the same order.
 
-    The same name may be used again later on the same store: rounds are counted.
+    Args:
+        store: reaches all ranks.
+        rank: own rank.
+        world_size: number of ranks.
+        timeout_s: says how long to wait for the others; asked at every check, since one may change it.
+        disclosure: what this rank may tell the others; asked once a check's ``prepare`` has run, in which this rank may
+            have learned of its site. By default all ranks are at one site.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        name: str,
         *,
         rank: int,
         world_size: int,
-        timeout_s: float,
-        is_partial: bool = False,
-        disclosure: Disclosure | None = None,
+        timeout_s: Callable[[], float],
+        disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True),
     ) -> None:
-        """Bind the check to a store; nothing is sent yet. Without a ``disclosure`` all ranks are at one site."""
-        self._store = dist.PrefixStore(name, part_of(store, Topic.CHECKS))
-        self._name = name
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._is_partial = is_partial
-        self._disclosure = Disclosure(is_one_site=True) if disclosure is None else disclosure
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._disclosure = disclosure
 
-    def settle(self, statement: Mapping[str, object], error: BaseException | None = None) -> None:
-        """Post this rank's statement or error, and return only if every rank made the same statement.
+    def settle(
+        self,
+        name: str,
+        prepare: Callable[[], Mapping[str, object]],
+        *,
+        is_partial: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Run ``prepare`` on every rank, and return only if it succeeded everywhere with equal results.
+
+        ``SystemExit`` counts as a failure too: Megatron leaves some checks that way.
 
         Args:
-            statement: JSON values that must be equal on all ranks; the first that differs is named in the error.
-            error: what this rank found wrong, if anything; then no rank goes on.
+            name: of the check, for error messages; the same one may come again, rounds are counted.
+            prepare: the check; it returns JSON values that must be equal on all ranks. The first that differs is named.
+            is_partial: a rank need not state every value that another one states.
+            timeout_s: for this check; default is the usual one, as it is before ``prepare`` runs.
 
         Raises:
-            ConfigError: a rank posted an error, or two statements differ. The text is the same on all ranks, but for
-                what may not cross between sites: a rank reads its own error and its own value there.
+            ConfigError: a rank failed, or two statements differ. The text is the same on all ranks, but for what may
+                not cross between sites: a rank reads its own error and its own value there.
             PeerError: a rank did not answer within the timeout.
         """
+        limit_s = self.timeout_s() if timeout_s is None else timeout_s
+        statement: Mapping[str, object] = {}
+        error: Exception | SystemExit | None = None
+        try:
+            statement = prepare()
+        except (Exception, SystemExit) as found:
+            error = found
+        _Check(self, name, limit_s, self._disclosure(), is_partial=is_partial).settle(statement, error)
+
+
+class _Check:
+    """One round of an agreement on this rank."""
+
+    def __init__(
+        self, agreement: Agreement, name: str, timeout_s: float, disclosure: Disclosure, *, is_partial: bool
+    ) -> None:
+        self._store = dist.PrefixStore(name, part_of(agreement.store, Topic.CHECKS))
+        self._name = name
+        self._rank = agreement.rank
+        self._world_size = agreement.world_size
+        self._timeout_s = timeout_s
+        self._is_partial = is_partial
+        self._disclosure = disclosure
+
+    def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
+        """Post this rank's statement or error, and return only if every rank made the same statement."""
         posted = "" if error is None else self._disclosure.describe(error)
         own = {"error": posted} if error is not None else {"says": self._disclosure.state(statement)}
         begin_s = time.monotonic()
@@ -239,41 +277,6 @@ class Agreement:
             whom_text = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
             text = f"{waited} for {whom_text} at {self._name}: no answer; {_UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
-
-
-def agree(
-    store: dist.Store,
-    name: str,
-    prepare: Callable[[], Mapping[str, object]],
-    *,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    is_partial: bool = False,
-    disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True),
-) -> None:
-    """Run ``prepare`` on every rank and go on only if it succeeded everywhere with equal results.
-
-    ``SystemExit`` counts as a failure too: Megatron leaves some checks that way. ``disclosure`` is asked once
-    ``prepare`` has run, in which this rank may have learned of its site.
-    """
-    statement: Mapping[str, object] = {}
-    error: Exception | SystemExit | None = None
-    try:
-        statement = prepare()
-    except (Exception, SystemExit) as found:
-        error = found
-    agreement = Agreement(
-        store,
-        name,
-        rank=rank,
-        world_size=world_size,
-        timeout_s=timeout_s,
-        is_partial=is_partial,
-        disclosure=disclosure(),
-    )
-    agreement.settle(statement, error)
-    assert error is None, "an error was posted, so settle() cannot return"
 
 
 def find_difference(

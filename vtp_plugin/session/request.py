@@ -81,7 +81,8 @@ def agree_on_request(
         read()
         return state_request(session.config)
 
-    session.ranks.agree(store, prepare, rank=rank, world_size=world_size, name="start", timeout_s=timeout_s)
+    session.ranks.join(store, rank, world_size)
+    session.ranks.agree("start", prepare, timeout_s=timeout_s)
     _settle_disclosure(session)
 
 

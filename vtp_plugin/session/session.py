@@ -226,7 +226,7 @@ class Session:
             found.append(read())
             return _statement(found[0], tp_size)
 
-        self.ranks.agree_again(prepare, name="the first step's check", is_partial=True)
+        self.ranks.agree("the first step's check", prepare, is_partial=True)
         self.tensor_format = found[0]
         return found[0]
 
