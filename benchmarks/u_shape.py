@@ -34,22 +34,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule import (
-    Costs,
-    Op,
-    Schedule,
-    interleaved_one_f_one_b,
-    interleaved_placement,
-    lower_bound,
-    make_chain,
-    need,
-    plan_u_shape,
-    reference_u_shape,
-    simulate,
-    u_costs,
-    u_placement,
-    uniform_costs,
-)
+from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b
+from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.order.actions import Op
+from vtp_plugin.schedule.order.placement import interleaved_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 OURS, OURS_NEED = "ours, limit m", "ours, limit need+2"
 REFERENCE = "reference"

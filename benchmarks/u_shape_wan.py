@@ -38,18 +38,13 @@ from typing import Any
 from benchmarks.u_shape_wan_plot import OURS, REFERENCE, draw
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
-from vtp_plugin.schedule import (
-    Costs,
-    Schedule,
-    choose_lookahead,
-    lower,
-    plan_u_shape,
-    reference_u_shape,
-    simulate,
-    u_costs,
-    u_placement,
-)
+from vtp_plugin.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
 from vtp_plugin.schedule.make.limits import choose_limits
+from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.order.lower import lower
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 T_F_S = 0.04
 CLOUD = 2.0

@@ -40,23 +40,15 @@ from itertools import groupby, pairwise, product
 from pathlib import Path
 
 from benchmarks.unequal_dp_plot import draw
-from vtp_plugin.schedule import (
-    Costs,
-    Op,
-    Placement,
-    Schedule,
-    lower_bound,
-    make_chain,
-    need,
-    one_f_one_b,
-    one_f_one_b_limits,
-    plain_placement,
-    plan_u_shape,
-    simulate,
-    split_costs,
-    u_placement,
-    uniform_costs,
-)
+from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs, split_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.generate import one_f_one_b, one_f_one_b_limits
+from vtp_plugin.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.schedule.order.actions import Op
+from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 PLAIN, PLAIN_SAME, U, U_LIMIT = "1f1b", "1f1b, kP", "u", "u, limit"
 MULTIPLEX, SPLIT = "multiplex", "split"

@@ -35,7 +35,8 @@ from pathlib import Path
 from benchmarks.unequal_dp import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
-from vtp_plugin.schedule import Costs, simulate, split_costs
+from vtp_plugin.schedule.cost.costs import Costs, split_costs
+from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import Step, plan_step
 
 T_F_S = 0.04

@@ -93,7 +93,7 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 
 def render() -> dict[str, str]:
     """Return the text of every file that is generated, or has generated parts, by its name."""
-    from vtp_plugin.options import format_markdown
+    from vtp_plugin.options.table.show import format_markdown
 
     return {
         "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
@@ -211,7 +211,12 @@ def _pictures() -> dict[str, str]:
     from vtp_plugin.boundary.draw import draw_pipeline
     from vtp_plugin.boundary.pipeline import TransportRules
     from vtp_plugin.layout.pipeline import PipelineLayout
-    from vtp_plugin.schedule import draw_svg, need, plan_u_shape, simulate, u_costs, u_placement
+    from vtp_plugin.schedule.cost.bounds import need
+    from vtp_plugin.schedule.cost.costs import u_costs
+    from vtp_plugin.schedule.cost.simulate import simulate
+    from vtp_plugin.schedule.make.u_shape import plan_u_shape
+    from vtp_plugin.schedule.order.placement import u_placement
+    from vtp_plugin.schedule.pictures.draw import draw_svg
 
     unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
     costs = u_costs(3, cloud=2.0, latency=1.0)
@@ -232,7 +237,7 @@ def _sites() -> str:
         warnings.simplefilter("ignore")
         from megatron.training.arguments import add_megatron_arguments
 
-        from vtp_plugin.options import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
+        from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
 
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {action.dest: f"`{action.option_strings[0]}`" for action in parser._actions if action.option_strings}

@@ -33,7 +33,9 @@ from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.measure import measure_links
 from vtp_plugin.runtime.workers import own_channels, worker_of
-from vtp_plugin.schedule import Action, Costs, Schedule, split_costs
+from vtp_plugin.schedule.cost.costs import Costs, split_costs
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.schedule import Schedule
 
 _FORM = TensorFormat(dtype=torch.float32)
 

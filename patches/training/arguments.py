@@ -10,22 +10,13 @@ from typing import Any
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
-from vtp_plugin.options import (
-    RULES,
-    VTP_FLAGS,
-    add_vtp_arguments,
-    check_batches,
-    check_one_chunk,
-    check_options,
-    check_site,
-    check_sizes,
-    check_u_shaped,
-    check_without_stages,
-    describe_batches,
-    own_batches,
-    read_flags,
-    shared_arguments,
-)
+from vtp_plugin.options.checks.batch import check_batches, describe_batches, own_batches
+from vtp_plugin.options.checks.schedules import check_one_chunk, check_u_shaped
+from vtp_plugin.options.checks.sites import check_site, shared_arguments
+from vtp_plugin.options.checks.sizes import check_sizes
+from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
+from vtp_plugin.options.table.check import check_options
+from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session

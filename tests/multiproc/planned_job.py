@@ -29,8 +29,11 @@ from vtp_plugin.runtime.communicator import open_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.planned import PlannedPipeline
 from vtp_plugin.runtime.startup import Agreement
-from vtp_plugin.schedule import Action, Costs, peak_activations, u_placement
+from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import format_costs
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.schedule.proof.check import peak_activations
 
 SHAPE = (6, 1, 4)
 

@@ -14,9 +14,11 @@ from tests.multiproc.training_cases import arguments, assert_refused, grad_norms
 from tests.multiproc.u_shape_cases import Saved, sequential, u_shaped
 from tests.pace import pace
 from tests.pool import Pool
-from vtp_plugin.schedule import simulate, u_costs, u_placement
+from vtp_plugin.schedule.cost.costs import u_costs
+from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.order.placement import u_placement
 
 JOB = "tests.multiproc.planned_job:run"
 STEP, EVALUATION = Pass(num_microbatches=5), Pass(num_microbatches=2, forward_only=True)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.boundary import Holding
 from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
+from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform

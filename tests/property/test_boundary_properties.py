@@ -13,36 +13,35 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from vtp_plugin.boundary import (
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes
+from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape, Side
+from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
     STRATEGIES,
     BoundaryPlan,
-    Box,
     Collective,
     CollectiveKind,
-    Holding,
-    Spread,
     Transfer,
-    check,
-    egress_bytes,
-    even_cuts,
-    ingress_bytes,
-    intersect,
-    link_bytes,
     local_slices,
-    num_rows,
     plan_header,
     plan_rank0,
     plan_sliced,
-    replicated,
     reversed_plan,
+)
+from vtp_plugin.boundary.spread import (
+    Box,
+    Holding,
+    Spread,
+    even_cuts,
+    intersect,
+    num_rows,
+    overlaps,
+    replicated,
     rows_of,
     sharded,
     subtract,
     whole_box,
 )
-from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape, Side
-from vtp_plugin.boundary.spread import overlaps
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 

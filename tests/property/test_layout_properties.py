@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
-from vtp_plugin.layout import LayoutRankGenerator, PipelineLayout, RankGrid, RankOrder, StageGrid, model_parallel_groups
+from vtp_plugin.layout.grid import RankGrid
+from vtp_plugin.layout.groups import LayoutRankGenerator, model_parallel_groups
+from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
 
 SMALL = st.integers(1, 4)
 

@@ -12,26 +12,17 @@ from hypothesis import strategies as st
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule import (
-    Action,
-    Costs,
-    Op,
-    Placement,
-    UPlan,
-    channels,
-    check,
-    choose_lookahead,
-    interleaved_one_f_one_b,
-    lower,
-    lower_bound,
-    make_chain,
-    one_f_one_b,
-    peak_posted,
-    plan_u_shape,
-    reference_u_shape,
-    simulate,
-    u_placement,
-)
+from vtp_plugin.schedule.cost.bounds import lower_bound
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
+from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
+from vtp_plugin.schedule.make.u_shape import UPlan, plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.lower import lower, peak_posted
+from vtp_plugin.schedule.order.messages import channels
+from vtp_plugin.schedule.order.placement import Placement, u_placement
+from vtp_plugin.schedule.proof.check import check
 
 SETTINGS = settings(max_examples=80)
 # Quarters add up without rounding, so the comparisons below may be exact.

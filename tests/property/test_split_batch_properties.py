@@ -15,8 +15,9 @@ from tests.property.test_boundary_properties import (
     legal_step,
     stage,
 )
-from vtp_plugin.boundary import STRATEGIES, BoundaryPlan, check, egress_bytes, ingress_bytes, reversed_plan
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.pipeline import Side
+from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, reversed_plan
 
 
 @st.composite

@@ -7,41 +7,39 @@ import math
 
 import pytest
 
-from vtp_plugin.boundary import (
-    NO_COLLECTIVE,
-    STRATEGIES,
-    BoundaryPlan,
-    Box,
-    Collective,
-    CollectiveKind,
-    Holding,
-    Spread,
-    Transfer,
-    check,
-    egress_bytes,
-    even_cuts,
-    ingress_bytes,
-    intersect,
-    link_bytes,
-    local_slices,
-    plan_header,
-    plan_rank0,
-    plan_sliced,
-    replicated,
-    require_valid,
-    reversed_plan,
-    rows_of,
-    sharded,
-    subtract,
-    volume,
-)
 from vtp_plugin.boundary import rules as rules_module
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
 from vtp_plugin.boundary.pipeline import (
     ChannelSpec,
     PipelineBoundary,
     Side,
     TransportRules,
     pipeline_boundaries,
+)
+from vtp_plugin.boundary.plan import (
+    NO_COLLECTIVE,
+    STRATEGIES,
+    BoundaryPlan,
+    Collective,
+    CollectiveKind,
+    Transfer,
+    local_slices,
+    plan_header,
+    plan_rank0,
+    plan_sliced,
+    reversed_plan,
+)
+from vtp_plugin.boundary.spread import (
+    Box,
+    Holding,
+    Spread,
+    even_cuts,
+    intersect,
+    replicated,
+    rows_of,
+    sharded,
+    subtract,
+    volume,
 )
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction

@@ -35,7 +35,10 @@ from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.work import TimedWaits
-from vtp_plugin.schedule import lower, one_f_one_b, simulate, uniform_costs
+from vtp_plugin.schedule.cost.costs import uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.generate import one_f_one_b
+from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.actions import parse_actions
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.proof.check import require_valid as require_valid_order

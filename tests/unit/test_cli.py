@@ -19,10 +19,15 @@ from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.cli import main
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options import RULES, VTP_FLAGS, Flag
-from vtp_plugin.schedule import draw_svg, plan_u_shape, simulate, u_costs, u_placement
+from vtp_plugin.options.flags import VTP_FLAGS, Flag
+from vtp_plugin.options.table.rows import RULES
+from vtp_plugin.schedule.cost.costs import u_costs
+from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import COST_KEYS, parse_costs
 from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.schedule.pictures.draw import draw_svg
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")
 MODEL = ("--seq-length", "2048", "--micro-batch-size", "1", "--hidden-size", "4096", "--bf16")

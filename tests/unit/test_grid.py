@@ -10,7 +10,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout import RankGrid
+from vtp_plugin.layout.grid import RankGrid
 from vtp_plugin.runtime.grid_groups import ProcessGroupGrid
 
 

@@ -13,17 +13,9 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout import (
-    Coord,
-    GroupSpec,
-    LayoutRankGenerator,
-    PipelineLayout,
-    RankOrder,
-    StageGrid,
-    format_ranks,
-    model_parallel_groups,
-)
 from vtp_plugin.layout.channel import ChannelId, Direction
+from vtp_plugin.layout.groups import GroupSpec, LayoutRankGenerator, model_parallel_groups
+from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid, format_ranks
 
 MEGATRON_ORDER = {RankOrder.STAGE_MAJOR: "tp-cp-ep-dp-pp", RankOrder.REPLICA_MAJOR: "tp-cp-ep-pp-dp"}
 # Every token that initialize_model_parallel and create_all_gather_groups ask for, and a few more.

@@ -18,7 +18,12 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.measure import Report, TimedCompute, share_reports
 from vtp_plugin.runtime.step_times import StepTimes
-from vtp_plugin.schedule import Action, Costs, Op, Schedule, one_f_one_b, plain_placement, simulate, uniform_costs
+from vtp_plugin.schedule.cost.costs import Costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.generate import one_f_one_b
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.placement import plain_placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 
 class Work:

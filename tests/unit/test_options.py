@@ -21,23 +21,14 @@ from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.options import (
-    CONFIG_RULES,
-    RULES,
-    VTP_FLAGS,
-    OptionContext,
-    OptionRule,
-    Verdict,
-    add_vtp_arguments,
-    check_batches,
-    check_config,
-    check_options,
-    check_sizes,
-    format_markdown,
-    format_table,
-    own_batches,
-    read_flags,
-)
+from vtp_plugin.options.checks.batch import check_batches, own_batches
+from vtp_plugin.options.checks.sizes import check_sizes
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.options.table.check import check_config, check_options
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rule import OptionRule, Verdict
+from vtp_plugin.options.table.show import format_markdown, format_table
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 FORCED = OptionContext(tp_sizes=(2, 2), forced=True)

@@ -14,7 +14,8 @@ import pytest
 from tests.unit.test_options import REFUSED_RULES, command_line
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.options import CONFIG_RULES, OptionRule, Verdict
+from vtp_plugin.options.table.rows import CONFIG_RULES
+from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.session import PlannedRun, Session
 
 MODEL = (

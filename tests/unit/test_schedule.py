@@ -11,31 +11,15 @@ import pytest
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule import (
-    Action,
-    Actions,
-    Costs,
-    Op,
-    Placement,
-    Schedule,
-    check,
-    choose_lookahead,
-    format_actions,
-    interleaved_one_f_one_b,
-    interleaved_placement,
-    lower,
-    one_f_one_b,
-    parse_action,
-    parse_actions,
-    peak_posted,
-    plain_forward_only,
-    plain_placement,
-    reference_u_shape,
-    simulate,
-    u_costs,
-    u_placement,
-    uniform_costs,
-)
+from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
+from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.schedule.make.u_shape import reference_u_shape
+from vtp_plugin.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
+from vtp_plugin.schedule.order.lower import lower, peak_posted
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.schedule.proof.check import check
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "u_shape_reference.json").read_text())
 

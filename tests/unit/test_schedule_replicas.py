@@ -13,34 +13,19 @@ import pytest
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.schedule import (
-    Action,
-    Costs,
-    Op,
-    Placement,
-    Schedule,
-    channels,
-    check,
-    chrome_trace,
-    draw_svg,
-    draw_text,
-    interleaved_placement,
-    lower,
-    lower_bound,
-    make_chain,
-    need,
-    one_f_one_b,
-    one_f_one_b_limits,
-    parse_actions,
-    plain_forward_only,
-    plain_placement,
-    plan_u_shape,
-    simulate,
-    split_costs,
-    u_costs,
-    u_placement,
-    uniform_costs,
-)
+from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.generate import one_f_one_b, one_f_one_b_limits, plain_forward_only
+from vtp_plugin.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.schedule.order.actions import Action, Op, parse_actions
+from vtp_plugin.schedule.order.lower import lower
+from vtp_plugin.schedule.order.messages import channels
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text
+from vtp_plugin.schedule.proof.check import check
 
 LISTS = [(1, 2), (2, 1), (1, 3, 3), (1, 2, 2, 2), (1, 2, 1), (1, 4, 4), (2, 1, 2), (1, 2, 4, 2), (3, 1, 3)]
 

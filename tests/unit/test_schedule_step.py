@@ -14,10 +14,15 @@ from hypothesis import strategies as st
 from tests import schedule_oracle as oracle
 from vtp_plugin.config import VtpConfig, merge, parse_cost_words, parse_in_flight
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule import Costs, Op, check, plain_placement, plan_u_shape, simulate, u_costs, u_placement
+from vtp_plugin.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
 from vtp_plugin.schedule.make.limits import check_in_flight, choose_limits
+from vtp_plugin.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.schedule.order.actions import Op
+from vtp_plugin.schedule.order.placement import plain_placement, u_placement
+from vtp_plugin.schedule.proof.check import check
 
 # Four digits, as they are printed.
 FOUR_DIGITS = st.floats(0, 1e6, allow_nan=False).map(lambda number: float(f"{number:.4g}"))

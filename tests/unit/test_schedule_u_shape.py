@@ -12,20 +12,15 @@ import pytest
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule import (
-    Costs,
-    Schedule,
-    check,
-    lower,
-    lower_bound,
-    make_chain,
-    need,
-    parse_actions,
-    plan_u_shape,
-    reference_u_shape,
-    u_costs,
-    u_placement,
-)
+from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.chain import make_chain
+from vtp_plugin.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.order.actions import parse_actions
+from vtp_plugin.schedule.order.lower import lower
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.schedule.proof.check import check
 
 CASES = json.loads((Path(__file__).parent.parent / "golden" / "u_shape_plans.json").read_text())
 CLOUD_TIMES = (1, 2, 3)

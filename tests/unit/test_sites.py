@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from vtp_plugin.options import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
+from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
 
 LOCAL = {name for names in LOCAL_ARGUMENTS.values() for name in names}
 EDGE = {name for names in EDGE_ARGUMENTS.values() for name in names}

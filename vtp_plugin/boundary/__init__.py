@@ -1,67 +1,7 @@
-"""What crosses from one pipeline stage to the next: spreads, plans and their proof. Pure: no torch, no processes."""
+"""What crosses from one pipeline stage to the next, as data. Pure: no torch, no processes.
 
-from __future__ import annotations
-
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
-from vtp_plugin.boundary.plan import (
-    NO_COLLECTIVE,
-    STRATEGIES,
-    BoundaryPlan,
-    Collective,
-    CollectiveKind,
-    Planner,
-    Transfer,
-    local_slices,
-    plan_header,
-    plan_rank0,
-    plan_sliced,
-    reversed_plan,
-)
-from vtp_plugin.boundary.spread import (
-    Box,
-    Holding,
-    Spread,
-    even_cuts,
-    format_box,
-    intersect,
-    num_rows,
-    replicated,
-    rows_of,
-    sharded,
-    subtract,
-    volume,
-    whole_box,
-)
-
-__all__ = [
-    "NO_COLLECTIVE",
-    "STRATEGIES",
-    "BoundaryPlan",
-    "Box",
-    "Collective",
-    "CollectiveKind",
-    "Holding",
-    "Planner",
-    "Spread",
-    "Transfer",
-    "check",
-    "egress_bytes",
-    "even_cuts",
-    "format_box",
-    "ingress_bytes",
-    "intersect",
-    "link_bytes",
-    "local_slices",
-    "num_rows",
-    "plan_header",
-    "plan_rank0",
-    "plan_sliced",
-    "replicated",
-    "require_valid",
-    "reversed_plan",
-    "rows_of",
-    "sharded",
-    "subtract",
-    "volume",
-    "whole_box",
-]
+Each module answers one question: ``spread`` (which rank holds which part of a tensor), ``plan`` (which messages carry
+it to the other stage), ``check`` (is a plan right), ``rules`` (which strategy does a boundary take), ``pipeline``
+(which boundaries and channels has a pipeline), ``cargo`` (what is sent at all), ``draw`` and ``arrange`` (what does it
+look like).
+"""

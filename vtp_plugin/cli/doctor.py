@@ -159,7 +159,7 @@ class _Report:
             yield from (f"    {line}" for line in self.rendezvous)
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if is_verbose:
-            from vtp_plugin.options import format_table
+            from vtp_plugin.options.table.show import format_table
             from vtp_plugin.patching import format_status
 
             yield from format_status(self.patches).splitlines()

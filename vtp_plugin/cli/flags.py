@@ -20,10 +20,12 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
-from vtp_plugin.options import OptionContext, add_vtp_arguments, check_batches, check_one_chunk, check_sizes
-from vtp_plugin.options.checks.schedules import refuse_with_u_shape
+from vtp_plugin.options.checks.batch import check_batches
+from vtp_plugin.options.checks.schedules import check_one_chunk, refuse_with_u_shape
+from vtp_plugin.options.checks.sizes import check_sizes
+from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import Planning, plan_layout, plan_orders, stage_boundaries
-from vtp_plugin.options.flags import VTP_FLAGS, read_flags
+from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.order.placement import Placement

@@ -1,19 +1,7 @@
-"""Who is where: stages, grids, ranks and groups. Pure Python: no torch, no Megatron, no global state."""
+"""Who is where. Pure: no torch, no Megatron, no global state.
 
-from __future__ import annotations
-
-from vtp_plugin.layout.grid import RankGrid
-from vtp_plugin.layout.groups import GroupSpec, LayoutRankGenerator, model_parallel_groups
-from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid, format_ranks
-
-__all__ = [
-    "Coord",
-    "GroupSpec",
-    "LayoutRankGenerator",
-    "PipelineLayout",
-    "RankGrid",
-    "RankOrder",
-    "StageGrid",
-    "format_ranks",
-    "model_parallel_groups",
-]
+Each module answers one question: ``sizes`` (is a list of sizes possible), ``pipeline`` (which rank belongs to which
+stage), ``replicas`` (which replicas of two stages work together), ``groups`` (which process groups does Megatron make
+of it), ``u_layers`` (which layers does a stage of a U hold), ``grid`` (which ranks differ along which dimension, for
+the bridges between modules).
+"""

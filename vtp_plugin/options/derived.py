@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
-from vtp_plugin.schedule import Costs, plain_placement, u_placement
+from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.limits import check_in_flight
+from vtp_plugin.schedule.order.placement import plain_placement, u_placement
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 

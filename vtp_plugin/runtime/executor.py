@@ -16,8 +16,10 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
 from vtp_plugin.runtime.work import SendWork
-from vtp_plugin.schedule import Action, Op, Placement, Schedule, channel_of, started_by
-from vtp_plugin.schedule.order.messages import receive_for, send_after
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.messages import channel_of, receive_for, send_after, started_by
+from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 
 class Compute(Protocol):

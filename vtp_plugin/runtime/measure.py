@@ -20,7 +20,8 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.executor import Compute
 from vtp_plugin.runtime.store import Topic, open_round, part_of
-from vtp_plugin.schedule import Action, Op, Placement
+from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.placement import Placement
 
 Report = dict[str, dict[str, float]]
 _NUM_PINGS = 5

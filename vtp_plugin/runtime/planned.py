@@ -15,9 +15,10 @@ from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.executor import Compute, Executor
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
-from vtp_plugin.schedule import Placement, Schedule
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Schedule
 
 # Training steps that are measured together. The first step of a run is not one: it also loads, allocates and compiles.
 NUM_MEASURED_STEPS = 3

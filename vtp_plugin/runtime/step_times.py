@@ -11,7 +11,9 @@ from typing import Any
 
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.measure import Report, Stopwatch
-from vtp_plugin.schedule import Costs, Schedule, simulate
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.order.schedule import Schedule
 
 # A single step says little: so many make a median that counts.
 _LEAST_STEPS = 3

@@ -9,7 +9,7 @@ from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.schedule import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 
 if TYPE_CHECKING:
     from vtp_plugin.runtime.channel import Channel

@@ -12,7 +12,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.options import OptionContext
+from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import plan_orders, reporting_ranks, stage_boundaries, stage_sites
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.session.statement import digest_of, state_run

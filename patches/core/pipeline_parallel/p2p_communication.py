@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.options import check_config
+from vtp_plugin.options.table.check import check_config
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.session import Session

@@ -16,7 +16,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.grad_sync import GradSync
-from vtp_plugin.schedule import Action, Schedule
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.session import Session
 
 # What Megatron's schedules do besides computing and exchanging, and the executor does not: a run would be wrong.
