@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
 
 
-def argument_records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
+def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Record, ...]:
     """Give the records that apply at once and change nothing by themselves.
 
     They read the command line, or replace what scripts import by name before there is a command line.
@@ -19,7 +19,7 @@ def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Pa
     return (*arguments.records(session, activate), *utils.records(session))
 
 
-def platform_records(session: Session) -> tuple[PatchRecord, ...]:
+def platform_records(session: Session) -> tuple[Record, ...]:
     """Give the records that make Megatron run on this platform from its wheel at all."""
     from vtp_plugin.patches.core.datasets import utils
     from vtp_plugin.patches.core.optimizer import distrib_optimizer
@@ -43,7 +43,7 @@ def platform_records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def training_records(session: Session) -> tuple[PatchRecord, ...]:
+def training_records(session: Session) -> tuple[Record, ...]:
     """Give the records that make stages of unequal size work; they apply once a list is known."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.dist_checkpointing import validation
@@ -71,7 +71,7 @@ def training_records(session: Session) -> tuple[PatchRecord, ...]:
     return records + (u_shape_records(session) if session.config.layerwise_disaggregated else ())
 
 
-def u_shape_records(session: Session) -> tuple[PatchRecord, ...]:
+def u_shape_records(session: Session) -> tuple[Record, ...]:
     """Give the records that a U-shaped pipeline needs besides."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets

@@ -9,6 +9,10 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vtp_plugin.patching import Record
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
@@ -34,6 +38,12 @@ What `vtp_plugin.apply()` replaces in Megatron and torch, in the order of applic
 all, and `vtp_plugin.revert()` puts the identical originals back. The patches of `megatron.core.x` are in
 `patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `python -m vtp_plugin doctor` tries all
 of them on the installed versions. Versions are those of megatron-core where the target is Megatron's, else of torch.
+
+A *write* is a name, or a dictionary, that patches assign to while a run goes on. It must exist when the set is applied,
+`vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
+`destroy_model_parallel()` does so for those with H4. Nothing else in Megatron or torch is written to
+(`tests/unit/test_writes.py`), but for `torch.cuda` on the CPU platform, which `vtp_plugin/platform/cpu_device.py` and
+`cpu_tensors.py` map onto the host, and which `revert()` undoes alike.
 """
 
 
@@ -254,12 +264,13 @@ def _sites() -> str:
     )
 
 
-def _patches() -> str:
-    """Return one section for each moment at which records apply."""
+def record_sections() -> dict[str, Sequence[Record]]:
+    """Return all records, by the moment at which they apply."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
         from vtp_plugin.config import VtpConfig
         from vtp_plugin.patches import registry
+        from vtp_plugin.patches.training import training
         from vtp_plugin.platform.cpu import CpuPlatform
         from vtp_plugin.platform.cuda import CudaPlatform
         from vtp_plugin.session import Session
@@ -273,18 +284,30 @@ def _patches() -> str:
         on_cpu, on_cuda = session(CpuPlatform("for the table")), session(CudaPlatform("for the table"))
         everywhere = registry.platform_records(on_cuda)
         ids = {record.id for record in everywhere}
-        sections = {
+        return {
             "Always: the command line, and a name that scripts import": registry.argument_records(on_cpu, lambda: None),
             "With a list of sizes, or on the CPU platform": everywhere,
             "On the CPU platform": [record for record in registry.platform_records(on_cpu) if record.id not in ids],
             "With a list of sizes": registry.training_records(on_cpu),
+            "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu),
         }
+
+
+def _patches() -> str:
+    """Return one section for each moment at which records apply."""
+    sections = record_sections()
     tables = (
-        _table(COLUMNS, [(r.id, f"`{r.target}`", r.why, r.versions, r.remove_when) for r in rs])
-        for rs in sections.values()
+        _table(COLUMNS, [(r.id, _target(r), r.why, r.versions, r.remove_when) for r in records])
+        for records in sections.values()
     )
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
+
+
+def _target(record: Record) -> str:
+    from vtp_plugin.patching import WriteRecord
+
+    return f"`{record.target}`" + (" (write)" if isinstance(record, WriteRecord) else "")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"advance", "errors", "log", "text_enum"}),
+    frozenset({"advance", "errors", "log", "text_enum", "undo"}),
     frozenset({"config", "failure"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "schedule"}),
@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
     "options": (frozenset({"context"}), frozenset({"checks", "derived", "flags", "table"})),
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
-PURE_PARTS = frozenset({"advance", "errors", "log", "text_enum", "config", "layout", "boundary", "schedule"})
+PURE_PARTS = frozenset({"advance", "errors", "log", "text_enum", "undo", "config", "layout", "boundary", "schedule"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,31 +4,72 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _pg_map
 
 from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
+_MODULE = "megatron.core.parallel_state"
+_TORCH = "torch.distributed.distributed_c10d"
+_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+_LANE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
+_EMBEDDING = (
+    "_EMBEDDING_GROUP",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_POSITION_EMBEDDING_GROUP",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS",
+)
+_REGISTRY = ("_pg_map", "_pg_group_ranks")
+_WRITTEN = (
+    (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set while it makes its groups only"),
+    (_MODULE, _GROUPS, "stages with different numbers of replicas, and sites, need a sum of our own (ModelGroup)"),
+    (_MODULE, _LANE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
+    (
+        _MODULE,
+        _EMBEDDING,
+        "the ends of a pipeline hold different slices of the embedding, or the last one holds none: an all-reduce over "
+        "them would mix rows",
+    ),
+    (
+        _TORCH,
+        _REGISTRY,
+        "an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and Megatron "
+        "for its ranks",
+    ),
+)
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+_Writes = Mapping[str, WriteRecord]
+
+
+def records(session: Session) -> tuple[Record, ...]:
     """Give the records of this module."""
+    named = [(module, name, why) for module, names, why in _WRITTEN for name in names]
+    writes = {
+        name: WriteRecord(
+            id=f"H4c{number}",
+            target=f"{module}:{name}",
+            why=why,
+            versions=">=0.19,<0.20",
+            remove_when="with H4",
+        )
+        for number, (module, name, why) in enumerate(named, start=1)
+    }
     return (
         PatchRecord(
             id="H4",
             target="megatron.core.parallel_state:initialize_model_parallel",
-            build=functools.partial(_initialize, session),
+            build=functools.partial(_initialize, session, writes),
             why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives "
             "exactly Megatron's groups, in Megatron's order",
             versions=">=0.19,<0.20",
@@ -37,11 +78,12 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H4b",
             target="megatron.core.parallel_state:destroy_model_parallel",
-            build=functools.partial(_destroy, session),
+            build=functools.partial(_destroy, session, writes),
             why="our channels end with Megatron's groups",
             versions=">=0.19,<0.20",
             remove_when="with H4",
         ),
+        *writes.values(),
     )
 
 
@@ -69,7 +111,7 @@ def _is_last(session: Session, original: Callable[..., bool]) -> Callable[..., b
     return is_pipeline_last_stage
 
 
-def _initialize(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+def _initialize(session: Session, writes: _Writes, original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -91,11 +133,11 @@ def _initialize(session: Session, original: Callable[..., None]) -> Callable[...
         options["pipeline_model_parallel_size"] = layout.num_stages
         if session.is_active:
             _set_counts(session.planned, options)
-            with _planned_ranks(layout, options):
+            with writes["RankGenerator"].during(_planned_generator(layout, options)):
                 original(*bound.args, **bound.kwargs)
-            pipeline_groups = _choose_own_lane(session.planned)
+            pipeline_groups = _choose_own_lane(session.planned, writes)
             if not layout.has_replicas or len(set(session.config.sites or ())) > 1:
-                _unite_replicas(session.planned)
+                _unite_replicas(session.planned, writes)
         else:
             original(*bound.args, **bound.kwargs)
             pipeline_groups = ()
@@ -126,21 +168,21 @@ def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
     options["local_world_size"] = layout.tp_sizes[own.stage] * layout.num_stages * expert_size
 
 
-def _unite_replicas(planned: PlannedRun) -> None:
+def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
     """Let what is summed over the model take one replica of every stage, or with the distributed optimizer each share.
 
     Between sites also where Megatron's own groups are right: there the messages of one sum would cross many times.
     """
     layout, platform = planned.layout, planned.platform
-    make_group = functools.partial(
-        ModelGroup,
-        layout,
-        dist.get_rank(),
-        whole_stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        leaders_group=open_leaders_group(layout, platform, planned.config.timeout_s),
-    )
-    parallel_state._MODEL_PARALLEL_GROUP = make_group()
-    parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = make_group(has_shares=True)
+    stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    leaders_group = open_leaders_group(layout, platform, planned.config.timeout_s)
+    for name, has_shares in zip(_GROUPS, (False, True), strict=True):
+        group = ModelGroup(
+            layout, dist.get_rank(), whole_stage_group=stage_group, leaders_group=leaders_group, has_shares=has_shares
+        )
+        writes["_pg_map"].put(_pg_map[stage_group], key=group)
+        writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
+        writes[name].put(group)
 
 
 def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
@@ -163,13 +205,11 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
     return session.planned.statement()
 
 
-@contextmanager
-def _planned_ranks(layout: PipelineLayout, options: dict[str, Any]) -> Iterator[None]:
-    """Let Megatron take rank lists from the layout: it makes the dense generator first, then the expert one."""
+def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Callable[..., LayoutRankGenerator]:
+    """Return what gives Megatron rank lists of the layout: it makes the dense generator first, then the expert one."""
     ep = int(options["expert_model_parallel_size"])
     # Megatron's default is the own stage's size, which differs between ranks: only a uniform list may name another.
     expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
-    original = parallel_state.RankGenerator
     kinds = iter((False, True))
 
     def generator(**_sizes: Any) -> LayoutRankGenerator:
@@ -177,49 +217,40 @@ def _planned_ranks(layout: PipelineLayout, options: dict[str, Any]) -> Iterator[
             return LayoutRankGenerator(layout)
         return LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tp)
 
-    parallel_state.RankGenerator = generator
-    try:
-        yield
-    finally:
-        parallel_state.RankGenerator = original
+    return generator
 
 
-def _choose_own_lane(planned: PlannedRun) -> tuple[dist.ProcessGroup, ...]:
+def _choose_own_lane(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
     """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups.
 
     Returns:
         The own pipeline group in each replica of the pipeline that this rank works in.
     """
     layout = planned.layout
-    lanes = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    lanes: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
     by_ranks = {tuple(ranks): group for group, ranks in zip(*lanes, strict=True)} if isinstance(lanes[0], list) else {}
     own = layout.coord(dist.get_rank())
     served = (layout.lane(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0)
     pipeline_groups = tuple(by_ranks[lane] for lane in served if lane in by_ranks) or (lanes[0],)
-    if isinstance(parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, list):
-        # A rank of a narrow stage is in several lanes; its own comes first.
-        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP[0]
-        parallel_state._PIPELINE_GLOBAL_RANKS = parallel_state._PIPELINE_GLOBAL_RANKS[0]
-    found, lane = tuple(parallel_state._PIPELINE_GLOBAL_RANKS), layout.lane_of(dist.get_rank())
+    if isinstance(lanes[0], list):
+        for name, values in zip(_LANE, lanes, strict=True):
+            writes[name].put(values[0])  # the own one comes first
+    found, lane = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.lane_of(dist.get_rank())
     if found != lane:
         raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {lane}")
     if not planned.has_stock_ends:
-        # The ends of a lane hold different slices of the embedding, or the last one holds none: an all-reduce over them
-        # would mix rows.
-        for name in (
-            "_EMBEDDING_GROUP",
-            "_EMBEDDING_GLOBAL_RANKS",
-            "_POSITION_EMBEDDING_GROUP",
-            "_POSITION_EMBEDDING_GLOBAL_RANKS",
-        ):
-            setattr(parallel_state, name, None)
+        for name in _EMBEDDING:
+            writes[name].put(None)
     return pipeline_groups
 
 
-def _destroy(session: Session, original: Callable[[], None]) -> Callable[[], None]:
+def _destroy(session: Session, writes: _Writes, original: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(original)
     def destroy_model_parallel() -> None:
         session.close()
+        # Before Megatron forgets its groups: later, an undone write would bring one back.
+        for write in writes.values():
+            write.undo()
         original()
 
     return destroy_model_parallel

@@ -40,7 +40,6 @@ def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord
             why="it takes a provider of extra arguments, so no function that declares Megatron's own is touched",
             versions=">=0.19,<0.20",
             remove_when="Megatron has the option",
-            optional=True,
         ),
         PatchRecord(
             id="H2",
@@ -50,7 +49,6 @@ def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord
             "would have if all stages were like its own",
             versions=">=0.19,<0.20",
             remove_when="with H1",
-            optional=True,
         ),
     )
 

@@ -45,7 +45,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             "different branches and hang",
             versions=">=0.19,<0.20",
             remove_when="Megatron stores and compares all stages' sizes",
-            optional=True,
         ),
         PatchRecord(
             id="H9b",
@@ -54,7 +53,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
             versions=">=0.19,<0.20",
             remove_when="with H9",
-            optional=True,
         ),
         PatchRecord(
             id="H9c",
@@ -65,7 +63,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             versions=">=0.19,<0.20",
             remove_when="every folder gets the note",
             aliases=("megatron.training.training:save_checkpoint",),
-            optional=True,
         ),
     )
 

@@ -8,17 +8,15 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megatron.training import global_vars
-
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord
 from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
 
 _VOCABULARY = "vocabulary of the edge"
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session) -> tuple[Record, ...]:
     """Give the records of this module."""
     writers = tuple(
         PatchRecord(
@@ -28,21 +26,26 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             why="it compares the own rank with the world's last one, a cloud rank here, which has no loss",
             versions=">=0.19,<0.20",
             remove_when="with U1",
-            optional=True,
         )
         for suffix, name in (("", "_set_tensorboard_writer"), ("b", "_set_wandb_writer"), ("c", "_set_one_logger"))
+    )
+    variable = WriteRecord(
+        id="U8b",
+        target="megatron.training.global_vars:_GLOBAL_TOKENIZER",
+        why="the replaced function keeps the tokenizer there; on the cloud it holds something that refuses to be used",
+        versions=">=0.19,<0.20",
+        remove_when="with U8",
     )
     tokenizer = PatchRecord(
         id="U8",
         target="megatron.training.global_vars:_build_tokenizer",
-        build=functools.partial(_on_edge, session),
+        build=functools.partial(_on_edge, session, variable),
         why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs the two sizes of the "
         "vocabulary only",
         versions=">=0.19,<0.20",
         remove_when="Megatron builds it where data is read",
-        optional=True,
     )
-    return (*writers, tokenizer)
+    return (*writers, tokenizer, variable)
 
 
 def _on_writer(
@@ -78,7 +81,9 @@ class NoTokenizer:
         )
 
 
-def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) -> Callable[[argparse.Namespace], Any]:
+def _on_edge(
+    session: Session, variable: WriteRecord, original: Callable[[argparse.Namespace], Any]
+) -> Callable[[argparse.Namespace], Any]:
     @functools.wraps(original)
     def _build_tokenizer(args: argparse.Namespace) -> Any:
         layout, store = session.planned.layout, session.ranks.store
@@ -99,7 +104,8 @@ def _on_edge(session: Session, original: Callable[[argparse.Namespace], Any]) ->
         if is_edge:
             return built[0]
         args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))
-        global_vars._GLOBAL_TOKENIZER = NoTokenizer()
-        return global_vars._GLOBAL_TOKENIZER
+        stand_in = NoTokenizer()
+        variable.put(stand_in)
+        return stand_in
 
     return _build_tokenizer

@@ -21,7 +21,6 @@ def records(platform: CpuPlatform) -> tuple[PatchRecord, ...]:
             "tensor-parallel size, and weights differed between layouts",
             versions=">=0.19,<0.20",
             remove_when="with P2",
-            optional=True,
         ),
     )
 

@@ -22,7 +22,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             "wide stage beside narrow ones, and divides by that: rank 0 ended after the first steps",
             versions=">=0.19,<0.20",
             remove_when="with H2",
-            optional=True,
         ),
     )
 

@@ -25,7 +25,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             why="as U4, for scripts with a model provider",
             versions=">=0.19,<0.20",
             remove_when="with U1",
-            optional=True,
         ),
         PatchRecord(
             id="U5b",
@@ -35,7 +34,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             "and it calls the script's provider, which opens data, on every rank",
             versions=">=0.19,<0.20",
             remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
-            optional=True,
         ),
     )
 
@@ -50,7 +48,6 @@ def site_records(session: Session) -> tuple[PatchRecord, ...]:
             why="one rank of the world prints the line of an iteration, which only its site sees",
             versions=">=0.19,<0.20",
             remove_when="Megatron knows sites",
-            optional=True,
         ),
     )
 

@@ -23,7 +23,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
                 "megatron.training.models.gpt:calculate_padded_vocab_size",
                 "megatron.training.models.hybrid:calculate_padded_vocab_size",
             ),
-            optional=True,
         ),
     )
 

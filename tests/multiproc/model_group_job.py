@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import _pg_group_ranks, _pg_map
 
 import vtp_plugin
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import Kind
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.platform import detect
+from vtp_plugin.runtime.model_group import ModelGroup
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +28,10 @@ class Reduced:
         agreed: smallest value, where the last rank of the stage has a 0, for every stage.
         shares: number of shares that the group of the distributed optimizer summed, one of each rank.
         groups: ranks of the groups that each of the two sums used, in order.
+        members: ranks that torch names.
+        error: of a sum that failed, as torch reports it.
+        written: names of Megatron and torch that are written, while the groups exist.
+        is_undone: whether all are as they were, after ``destroy_model_parallel()`` and before ``revert()``.
     """
 
     place: tuple[int, int]
@@ -35,6 +41,9 @@ class Reduced:
     agreed: list[float]
     groups: list[tuple[int, ...]]
     members: list[int]
+    error: str = ""
+    written: tuple[str, ...] = ()
+    is_undone: bool = False
 
 
 def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...], dp_sizes: tuple[int, ...]) -> Reduced:
@@ -43,12 +52,25 @@ def reduce(tp_sizes: tuple[int, ...], cp_sizes: tuple[int, ...], dp_sizes: tuple
     vtp_plugin.apply(
         vtp_size_list=tp_sizes, vtp_cp_list=cp_sizes, vtp_dp_list=dp_sizes, device="cpu", timeout_s=TIMEOUT_S
     )
+    registry = dict(_pg_map), dict(_pg_group_ranks)
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(tp_sizes))
-        return _reduce(len(tp_sizes))
+        result = _reduce(len(tp_sizes))
+        result.written = _written()
+        parallel_state.destroy_model_parallel()
+        groups = {group for known in (_pg_map, _pg_group_ranks) for group in known if isinstance(group, ModelGroup)}
+        is_kept = all(
+            then.items() <= now.items() for then, now in zip(registry, (_pg_map, _pg_group_ranks), strict=True)
+        )
+        result.is_undone = not groups and not _written() and is_kept
+        return result
     finally:
         parallel_state.destroy_model_parallel()
         vtp_plugin.revert()
+
+
+def _written() -> tuple[str, ...]:
+    return tuple(status.target.partition(":")[2] for status in vtp_plugin.status() if status.state == "written")
 
 
 def _reduce(num_stages: int) -> Reduced:
@@ -74,6 +96,11 @@ def _reduce(num_stages: int) -> Reduced:
         work.wait()
         spoiled.append(worst.item())
         agreed.append(best.item())
+    try:
+        dist.all_reduce(torch.zeros(1, dtype=torch.quint8), group=group)
+        error = ""
+    except Exception as raised:
+        error = str(raised)
     return Reduced(
         place=(group.rank(), group.size()),
         total=int(total.item()),
@@ -82,6 +109,7 @@ def _reduce(num_stages: int) -> Reduced:
         agreed=agreed,
         groups=groups,
         members=dist.get_process_group_ranks(group),
+        error=error,
     )
 
 

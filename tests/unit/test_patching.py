@@ -6,7 +6,6 @@ import contextlib
 import doctest
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -17,8 +16,7 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.patching import AppliedPatches, PatchRecord, apply_records, format_status
-from vtp_plugin.patching.pins import compare, pin_of, pins_of, read_pins, write_pins
+from vtp_plugin.patching import AppliedPatches, PatchRecord, Record, WriteRecord, apply_records, format_status
 
 STATE = """
 import functools
@@ -140,8 +138,14 @@ def record(target: str, build: Callable[[Any], Any] | None = None, **fields: Any
     return PatchRecord(target=target, build=build or tagged("new"), **fields)
 
 
-def apply(*records: PatchRecord, version: str = "1.5") -> AppliedPatches:
-    return apply_records(records, version, "toyhost")
+def write(target: str, **fields: Any) -> WriteRecord:
+    return WriteRecord(
+        target=target, **{"id": "W1", "why": "why", "versions": ">=1,<2", "remove_when": "never"} | fields
+    )
+
+
+def apply(*records: Record, version: str = "1.5") -> AppliedPatches:
+    return apply_records(records, version, "toyhost", optional_packages=("toyhost.extra",))
 
 
 def snapshot() -> dict[tuple[str, str], object]:
@@ -161,7 +165,7 @@ def assert_same(before: dict[tuple[str, str], object]) -> None:
     assert {p for p in before.keys() | after.keys() if after.get(p, 0) is not before.get(p, 1)} == set()
 
 
-@pytest.mark.parametrize("name", ["record", "pins"])
+@pytest.mark.parametrize("name", ["record", "places"])
 def test_examples_in_docstrings(name: str) -> None:
     results = doctest.testmod(module(f"vtp_plugin.patching.{name}"))
     assert results.attempted > 0 and results.failed == 0
@@ -588,8 +592,7 @@ BAD_RECORDS = {
     "missing method": (record("toyhost.state:Grid.nothing"), "class Grid has no attribute 'nothing'"),
     "missing class": (record("toyhost.state:setup.area"), "'setup' in module toyhost.state is not a class"),
     "missing module": (record("toyhost.nothing:f"), "No module named 'toyhost.nothing'"),
-    "broken module": (record("toyhost.broken:f", optional=True), "No module named 'package_that_nobody_has'"),
-    "optional but no attribute": (record("toyhost.state:nothing", optional=True), "has no attribute"),
+    "broken module": (record("toyhost.broken:f"), "No module named 'package_that_nobody_has'"),
     "outside the host": (record("toyhostile:setup"), "not part of toyhost"),
     "constant": (record("toyhost.state:LIMIT"), "it is a int"),
     "build raises": (record(TARGETS["other"], raising), "no such thing"),
@@ -718,11 +721,29 @@ def test_status_lists_aliases_found_and_missing(host: Any) -> None:
     assert (status.state, status.aliases_found, status.aliases_missing) == ("reverted", (), ())
 
 
-def test_status_says_which_optional_module_is_absent(host: Any) -> None:
-    applied = apply(record("toyhost.extra.moe:f", optional=True), record(TARGETS["setup"], id="X2"))
-    absent, present = applied.status()
-    assert (absent.state, absent.skipped) == ("skipped", "module toyhost.extra.moe is absent")
+def test_status_says_which_optional_package_is_absent(host: Any) -> None:
+    applied = apply(record("toyhost.extra.moe:f"), write("toyhost.extra.moe:LIMIT"), record(TARGETS["setup"], id="X2"))
+    *absent, present = applied.status()
+    assert [(s.state, s.skipped) for s in absent] == [("skipped", "package toyhost.extra is absent")] * 2
     assert present.state == "applied"
+
+
+@pytest.mark.parametrize("target", ["toyhost.extra.moe:f", "toyhost.extra.moe.router:f"])
+def test_a_module_that_has_moved_inside_an_optional_package_is_an_error(host: Any, tmp_path: Path, target: str) -> None:
+    (tmp_path / "toyhost" / "extra").mkdir()
+    (tmp_path / "toyhost" / "extra" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    for bad in (record(target), write(target)):
+        with pytest.raises(PatchError, match="No module named 'toyhost.extra.moe'"):
+            apply(record(TARGETS["setup"], id="X2"), bad)
+    assert host.setup(1) == ("setup", 1)
+
+
+def test_a_declared_alias_whose_module_has_moved_is_missing(host: Any) -> None:
+    aliases = ("toyhost.gone:setup", "toyhost.late:begin", "toyhost.extra.moe:setup")
+    (status,) = apply(record(TARGETS["setup"], aliases=aliases)).status()
+    # The second one exists and is not loaded; of the third one the package is absent.
+    assert status.aliases_missing == ("toyhost.gone:setup",)
 
 
 def test_status_sees_that_a_replacement_was_overwritten(host: Any) -> None:
@@ -743,20 +764,71 @@ def test_foreign_replacement_of_a_method_is_reported(host: Any) -> None:
     assert apply(record(TARGETS["unit"])).status()[0].foreign_wrapper == "intruder"
 
 
-def test_foreign_wrapper_is_refused_on_request(host: Any) -> None:
-    host.setup = module("intruder").wrap(host.setup)
-    with pytest.raises(PatchError, match="intruder has replaced or wrapped it"):
-        apply(record(TARGETS["setup"], refuse_foreign=True))
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_stock_targets_are_not_foreign(host: Any, name: str) -> None:
-    assert apply(record(TARGETS[name], refuse_foreign=True)).status()[0].foreign_wrapper == ""
+    assert apply(record(TARGETS[name])).status()[0].foreign_wrapper == ""
 
 
 def test_standard_decorator_is_not_foreign(host: Any) -> None:
     host.setup = contextlib.contextmanager(host.setup)
     assert apply(record(TARGETS["setup"])).status()[0].foreign_wrapper == ""
+
+
+# Writes
+
+
+def test_a_write_is_listed_and_undone(host: Any) -> None:
+    limit = write("toyhost.state:LIMIT")
+    applied = apply(record(TARGETS["setup"]), limit)
+    assert [status.state for status in applied.status()] == ["applied", "ready"]
+    before = snapshot()
+    with limit.during(5):
+        assert (host.LIMIT, applied.status()[1].state) == (5, "written")
+    assert_same(before)
+    limit.put(6)
+    limit.put(7)
+    assert (host.LIMIT, applied.status()[1].state) == (7, "written")
+    applied.revert()
+    assert (host.LIMIT, [status.state for status in applied.status()]) == (4, ["reverted", "reverted"])
+
+
+def test_a_write_changes_one_name_and_no_alias(host: Any) -> None:
+    setup = write("toyhost.user:setup")
+    apply(setup)
+    with setup.during(lambda size: ("written", size)):
+        assert module("toyhost.user").call() == ("written", 1)
+        assert host.setup(1) == module("toyhost.renamed").configure(1) == ("setup", 1)
+    assert module("toyhost.user").setup is host.setup
+
+
+def test_writes_to_entries_of_a_dictionary_of_another_package(host: Any) -> None:
+    table = module("toyhostile").table = {"a": 1}
+    entries = write("toyhostile:table")
+    applied = apply(entries)
+    entries.put(2, key="a")
+    entries.put(3, key="b")
+    entries.put(4, key="c")
+    del table["c"]  # the owner may clear it meanwhile
+    assert table == {"a": 2, "b": 3}
+    applied.revert()
+    assert table == {"a": 1} and module("toyhostile").table is table
+
+
+def test_what_others_assigned_after_a_write_stays(host: Any) -> None:
+    limit = write("toyhost.state:LIMIT")
+    applied = apply(limit)
+    limit.put(5)
+    host.LIMIT = 9
+    applied.revert()
+    assert host.LIMIT == 9
+
+
+@pytest.mark.parametrize("target", ["toyhost.state:GONE", "toyhost.gone:LIMIT"])
+def test_a_write_without_its_target_leaves_nothing_behind(host: Any, target: str) -> None:
+    before = snapshot()
+    with pytest.raises(PatchError, match="patch W1 on toyhost"):
+        apply(record(TARGETS["setup"]), write(target))
+    assert_same(before)
 
 
 def test_format_status(host: Any) -> None:
@@ -768,86 +840,3 @@ def test_format_status(host: Any) -> None:
     assert lines[1].split() == ["X1", "applied", "toyhost.state:setup", ">=1,<2"]
     assert "    why: only place" in lines and "    skipped: not for toyhost 1.5" in lines
     assert lines[1].index("applied") == lines[0].index("state")
-
-
-# Pins
-
-
-def pin_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, old: str = "", new: str = "") -> str:
-    """Pin Grid.area of a module with one piece of text exchanged."""
-    assert old in STATE
-    path = tmp_path / folder / "pinned_state.py"
-    path.parent.mkdir()
-    path.write_text(STATE.replace(old, new) if old else STATE)
-    spec = importlib.util.spec_from_file_location("pinned_state", path)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "pinned_state", loaded)  # inspect finds the source of a class through it
-    spec.loader.exec_module(loaded)
-    return pin_of(vars(loaded.Grid)["area"]) + pin_of(loaded.Grid) + pin_of(vars(loaded.Grid)["size"])
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "same"),
-    [
-        ("    return self._size * k", "    return  self._size * k", False),
-        ("        return self._size * k", "        return self._size * k   \n", True),
-        ("k=1", "k=2", False),
-        ("        return self._size\n", "        return -self._size\n", False),
-        ("other", "another", True),
-    ],
-)
-def test_pin_changes_exactly_when_the_source_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, same: bool
-) -> None:
-    before = pin_from(tmp_path, monkeypatch, "a")
-    assert (pin_from(tmp_path, monkeypatch, "b", old, new) == before) is same
-
-
-def test_pin_survives_patching(host: Any) -> None:
-    records = [record(target) for target in TARGETS.values()]
-    pins = {"1.5": pins_of(records, "1.5")}
-    apply(*records)
-    assert compare(records, pins, "1.5") == ()
-
-
-def test_pins_round_trip_and_are_sorted(host: Any, tmp_path: Path) -> None:
-    records = [record(target) for target in TARGETS.values()]
-    pins = {"1.5": pins_of(records, "1.5"), "1.10": {"toyhost.state:setup": "abc"}}
-    write_pins(tmp_path / "pins.toml", pins)
-    assert read_pins(tmp_path / "pins.toml") == pins
-    write_pins(tmp_path / "again.toml", {version: dict(reversed(pins[version].items())) for version in reversed(pins)})
-    assert (tmp_path / "again.toml").read_bytes() == (tmp_path / "pins.toml").read_bytes()
-
-
-def test_compare_names_the_changed_target(host: Any) -> None:
-    records = [record(TARGETS["setup"], id="X1"), record(TARGETS["area"], id="X2")]
-    pins = {"1.5": pins_of(records, "1.5") | {TARGETS["area"]: "0" * 64}}
-    (mismatch,) = compare(records, pins, "1.5")
-    assert (mismatch.id, mismatch.target, mismatch.expected) == ("X2", TARGETS["area"], "0" * 64)
-    assert mismatch.found == pin_of(host.Grid.area)
-
-
-def test_compare_reports_what_it_cannot_check_and_skips_what_does_not_apply(host: Any) -> None:
-    records = [
-        record(TARGETS["setup"], id="no pin"),
-        record("toyhost.state:nothing", id="gone"),
-        record("toyhost.broken:f", id="broken", optional=True),
-        record("toyhost.extra:f", id="absent", optional=True),
-        record(TARGETS["area"], id="old", versions="<1"),
-    ]
-    reasons = {mismatch.id: mismatch.reason for mismatch in compare(records, {}, "1.5")}
-    assert list(reasons) == ["no pin", "gone", "broken"]
-    assert reasons["no pin"] == "no pin for 1.5" and "'nothing'" in reasons["gone"]
-
-
-def test_object_without_source_has_no_pin() -> None:
-    with pytest.raises(PatchError, match="no Python source"):
-        pin_of(len)
-
-
-@pytest.mark.parametrize("text", ["[1.5", "x = 1\n", '["1.5"]\n"a:b" = 3\n'])
-def test_bad_pin_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "pins.toml").write_text(text)
-    with pytest.raises(PatchError, match="generate the pins again"):
-        read_pins(tmp_path / "pins.toml")

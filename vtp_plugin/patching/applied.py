@@ -5,52 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, NoReturn
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.patching.objects import MARKER, attributes, chain, describe
-from vtp_plugin.patching.places import ABSENT, Name, Place
-from vtp_plugin.patching.record import PatchRecord, PatchStatus, Target, namespace
-from vtp_plugin.patching.search import Found, Hit, find, shown_module
+from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, Target, WriteRecord
+from vtp_plugin.patching.search import Found, Hit, find, held, shown_module
+from vtp_plugin.undo import ABSENT, Name, UndoStack, namespace
 
 _OWN: Final = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One assignment and its undo; `old` is `ABSENT` where the owner has no such attribute of its own.
-
-    Outside the host others may assign to the place too: `is_host` is False there.
-    """
-
-    where: str
-    place: Place
-    old: object
-    new: object
-    is_host: bool = True
-
-    def set(self) -> None:
-        """Make the place hold the new object."""
-        self.place.put(self.new)
-
-    def restore(self) -> None:
-        """Make the place hold the old object."""
-        self.place.put(self.old)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A record with its original and its replacement; `slots[0]` is the target itself, the others are aliases."""
+    """A record with its original and its replacement."""
 
     record: PatchRecord
     target: Target
     new: object
     foreign: str
-    slots: tuple[Slot, ...]
 
     @property
     def swaps(self) -> tuple[tuple[object, object], ...]:
@@ -58,10 +36,17 @@ class Patch:
 
         None if the owner only inherits the original: a name may mean the method of the base class.
         """
-        return () if self.target.defined_in is not self.target.owner else swaps_of(self.target.value, self.new)
+        return () if self.target.defined_in is not self.target.owner else _pairs(self.target.value, self.new)
+
+    @property
+    def hit(self) -> Hit:
+        """The target itself."""
+        place = Name(self.target.owner, self.target.name)
+        of = id(self.target.value)
+        return Hit(where=self.record.target, module=self.record.module, of=of, place=place, new=self.new)
 
 
-def swaps_of(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
+def _pairs(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
     """Pair an attribute with its counterpart; of a staticmethod or classmethod the functions inside besides."""
     inside = ((old.__func__, new.__func__),) if isinstance(old, staticmethod | classmethod) else ()
     return ((old, new), *inside)
@@ -69,35 +54,41 @@ def swaps_of(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The package that is patched: the prefix of its module names, and its version."""
+    """The package that is patched: the prefix of its module names, its version, and its parts that may be absent."""
 
     prefix: str
     version: str
+    optional_packages: tuple[str, ...] = ()
 
     def owns(self, module: str) -> bool:
         """Tell whether a module belongs to the host."""
-        return module == self.prefix or module.startswith(self.prefix + ".")
+        return _is_in(module, self.prefix)
 
-    def fail(self, record: PatchRecord, reason: str, cause: BaseException | None = None) -> NoReturn:
+    def may_miss(self, module: str, error: Exception) -> bool:
+        """Tell whether an import error only says that the package of a module is not installed.
+
+        A module that a package lacks has moved, or lacks something that it imports itself: neither may be overlooked.
+        """
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        return any(missing == package and _is_in(module, package) for package in self.optional_packages)
+
+    def fail(self, record: Record, reason: str, cause: BaseException | None = None) -> NoReturn:
         """Raise the error of a record."""
         raise PatchError(f"patch {record.id} on {record.target} ({self.prefix} {self.version}): {reason}") from cause
 
-    def slots(self, hits: Iterable[Hit], known: Container[tuple[int, object]]) -> Iterator[tuple[int, Slot]]:
-        """Yield `id` of the object and the assignment for every place that is not known yet."""
-        for hit in hits:
-            if hit.place.key not in known:
-                is_host = self.owns(hit.module)
-                yield hit.of, Slot(where=hit.where, place=hit.place, old=hit.old, new=hit.new, is_host=is_host)
+
+def _is_in(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
 
 
 def is_own(module: str) -> bool:
     """Tell whether a module belongs to the package that this engine is part of: it keeps originals on purpose."""
-    return module == _OWN or module.startswith(_OWN + ".")
+    return _is_in(module, _OWN)
 
 
-def search(patches: Iterable[Sequence[tuple[object, object]]]) -> Found:
+def search(patches: Iterable[Patch]) -> Found:
     """Search for what holds the originals; what stays is only reported when it is more than garbage."""
-    swaps = [pair for pairs in patches for pair in pairs]
+    swaps = [pair for patch in patches for pair in patch.swaps]
     found = find(swaps, is_own)
     if found.unreached:
         gc.collect()
@@ -105,82 +96,89 @@ def search(patches: Iterable[Sequence[tuple[object, object]]]) -> Found:
     return found
 
 
+@dataclass(kw_only=True, eq=False)
 class AppliedPatches:
-    """The patches that one :func:`apply_records` set: the handle to report and to undo them."""
+    """What one :func:`apply_records` set: the handle to report and to undo it.
 
-    def __init__(
-        self,
-        host: Host,
-        patches: Sequence[Patch],
-        skipped: Mapping[int, str],
-        records: Sequence[PatchRecord],
-        unreached: Sequence[tuple[int, str]],
-    ):
-        self._host = host
-        self._patches = tuple(patches)
-        self._skipped = dict(skipped)
-        self._records = tuple(records)
-        self._late: list[tuple[Patch, Slot]] = []
-        self._unreached = tuple(unreached)
-        self._active = True
+    Attributes:
+        host: what was patched.
+        records: all that were given, in that order.
+        skipped: why a record was left out, by its `id`.
+        patches: those that were carried out.
+        undo: their assignments.
+        places: the places that hold a replacement, each with its patch: the targets, and what else was found.
+        stays: `id` of the original and the place, where an original stays.
+        active: whether the replacements are in force, that is :meth:`revert` has not run yet.
+    """
 
-    @property
-    def active(self) -> bool:
-        """Tell whether the replacements are in force, that is :meth:`revert` has not run yet."""
-        return self._active
+    host: Host
+    records: tuple[Record, ...]
+    skipped: Mapping[int, str]
+    patches: tuple[Patch, ...]
+    undo: UndoStack = field(default_factory=UndoStack)
+    places: list[tuple[Patch, Hit]] = field(default_factory=list[tuple[Patch, Hit]])
+    stays: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    active: bool = True
 
     @property
     def unreached(self) -> tuple[str, ...]:
         """Where originals stay that were taken before, as far as seen: in closures, containers and attributes."""
-        of = {id(old): patch for patch in self._patches for old, _ in patch.swaps}
-        return tuple(f"{where} ({of[key].target.name})" for key, where in self._unreached if key in of)
+        of = self._by_original()
+        return tuple(f"{where} ({of[key].target.name})" for key, where in self.stays if key in of)
+
+    def put(self, patch: Patch, hit: Hit) -> None:
+        """Make a place hold a replacement."""
+        self.undo.put(hit.place, hit.new)
+        self.places.append((patch, hit))
+
+    def find_places(self) -> Iterator[tuple[Patch, Hit]]:
+        """Look for the originals, and yield the places that are to hold a replacement and do not yet."""
+        found = search(self.patches)
+        self.stays = list(found.unreached)
+        of, known = self._by_original(), self._known()
+        yield from ((of[hit.of], hit) for hit in found.hits if hit.place.key not in known)
 
     def rebind(self) -> None:
         """Look for the originals once more, and let what holds them hold the replacements, as applying did."""
-        of = {id(old): patch for patch in self._patches for old, _ in patch.swaps}
-        found = search(patch.swaps for patch in self._patches)
-        self._unreached = found.unreached
-        for key, slot in self._host.slots(found.hits, self._known()):
+        for patch, hit in self.find_places():
             with contextlib.suppress(Exception):  # of an owner that does not let itself be changed
-                slot.set()
-                self._late.append((of[key], slot))
+                self.put(patch, hit)
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
 
-        Places that took the replacement after applying get the original too. Outside the host, what others have
-        assigned meanwhile stays.
+        Places that took the replacement after applying get the original too. Outside the host, and where patches have
+        written values, what others have assigned meanwhile stays.
 
         Raises:
             PatchError: Somebody else has replaced one of our replacements in the host meanwhile. Nothing is changed
                 then.
         """
-        if not self._active:
+        if not self.active:
             return
-        slots = self._slots()
-        for patch, slot in slots:
-            if slot.is_host and (current := slot.place.get()) is not slot.new:
+        for patch, hit in self.places:
+            if self.host.owns(hit.module) and (current := hit.place.get()) is not hit.new:
                 now = "deleted" if current is ABSENT else describe(current)
-                self._host.fail(patch.record, f"cannot revert: {slot.where} is now {now}; undo that first, then revert")
-        undo = [slot for _, slot in slots if slot.place.get() is slot.new]
-        found = find((pair for patch in self._patches for pair in swaps_of(patch.new, patch.target.value)), is_own)
-        late = (slot for _, slot in self._host.slots(found.hits, self._known()))
-        undo += [Slot(where=slot.where, place=slot.place, old=slot.new, new=slot.old) for slot in late]
-        restore(undo)
-        self._active = False
+                self.host.fail(patch.record, f"cannot revert: {hit.where} is now {now}; undo that first, then revert")
+        known = self._known()
+        late = [hit for _, hit in self._replacements() if hit.place.key not in known]
+        for record in reversed(self.records):
+            if isinstance(record, WriteRecord):
+                record.undo()
+        for hit in reversed(late):
+            hit.place.put(hit.new)
+        self.undo.undo()
+        self.active = False
 
     def status(self) -> tuple[PatchStatus, ...]:
         """Report every record that was given to :func:`apply_records`, in that order, as things are now."""
-        patches = {id(patch.record): patch for patch in self._patches}
+        patches = {id(patch.record): patch for patch in self.patches}
         places: dict[int, list[Hit]] = {}
-        if self._active:
-            pairs = [(patch, pair) for patch in self._patches for pair in swaps_of(patch.new, patch.target.value)]
-            of = {id(new): patch for patch, (new, _) in pairs}
-            for hit in find((pair for _, pair in pairs), is_own).hits:
-                if hit.place.key != of[hit.of].slots[0].place.key:
-                    places.setdefault(id(of[hit.of].record), []).append(hit)
+        for patch, hit in self._replacements() if self.active else ():
+            if hit.place.key != patch.hit.place.key:
+                places.setdefault(id(patch.record), []).append(hit)
         return tuple(
-            self._status(record, patches.get(id(record)), places.get(id(record), ())) for record in self._records
+            self._status(record, patches.get(id(record)), places.get(id(record), ())) for record in self.records
         )
 
     def taken_before(self, value: object) -> str:
@@ -188,7 +186,7 @@ class AppliedPatches:
 
         Looked through: partial objects, bound methods, wrappers, closures, defaults, and attributes of a callable.
         """
-        of = {id(link): patch for patch in self._patches for link in (patch.target.value, *chain(patch.target.value))}
+        of = {id(link): patch for patch in self.patches for link in (patch.target.value, *chain(patch.target.value))}
         seen: set[int] = set()
         ahead = [value]
         while ahead:
@@ -217,70 +215,56 @@ class AppliedPatches:
 
     def _names(self, patch: Patch, *, is_host: bool, name: str = "") -> list[Name]:
         """Return the names of modules that applying has made hold a replacement."""
-        slots = [slot for other, slot in self._slots() if other is patch and slot.is_host is is_host]
-        places = [slot.place for slot in slots if isinstance(slot.place, Name)]
+        hits = [hit for other, hit in self.places if other is patch and self.host.owns(hit.module) is is_host]
+        places = [hit.place for hit in hits if isinstance(hit.place, Name)]
         return [p for p in places if isinstance(p.owner, ModuleType) and name in ("", p.name)]
 
-    def _slots(self) -> list[tuple[Patch, Slot]]:
-        return [(patch, slot) for patch in self._patches for slot in patch.slots] + self._late
+    def _by_original(self) -> dict[int, Patch]:
+        return {id(old): patch for patch in self.patches for old, _ in patch.swaps}
 
     def _known(self) -> set[tuple[int, object]]:
-        return {slot.place.key for _, slot in self._slots()}
+        return {hit.place.key for _, hit in self.places}
 
-    def _status(self, record: PatchRecord, patch: Patch | None, places: Sequence[Hit]) -> PatchStatus:
-        applied = self._active and patch is not None and patch.slots[0].place.get() is patch.new
+    def _replacements(self) -> list[tuple[Patch, Hit]]:
+        """Find what holds a replacement now; each hit says what original belongs there."""
+        pairs = [(patch, pair) for patch in self.patches for pair in _pairs(patch.new, patch.target.value)]
+        of = {id(new): patch for patch, (new, _) in pairs}
+        return [(of[hit.of], hit) for hit in find((pair for _, pair in pairs), is_own).hits]
+
+    def _status(self, record: Record, patch: Patch | None, places: Sequence[Hit]) -> PatchStatus:
+        is_write = isinstance(record, WriteRecord)
+        applied = self.active and (is_write or (patch is not None and patch.hit.place.get() is patch.new))
+        skipped = self.skipped.get(id(record), "")
         return PatchStatus(
             id=record.id,
             target=record.target,
             versions=record.versions,
-            applied=applied,
-            skipped=self._skipped.get(id(record), ""),
-            aliases_found=tuple(hit.where for hit in places if self._host.owns(hit.module)),
-            aliases_outside=tuple(hit.where for hit in places if not self._host.owns(hit.module)),
+            applied=applied and not skipped,
+            skipped=skipped,
+            aliases_found=tuple(hit.where for hit in places if self.host.owns(hit.module)),
+            aliases_outside=tuple(hit.where for hit in places if not self.host.owns(hit.module)),
             aliases_missing=tuple(a for a in record.aliases if not _holds(a, patch.new)) if applied and patch else (),
             foreign_wrapper=patch.foreign if patch else "",
             why=record.why,
             remove_when=record.remove_when,
+            written=record.is_written if is_write else None,
         )
-
-
-def try_to_set(slot: Slot) -> bool:
-    """Set a place outside the host, if its owner lets us."""
-    try:
-        slot.set()
-    except Exception:
-        return False
-    return True
-
-
-def restore(slots: Sequence[Slot]) -> None:
-    """Undo assignments in reverse order."""
-    for slot in reversed(slots):
-        slot.restore()
 
 
 def _parts(link: Any) -> list[Any]:
     """Return what a callable may call: what it is made of."""
-    if isinstance(link, functools.partial):
-        return [link.func, *link.args, *link.keywords.values()]
     if isinstance(link, MethodType):
         return [link.__func__, *attributes(link.__self__).values()]
-    if not isinstance(link, FunctionType):
-        return list(attributes(link).values())
-    filled = [cell.cell_contents for cell in link.__closure__ or () if _is_filled(cell)]
-    defaults = [*(link.__defaults__ or ()), *(link.__kwdefaults__ or {}).values()]
-    return [*filled, *defaults, attributes(link).get("__wrapped__")]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not ABSENT
-    except ValueError:
-        return False
+    if isinstance(link, FunctionType | functools.partial):
+        return [*(value for _, value, _ in held(link)), attributes(link).get("__wrapped__")]
+    return list(attributes(link).values())
 
 
 def _holds(place: str, obj: object) -> bool:
     """Tell whether a declared alias holds the object, or will: a module that is not loaded yet imports it later."""
     module_name, _, name = place.partition(":")
     module = sys.modules.get(module_name)
-    return module is None or namespace(module).get(name) is obj
+    if module is None:
+        # Where the package is loaded, its module must be there.
+        return module_name.rpartition(".")[0] not in sys.modules or importlib.util.find_spec(module_name) is not None
+    return namespace(module).get(name) is obj

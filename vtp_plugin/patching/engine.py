@@ -9,25 +9,29 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from packaging.version import InvalidVersion
 
-from vtp_plugin.patching.applied import AppliedPatches, Host, Patch, Slot, is_own, restore, search
+from vtp_plugin.patching.applied import AppliedPatches, Host, Patch, is_own
 from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
-from vtp_plugin.patching.places import ABSENT, Name
-from vtp_plugin.patching.record import PatchRecord, Target, resolve_target
+from vtp_plugin.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
 from vtp_plugin.patching.search import named_among, shown_module
 
 
-def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix: str = "megatron") -> AppliedPatches:
+def apply_records(
+    records: Iterable[Record],
+    host_version: str,
+    host_prefix: str = "megatron",
+    optional_packages: tuple[str, ...] = ("megatron.training",),
+) -> AppliedPatches:
     """Apply the records that fit the version of the host: all of them or, on any failure, none.
 
     Args:
-        records: The records, in the order in which they are set.
+        records: The records, in the order in which they are set. Of writes the target is looked up only.
         host_version: PEP 440 version of the host package.
         host_prefix: Name of the host package. Only what it and its submodules define may be patched; aliases are
             searched for, and rebound, in all loaded modules but our own.
+        optional_packages: Parts of the host that need not be installed: records for them are skipped then.
 
     Returns:
         The handle to report and to undo.
@@ -36,21 +40,19 @@ def apply_records(records: Iterable[PatchRecord], host_version: str, host_prefix
         PatchError: A target does not exist or cannot be replaced, is the target of two records, is patched already,
             or its replacement could not be built or set. Nothing of the host is changed then.
     """
-    host = Host(host_prefix, host_version)
+    host = Host(host_prefix, host_version, optional_packages)
     records = tuple(records)
     skipped = _skip(records, host)
-    selected = [record for record in records if id(record) not in skipped]
-    found = [(record, _lookup(record, host)) for record in selected]
+    found = [(record, _lookup(record, host)) for record in records if id(record) not in skipped]
     _check_distinct(found, host)
-    built = [
-        (record, target, _check_target(record, target, host), _build(record, target, host)) for record, target in found
-    ]
-    patches, unreached = _plan(built, host)
-    refused = _set_all(patches, host)
-    return AppliedPatches(host, patches, skipped, records, (*unreached, *refused))
+    patches = [_build(record, target, host) for record, target in found if isinstance(record, PatchRecord)]
+    _check_new(patches, host)
+    applied = AppliedPatches(host=host, records=records, skipped=skipped, patches=tuple(patches))
+    _set_all(applied)
+    return applied
 
 
-def _skip(records: Sequence[PatchRecord], host: Host) -> dict[int, str]:
+def _skip(records: Sequence[Record], host: Host) -> dict[int, str]:
     """Import the modules of all fitting targets; return `id(record)` -> reason for the records to leave out.
 
     Importing comes before every look-up, because importing one host module may change another one.
@@ -64,35 +66,36 @@ def _skip(records: Sequence[PatchRecord], host: Host) -> dict[int, str]:
         if not fits:
             skipped[id(record)] = f"not for {host.prefix} {host.version}"
             continue
-        if not host.owns(record.module):
+        if isinstance(record, PatchRecord) and not host.owns(record.module):
             host.fail(
                 record, f"the target is not part of {host.prefix}, and nothing else may be patched; fix the record"
             )
         try:
             importlib.import_module(record.module)
         except Exception as error:
-            if not record.may_miss(error):
+            if not host.may_miss(record.module, error):
                 host.fail(record, f"importing its module fails with {error!r}; {_other_version(record)}", error)
-            skipped[id(record)] = f"module {record.module} is absent"
+            skipped[id(record)] = f"package {error.name} is absent"  # pyright: ignore[reportAttributeAccessIssue]
     return skipped
 
 
-def _other_version(record: PatchRecord) -> str:
+def _other_version(record: Record) -> str:
     return f"the record is made for {record.versions}: install such a version or narrow the record's range"
 
 
-def _lookup(record: PatchRecord, host: Host) -> Target:
+def _lookup(record: Record, host: Host) -> Target:
     try:
         return resolve_target(record.target)
     except LookupError as error:
         host.fail(record, f"{error.args[0]}; {_other_version(record)}", error)
 
 
-def _check_distinct(found: Sequence[tuple[PatchRecord, Target]], host: Host) -> None:
+def _check_distinct(found: Sequence[tuple[Record, Target]], host: Host) -> None:
     """Refuse two records for one target, also under two names of a module-level object or through inheritance."""
-    taken: dict[object, PatchRecord] = {}
+    taken: dict[object, Record] = {}
     for record, target in found:
-        key = (id(target.owner), target.name) if isinstance(target.owner, type) else id(target.value)
+        is_name = isinstance(target.owner, type) or isinstance(record, WriteRecord)
+        key = (id(target.owner), target.name) if is_name else id(target.value)
         if key in taken:
             host.fail(record, f"record {taken[key].id} has the same target; join the two records")
         taken[key] = record
@@ -103,8 +106,8 @@ def _check_distinct(found: Sequence[tuple[PatchRecord, Target]], host: Host) -> 
             host.fail(record, f"the method is inherited from the target of record {base.id}; join the two records")
 
 
-def _check_target(record: PatchRecord, target: Target, host: Host) -> str:
-    """Refuse what cannot be patched (again); return the module of a foreign wrapper or an empty string."""
+def _check_target(record: PatchRecord, target: Target, host: Host) -> None:
+    """Refuse what cannot be patched (again)."""
     value = target.value
     if not (callable(value) or isinstance(value, classmethod | property)):
         host.fail(record, f"it is a {type(value).__name__}, not a function, class, method or property; set it directly")
@@ -113,12 +116,6 @@ def _check_target(record: PatchRecord, target: Target, host: Host) -> str:
             host.fail(record, f"it is patched already (by record {other}); revert that first")
     if isinstance(value, type):
         _refuse_subclasses(record, value, host)
-    foreign = foreign_wrapper(target, host.owns)
-    if foreign and record.refuse_foreign:
-        host.fail(
-            record, f"{foreign} has replaced or wrapped it; switch off that feature or load this plugin without it"
-        )
-    return foreign
 
 
 def _refuse_subclasses(record: PatchRecord, original: type, host: Host) -> None:
@@ -143,8 +140,9 @@ def _foreign_subclasses(original: type, host: Host) -> Iterator[type]:
         yield from _foreign_subclasses(subclass, host)
 
 
-def _build(record: PatchRecord, target: Target, host: Host) -> object:
+def _build(record: PatchRecord, target: Target, host: Host) -> Patch:
     """Build and mark the replacement, in the same kind of descriptor as the original."""
+    _check_target(record, target, host)
     old = target.value
     wrapped = isinstance(old, staticmethod | classmethod)
     inner = old.__func__ if wrapped else old
@@ -160,58 +158,36 @@ def _build(record: PatchRecord, target: Target, host: Host) -> object:
                 setattr(carrier, MARKER, record.id)
     except (AttributeError, TypeError) as error:
         host.fail(record, f"a {type(new).__name__} cannot carry the marker; return a function or a class", error)
-    return type(old)(new) if wrapped else new
+    new = type(old)(new) if wrapped else new
+    return Patch(record=record, target=target, new=new, foreign=foreign_wrapper(target, host.owns))
 
 
-def _plan(
-    built: Sequence[tuple[PatchRecord, Target, str, object]], host: Host
-) -> tuple[list[Patch], Sequence[tuple[int, str]]]:
-    """List every assignment, the targets and their aliases, and the places that originals stay in."""
-    named = named_among({id(new) for *_, new in built}, lambda module: not host.owns(module))
-    for i, (record, _, _, new) in enumerate(built):
-        # Otherwise revert could not tell our bindings from the ones that were there before.
-        if id(new) in named or any(new is other for *_, other in built[:i]):
-            host.fail(record, "its replacement is in use elsewhere; build must return a new object (wrap the old one)")
-    patches = [
-        Patch(record=record, target=target, new=new, foreign=foreign, slots=(_first_slot(record, target, new),))
-        for record, target, foreign, new in built
-    ]
-    found = search(patch.swaps for patch in patches)
-    of = {id(old): patch for patch in patches for old, _ in patch.swaps}
-    aliases: dict[int, list[Slot]] = {id(patch): [] for patch in patches}
-    for key, slot in host.slots(found.hits, {patch.slots[0].place.key for patch in patches}):
-        aliases[id(of[key])].append(slot)
-    patches = [replace(patch, slots=(*patch.slots, *aliases[id(patch)])) for patch in patches]
-    return patches, found.unreached
+def _check_new(patches: Sequence[Patch], host: Host) -> None:
+    """Refuse replacements that are in use: revert could not tell our bindings from those that were there before."""
+    named = named_among({id(patch.new) for patch in patches}, lambda module: not host.owns(module))
+    seen: set[int] = set()
+    for patch in patches:
+        if id(patch.new) in named | seen:
+            reason = "its replacement is in use elsewhere; build must return a new object (wrap the old one)"
+            host.fail(patch.record, reason)
+        seen.add(id(patch.new))
 
 
-def _first_slot(record: PatchRecord, target: Target, new: object) -> Slot:
-    old = ABSENT if target.defined_in is not target.owner else target.value
-    return Slot(where=record.target, place=Name(target.owner, target.name), old=old, new=new)
-
-
-def _set_all(patches: Sequence[Patch], host: Host) -> list[tuple[int, str]]:
-    """Set every slot in order; on a failure in the host restore the ones that were set.
-
-    Returns:
-        `id` of the original and the place, where another package does not let itself be changed.
-    """
-    done: list[Slot] = []
-    refused: list[tuple[int, str]] = []
+def _set_all(applied: AppliedPatches) -> None:
+    """Set every target and its aliases; on a failure in the host restore what was set."""
+    aliases = list(applied.find_places())
+    targets = {patch.hit.place.key: (patch, patch.hit) for patch in applied.patches}
+    places = [*targets.values(), *(found for found in aliases if found[1].place.key not in targets)]
     try:
-        for patch in patches:
-            for slot in patch.slots:
-                try:
-                    slot.set()
-                except Exception as error:
-                    if slot.is_host:
-                        host.fail(
-                            patch.record, f"setting {slot.where} fails with {error!r}; choose another seam", error
-                        )
-                    refused.append((id(patch.target.value), slot.where))
-                else:
-                    done.append(slot)
+        for patch, hit in places:
+            try:
+                applied.put(patch, hit)
+            except Exception as error:
+                if applied.host.owns(hit.module):
+                    reason = f"setting {hit.where} fails with {error!r}; choose another seam"
+                    applied.host.fail(patch.record, reason, error)
+                # Another package does not let itself be changed.
+                applied.stays.append((id(patch.target.value), hit.where))
     except BaseException:
-        restore(done)
+        applied.undo.undo()
         raise
-    return refused

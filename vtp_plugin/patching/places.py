@@ -1,57 +1,12 @@
-"""Places that hold an object and can be made to hold another one: names, default arguments, parts of partials."""
+"""Places that hold an object, besides names: default arguments, and parts of partial objects."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import Any
 
-from vtp_plugin.patching.record import namespace
-
-ABSENT: Final = object()
-"""What a place holds that does not exist (any more), and what undoes a name that was not there before."""
-
-
-class Place(Protocol):
-    """Somewhere that an object can be read from and written to."""
-
-    @property
-    def key(self) -> tuple[int, object]:
-        """Equal for equal places."""
-        ...
-
-    def get(self) -> object:
-        """Return what the place holds, or `ABSENT`."""
-        ...
-
-    def put(self, value: Any) -> None:
-        """Make the place hold an object."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """An own attribute of a module or of a class."""
-
-    owner: ModuleType | type
-    name: str
-
-    @property
-    def key(self) -> tuple[int, object]:
-        """As of every place."""
-        return id(self.owner), self.name
-
-    def get(self) -> object:
-        """As of every place."""
-        return namespace(self.owner).get(self.name, ABSENT)
-
-    def put(self, value: Any) -> None:
-        """As of every place; `ABSENT` deletes the attribute."""
-        if value is ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
+from vtp_plugin.undo import ABSENT
 
 
 @dataclass(frozen=True, slots=True)

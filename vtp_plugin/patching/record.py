@@ -1,11 +1,12 @@
-"""What a patch is (:class:`PatchRecord`), where its target lies (:class:`Target`) and what became of it."""
+"""What is changed (:class:`PatchRecord`, :class:`WriteRecord`), where it lies (:class:`Target`), what became of it."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -13,52 +14,35 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.undo import ABSENT, Item, Name, Place, UndoStack, namespace
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchRecord:
-    """One replacement of one object of the host package.
-
-    A record does nothing by itself; :func:`vtp_plugin.patching.apply_records` carries it out.
+class Record:
+    """One change of another package; it does nothing before :func:`vtp_plugin.patching.apply_records` has it.
 
     Attributes:
         id: Short name used in messages and tables, such as ``"H4"``.
-        target: ``"package.module:function"``, ``"package.module:Class"`` or ``"package.module:Class.method"``. The
-            module is the one that defines the object. It may be a function, class, method or property; constants are
-            refused, because they cannot be told apart by identity.
-        build: Gets the original object and returns its replacement, a new object. Of a staticmethod or classmethod it
-            gets the plain function and returns a plain function: the engine keeps the kind. Wrappers use
-            :func:`functools.wraps`. It may be called for an apply that fails later, so it must have no other effect.
+        target: ``"package.module:name"`` or ``"package.module:Class.method"``.
         why: Why this seam and not another one.
         versions: Versions of the host as a PEP 440 specifier, such as ``">=0.19,<0.20"``.
         remove_when: What makes the record superfluous.
         aliases: Places ``"package.module:name"`` that are known to hold the target through a from-import. The engine
             finds aliases by identity and does not need this list: it makes a changed host visible in the status.
-        optional: The target's module may legitimately be absent; the status then says so.
-        refuse_foreign: Fail when another package has wrapped the target already, instead of wrapping its wrapper.
 
     Raises:
         PatchError: The target, an alias or the version range is malformed.
-
-    >>> record = PatchRecord(
-    ...     id="X1", target="host.state:setup", build=lambda f: f, why="...", versions=">=1,<2", remove_when="never"
-    ... )
-    >>> record.module, record.path, record.fits("1.4.2"), record.fits("2.0")
-    ('host.state', ('setup',), True, False)
     """
 
     id: str
     target: str
-    build: Callable[[Any], Any]
     why: str
     versions: str
     remove_when: str
     aliases: tuple[str, ...] = ()
-    optional: bool = False
-    refuse_foreign: bool = False
 
     def __post_init__(self) -> None:
         for place in (self.target, *self.aliases):
@@ -76,11 +60,6 @@ class PatchRecord:
         """Full name of the module that the target lives in."""
         return self.target.partition(":")[0]
 
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Names that lead from the module to the target, at least one."""
-        return tuple(self.target.partition(":")[2].split("."))
-
     def fits(self, host_version: str) -> bool:
         """Tell whether the record is made for this version; pre-releases of versions in the range count.
 
@@ -89,13 +68,66 @@ class PatchRecord:
         """
         return SpecifierSet(self.versions).contains(Version(host_version), prereleases=True)
 
-    def may_miss(self, error: Exception) -> bool:
-        """Tell whether an import error only says that the module of an optional record is absent.
 
-        A module that is there but lacks something that it imports itself is not absent.
-        """
-        missing = isinstance(error, ModuleNotFoundError) and f"{self.module}.".startswith(f"{error.name}.")
-        return self.optional and missing
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRecord(Record):
+    """One replacement of one object of the host package, wherever it is held.
+
+    Attributes:
+        target: A function, class, method or property; the module is the one that defines it. Constants are refused,
+            because they cannot be told apart by identity.
+        build: Gets the original object and returns its replacement, a new object. Of a staticmethod or classmethod it
+            gets the plain function and returns a plain function: the engine keeps the kind. Wrappers use
+            :func:`functools.wraps`. It may be called for an apply that fails later, so it must have no other effect.
+
+    >>> record = PatchRecord(
+    ...     id="X1", target="host.state:setup", build=lambda f: f, why="...", versions=">=1,<2", remove_when="never"
+    ... )
+    >>> record.module, record.fits("1.4.2"), record.fits("2.0")
+    ('host.state', True, False)
+    """
+
+    build: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRecord(Record):
+    """One name that patches assign to while a run goes on; only this name, not what else holds the same object.
+
+    Attributes:
+        target: A variable, also a constant; or a dictionary, of which single entries are written. It must exist.
+
+    >>> import string
+    >>> record = WriteRecord(id="X2", target="string:digits", why="...", versions=">=1,<2", remove_when="never")
+    >>> with record.during("01"):
+    ...     string.digits, record.is_written
+    ('01', True)
+    >>> string.digits, record.is_written
+    ('0123456789', False)
+    """
+
+    _undo: UndoStack = field(default_factory=UndoStack, init=False, repr=False, compare=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something was written and not undone."""
+        return len(self._undo) > 0
+
+    def put(self, value: object, *, key: object = ABSENT) -> None:
+        """Assign to the name or, with a key, to an entry of the dictionary that it holds."""
+        self._undo.put(self._place(key), value)
+
+    def during(self, value: object) -> AbstractContextManager[None]:
+        """Assign to the name inside a ``with`` block."""
+        return self._undo.during(self._place(ABSENT), value)
+
+    def undo(self) -> None:
+        """Put back what was there before; what somebody else has assigned meanwhile stays."""
+        self._undo.undo()
+
+    def _place(self, key: object) -> Place:
+        target = resolve_target(self.target)
+        return Name(target.owner, target.name) if key is ABSENT else Item(target.value, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +153,7 @@ class PatchStatus:
 
     Attributes:
         id: As in the record; so are `target`, `versions`, `why` and `remove_when`.
-        applied: The replacement is in force.
+        applied: The replacement is in force; of a write: patches may make it.
         skipped: Why the record was left out from the start; empty when it was carried out (and maybe reverted since).
         aliases_found: Places such as ``"module:name"`` in loaded host modules that hold the replacement, the target
             itself apart, sorted. Contains modules that were imported after applying.
@@ -129,6 +161,7 @@ class PatchStatus:
         aliases_missing: Declared aliases in loaded modules that do not hold the replacement. A declared alias in a
             module that is not loaded is not missing: it gets the replacement when the module is imported.
         foreign_wrapper: Module of the other package that had replaced or wrapped the target before us, or empty.
+        written: The write was made and not undone yet; None of a replacement.
     """
 
     id: str
@@ -142,13 +175,16 @@ class PatchStatus:
     foreign_wrapper: str
     why: str
     remove_when: str
+    written: bool | None = None
 
     @property
     def state(self) -> str:
-        """One word: ``applied``, ``skipped`` or ``reverted``."""
+        """One word: ``applied``, ``skipped`` or ``reverted``; of a write ``ready`` or ``written``."""
         if self.skipped:
             return "skipped"
-        return "applied" if self.applied else "reverted"
+        if not self.applied:
+            return "reverted"
+        return "applied" if self.written is None else "written" if self.written else "ready"
 
 
 def format_status(statuses: Iterable[PatchStatus]) -> str:
@@ -218,12 +254,6 @@ def resolve_target(target: str) -> Target:
         owner = value
     value, defined_in = _find(owner, name)
     return Target(owner=owner, name=name, value=value, defined_in=defined_in)
-
-
-def namespace(owner: ModuleType | type) -> Mapping[str, Any]:
-    """Return the own attributes without running code of the owner: a lazy module stays unloaded."""
-    # Neither vars() nor isinstance() here: both make importlib's lazy modules load.
-    return object.__getattribute__(owner, "__dict__")
 
 
 def _find(owner: ModuleType | type, name: str) -> tuple[Any, ModuleType | type]:

@@ -17,8 +17,8 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from vtp_plugin.patching.objects import MARKER, attributes
-from vtp_plugin.patching.places import ABSENT, Default, Name, PartialPart, Place
-from vtp_plugin.patching.record import namespace
+from vtp_plugin.patching.places import Default, PartialPart
+from vtp_plugin.undo import ABSENT, Name, Place, namespace
 
 # From an original to the class or function that holds it: a staticmethod, the dictionary of its class, the class.
 _STEPS: Final = 3
@@ -37,15 +37,13 @@ class Hit:
         module: name in ``sys.modules`` of the module that the place belongs to, as far as it is known.
         of: `id` of the object that was searched for.
         place: reads and writes it.
-        old: what it holds: the object, or a staticmethod, classmethod or bound method of it.
-        new: the same for the object's counterpart.
+        new: the object's counterpart, or a staticmethod, classmethod or bound method of it, as the place holds it.
     """
 
     where: str
     module: str
     of: int
     place: Place
-    old: object
     new: object
 
 
@@ -89,13 +87,13 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
     named: set[int] = set()
     for owner in owners.values():
         where, module = _name(owner, modules)
-        for label, value, place in _slots(owner):
+        for label, value, place in held(owner):
             item = known.get(id(value))
             if item is None:
                 continue
             named.add(id(value))
             if place is not None and item.new is not ABSENT:
-                hits.append(Hit(where=where + label, module=module, of=item.of, place=place, old=value, new=item.new))
+                hits.append(Hit(where=where + label, module=module, of=item.of, place=place, new=item.new))
             elif not isinstance(item.value, functools.partial):
                 unreached.append((item.of, where + label + item.path))
     unreached += [
@@ -208,12 +206,12 @@ def _contents(holder: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(holder, staticmethod | classmethod | MethodType):
         yield "", holder.__func__
     elif isinstance(holder, functools.partial):
-        yield from ((label, value) for label, value, _ in _slots(holder))
+        yield from ((label, value) for label, value, _ in held(holder))
     else:
         yield from ((f".{name}", value) for name, value in _items(_instance_dict(holder)))
 
 
-def _slots(owner: Any) -> Iterator[tuple[str, object, Place | None]]:
+def held(owner: Any) -> Iterator[tuple[str, object, Place | None]]:
     """Yield what an owner holds, each with its label and, where it can be changed, its place."""
     if isinstance(owner, FunctionType):
         first = owner.__code__.co_argcount - len(owner.__defaults__ or ())

@@ -19,7 +19,7 @@ from vtp_plugin.platform.base import BackendName, PlatformName
 from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
 from vtp_plugin.platform.cpu_tensors import map_tensors
 from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
-from vtp_plugin.platform.undo import UndoStack
+from vtp_plugin.undo import UndoStack
 
 
 class CpuPlatform:

@@ -15,7 +15,7 @@ import torch.cuda.profiler
 
 from vtp_plugin.platform.cpu_random import DefaultGenerators, DeviceGenerator
 from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamState
-from vtp_plugin.platform.undo import UndoStack
+from vtp_plugin.undo import UndoStack
 
 # From capability 10 on Megatron drops its demand that CUDA_DEVICE_MAX_CONNECTIONS be 1, which means nothing here.
 _CAPABILITY: Final = (10, 0)

@@ -16,7 +16,7 @@ import torch.amp.autocast_mode
 import torch.utils._device
 
 from vtp_plugin.platform.cpu_random import DeviceGenerator
-from vtp_plugin.platform.undo import UndoStack
+from vtp_plugin.undo import UndoStack
 
 _CPU: Final = torch.device("cpu")
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.base import Platform
@@ -25,6 +24,7 @@ class ModelGroup(dist.ProcessGroup):
     It runs inside each stage, once across between their leaders, and back. All three steps are ordinary collectives of
     ordinary groups, which all members of the group call in this order, so it cannot hang where those would not. It
     answers ``rank`` and ``size`` like the group of one replica: Megatron names optimizer states by that rank.
+    torch does not know it: who makes one enters it where torch looks up backends and ranks.
     """
 
     def __init__(
@@ -52,10 +52,6 @@ class ModelGroup(dist.ProcessGroup):
         self._leader = layout.leader(own.stage)
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group
-        # What dist.get_process_group_ranks reads.
-        # torch asks for the backend's name when it reports a collective that failed.
-        _world.pg_map[self] = _world.pg_map[whole_stage_group]
-        _world.pg_group_ranks[self] = {member: i for i, member in enumerate(range(layout.world_size))}
 
     # torch declares all forms of this method; dist.all_reduce uses this one.
     def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -12,18 +12,36 @@ from megatron.core import parallel_state
 
 from vtp_plugin.patching import PatchRecord
 
+_CLASS = "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
+
 
 def records() -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
+    helpers = (
+        ("U9b", "_build_megatron_dataset_splits", _build_splits),
+        ("U9c", "build_generic_dataset", _build_generic),
+        ("U9d", "_build_megatron_datasets_parallel", _build_parallel),
+    )
     return (
         PatchRecord(
             id="U9",
-            target="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
+            target=f"{_CLASS}.build",
             build=_build,
             why="it lets rank 0 write the index first and meets all ranks of the world after it, as often as the paths "
             "of the data say; the cloud does not know them",
             versions=">=0.19,<0.20",
             remove_when="the builder takes a process group",
+        ),
+        *(
+            PatchRecord(
+                id=record_id,
+                target=f"{_CLASS}.{name}",
+                build=build,
+                why="it waits for the world; as U9 calls it, it works on the calling rank alone",
+                versions=">=0.19,<0.20",
+                remove_when="with U9",
+            )
+            for record_id, name, build in helpers
         ),
     )
 
@@ -31,7 +49,6 @@ def records() -> tuple[PatchRecord, ...]:
 def _build(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     @functools.wraps(original)
     def build(self: Any) -> list[Any]:
-        _meet_nobody(self)
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         datasets = original(self) if dist.get_rank() == 0 else []
         # The other ranks of the edge find what rank 0 has written.
@@ -41,21 +58,34 @@ def _build(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     return build
 
 
-def _meet_nobody(builder: Any) -> None:
-    """Hide the builder's methods that wait for the world behind some that build on the calling rank alone."""
-    build_splits, build_generic = builder._build_megatron_dataset_splits, builder.build_generic_dataset
+def _build_splits(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    @functools.wraps(original)
+    def _build_megatron_dataset_splits(
+        self: Any, prefix: str | None, split: Sequence[Any], sizes: Sequence[Any], synchronize_ranks: bool = False
+    ) -> list[Any]:
+        return original(self, prefix, split, sizes, False)
 
-    def splits(prefix: str | None, split: Sequence[Any], sizes: Sequence[Any], is_meeting: bool = False) -> list[Any]:
-        return build_splits(prefix, split, sizes, False)
+    return _build_megatron_dataset_splits
 
-    def generic(kind: Any, is_built_here: Callable[[], bool], is_meeting: bool, *args: Any) -> Any:
-        return build_generic(kind, is_built_here, False, *args)
 
-    def parallel(prefixes: Sequence[str], split: Sequence[Any], sizes: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        with ThreadPoolExecutor(max_workers=builder.config.num_dataset_builder_threads) as executor:
-            by_prefix = list(executor.map(lambda prefix, wanted: splits(prefix, split, wanted), prefixes, sizes))
+def _build_generic(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_generic_dataset(
+        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        return original(cls, is_built_on_rank, False, *args)
+
+    return build_generic_dataset
+
+
+def _build_parallel(original: Callable[..., list[list[Any]]]) -> Callable[..., list[list[Any]]]:
+    @functools.wraps(original)
+    def _build_megatron_datasets_parallel(
+        self: Any, prefixes: Sequence[str], split: Sequence[Any], sizes_per_dataset: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        build_splits = self._build_megatron_dataset_splits
+        with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as executor:
+            by_prefix = list(executor.map(lambda p, sizes: build_splits(p, split, sizes), prefixes, sizes_per_dataset))
         return [list(datasets) for datasets in zip(*by_prefix, strict=True)]
 
-    builder._build_megatron_dataset_splits = splits
-    builder.build_generic_dataset = generic
-    builder._build_megatron_datasets_parallel = parallel
+    return _build_megatron_datasets_parallel

@@ -9,24 +9,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import param_and_grad_buffer
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord
+
+_MODULE = "megatron.core.distributed.param_and_grad_buffer"
 
 
-def records() -> tuple[PatchRecord, ...]:
+def records() -> tuple[Record, ...]:
     """Give the records of this module."""
+    coalescing, gather = (
+        WriteRecord(
+            id=f"P6{suffix}",
+            target=f"{_MODULE}:{name}",
+            why="the method looks this name up when it starts a gather, and so does the sum of gradients, which stays "
+            "as it is: it is set while the method runs only",
+            versions=">=0.19,<0.20",
+            remove_when="with P6",
+        )
+        for suffix, name in (("b", "_coalescing_manager"), ("c", "dist_all_gather_func"))
+    )
     return (
         PatchRecord(
             id="P6",
-            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
-            build=_start,
+            target=f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
+            build=functools.partial(_start, coalescing, gather),
             why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write "
             "into one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain "
             "all-gather needs no heap",
             versions=">=0.19,<0.20",
             remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
         ),
+        coalescing,
+        gather,
     )
 
 
@@ -46,30 +60,16 @@ class _Gathers:
             work.wait()
 
 
-def _start(original: Callable[..., None]) -> Callable[..., None]:
+def _start(coalescing: WriteRecord, gather: WriteRecord, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _one_by_one():
+        gathers = _Gathers()
+
+        @contextmanager
+        def manager(group: dist.ProcessGroup, async_ops: bool) -> Iterator[_Gathers]:
+            yield gathers
+
+        with coalescing.during(manager), gather.during(gathers.gather):
             original(self, *args, **kwargs)
 
     return start_param_sync
-
-
-@contextmanager
-def _one_by_one() -> Iterator[None]:
-    """Let Megatron's module gather plainly: it looks up both names when it starts a gather, and nobody else does."""
-    gathers = _Gathers()
-
-    @contextmanager
-    def manager(group: dist.ProcessGroup, async_ops: bool) -> Iterator[_Gathers]:
-        yield gathers
-
-    names = {"_coalescing_manager": manager, "dist_all_gather_func": gathers.gather}
-    originals = {name: getattr(param_and_grad_buffer, name) for name in names}
-    try:
-        for name, replacement in names.items():
-            setattr(param_and_grad_buffer, name, replacement)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(param_and_grad_buffer, name, original)

@@ -22,7 +22,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             versions=">=0.19,<0.20",
             remove_when="with U1",
             aliases=("megatron.training.models:build_virtual_pipeline_stages",),
-            optional=True,
         ),
     )
 

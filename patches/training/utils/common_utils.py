@@ -27,7 +27,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
                 "megatron.training.training:is_last_rank",
                 "megatron.training.checkpointing:is_last_rank",
             ),
-            optional=True,
         ),
     )
 

@@ -1,0 +1,152 @@
+"""Assignments that can be taken back: how the plugin changes objects of other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+ABSENT: Final = object()
+"""What a place holds that does not exist (any more), and what undoes a name that was not there before."""
+
+
+class Place(Protocol):
+    """Somewhere that an object can be read from and written to."""
+
+    @property
+    def key(self) -> tuple[int, object]:
+        """Equal for equal places."""
+        ...
+
+    def get(self) -> object:
+        """Return what the place holds, or `ABSENT`."""
+        ...
+
+    def put(self, value: Any) -> None:
+        """Make the place hold an object."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """An attribute of a module, class or object itself, not one that it inherits."""
+
+    owner: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, object]:
+        """As of every place."""
+        return id(self.owner), self.name
+
+    def get(self) -> object:
+        """As of every place."""
+        return namespace(self.owner).get(self.name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """As of every place; `ABSENT` deletes the attribute."""
+        if value is ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An entry of a dictionary.
+
+    >>> table = {}
+    >>> Item(table, "a").put(1), Item(table, "a").get(), Item(table, "b").get() is ABSENT
+    (None, 1, True)
+    >>> Item(table, "a").put(ABSENT), table
+    (None, {})
+    """
+
+    table: MutableMapping[Any, Any]
+    name: Any
+
+    @property
+    def key(self) -> tuple[int, object]:
+        """As of every place."""
+        return id(self.table), self.name
+
+    def get(self) -> object:
+        """As of every place."""
+        return self.table.get(self.name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """As of every place; `ABSENT` deletes the entry."""
+        if value is ABSENT:
+            del self.table[self.name]
+        else:
+            self.table[self.name] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """An assignment that was made; `old` is `ABSENT` where there was nothing."""
+
+    place: Place
+    old: object
+    new: object
+
+    def undo(self) -> None:
+        """Put the old object back; what somebody else has assigned meanwhile stays."""
+        if self.place.get() is self.new:
+            self.place.put(self.old)
+
+
+class UndoStack:
+    """Makes assignments, and puts the very same objects back in reverse order.
+
+    A raw attribute is read, not ``getattr``: on a class that would bind static methods and find inherited attributes,
+    and restoring those would not give the original class.
+
+    >>> class Owner:
+    ...     size = 1
+    >>> undo = UndoStack()
+    >>> undo.set(Owner, "size", 2)
+    >>> undo.set(Owner, "name", "a")
+    >>> undo.undo()
+    >>> Owner.size, hasattr(Owner, "name"), len(undo)
+    (1, False, 0)
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def put(self, place: Place, value: object) -> None:
+        """Make a place hold an object, and remember what it held."""
+        old = place.get()
+        place.put(value)
+        self._changes.append(Change(place, old, value))
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Make ``owner.name`` be an object, and remember what it was."""
+        self.put(Name(owner, name), value)
+
+    @contextmanager
+    def during(self, place: Place, value: object) -> Iterator[None]:
+        """Make a place hold an object inside a ``with`` block."""
+        self.put(place, value)
+        change = self._changes[-1]
+        try:
+            yield
+        finally:
+            self._changes.remove(change)
+            change.undo()
+
+    def undo(self) -> None:
+        """Undo every assignment, the last one first, and forget them."""
+        while self._changes:
+            self._changes.pop().undo()
+
+
+def namespace(owner: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object itself without running code of it: a lazy module stays unloaded."""
+    # Neither vars() nor isinstance() here: both make importlib's lazy modules load.
+    return object.__getattribute__(owner, "__dict__")
