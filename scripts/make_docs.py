@@ -219,7 +219,7 @@ def _sliced_over_rank0() -> str:
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
     from vtp_plugin.boundary.draw import draw_pipeline
-    from vtp_plugin.boundary.pipeline import TransportRules
+    from vtp_plugin.boundary.rules import TransportRules
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.schedule.cost.bounds import need
     from vtp_plugin.schedule.cost.costs import u_costs

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
+from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
+from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes
-from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary, Shape, Side
+from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
     STRATEGIES,
@@ -28,6 +29,7 @@ from vtp_plugin.boundary.plan import (
     plan_sliced,
     reversed_plan,
 )
+from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.boundary.spread import (
     Box,
     Holding,
@@ -385,6 +387,26 @@ def test_sliced_without_context_parallelism_has_the_fewest_transfers(exchange: E
     num_overlaps = len(src) + len(dst) - math.gcd(len(src), len(dst))
     assert len(few.transfers) <= min(num_overlaps, length)
     assert len(many.transfers) == num_overlaps
+
+
+@SETTINGS
+@given(exchanges(), st.sampled_from(tuple(STRATEGIES)))
+def test_prototype_is_the_probe_but_for_the_numbers_of_the_ranks(exchange: Exchange, strategy: str) -> None:
+    spec = exchange.spec(strategy)
+    try:
+        probe = spec.probe
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            _ = spec.prototype
+        return
+    prototype, place = spec.prototype.plan, spec.members.index
+    assert [(t.src, t.dst, t.boxes) for t in prototype.transfers] == [
+        (place(t.src), place(t.dst), t.boxes) for t in probe.transfers
+    ]
+    for ours, theirs in ((prototype.start, probe.start), (prototype.finish, probe.finish)):
+        assert (ours.kind, ours.groups) == (theirs.kind, tuple(tuple(map(place, group)) for group in theirs.groups))
+    assert spec.participants == probe.participants
+    assert spec.gathering_groups == (probe.finish.groups if probe.finish.kind is CollectiveKind.ALL_GATHER else ())
 
 
 @SETTINGS

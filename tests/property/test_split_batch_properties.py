@@ -16,8 +16,8 @@ from tests.property.test_boundary_properties import (
     stage,
 )
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.pipeline import Side
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, reversed_plan
+from vtp_plugin.boundary.side import Side
 
 
 @st.composite

@@ -8,14 +8,9 @@ import math
 import pytest
 
 from vtp_plugin.boundary import rules as rules_module
+from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
-from vtp_plugin.boundary.pipeline import (
-    ChannelSpec,
-    PipelineBoundary,
-    Side,
-    TransportRules,
-    pipeline_boundaries,
-)
+from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
     STRATEGIES,
@@ -29,6 +24,8 @@ from vtp_plugin.boundary.plan import (
     plan_sliced,
     reversed_plan,
 )
+from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.side import Side
 from vtp_plugin.boundary.spread import (
     Box,
     Holding,

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vtp_plugin.boundary.check import require_valid as require_valid_plan
-from vtp_plugin.boundary.pipeline import ChannelSpec, Side
+from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.side import Side
 from vtp_plugin.boundary.plan import Collective, CollectiveKind, Transfer, plan_rank0, plan_sliced
 from vtp_plugin.boundary.spread import Spread, replicated
 from vtp_plugin.errors import VtpError

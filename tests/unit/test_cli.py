@@ -16,7 +16,7 @@ import vtp_plugin
 from tests.import_rules import ROOT
 from tests.lines import error_line
 from vtp_plugin.boundary.draw import draw_pipeline
-from vtp_plugin.boundary.pipeline import TransportRules
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.cli import main
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import VTP_FLAGS, Flag

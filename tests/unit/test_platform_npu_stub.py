@@ -115,7 +115,8 @@ CHANNELS = (
     HCCL_ALIAS.partition("    def create(")[0]
     + """
     import sys, types
-    from vtp_plugin.boundary.pipeline import TransportRules, pipeline_boundaries
+    from vtp_plugin.boundary.pipeline import pipeline_boundaries
+from vtp_plugin.boundary.rules import TransportRules
     from vtp_plugin.layout.channel import Direction
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.runtime.communicator import open_channels

@@ -17,8 +17,8 @@ from vtp_plugin.boundary.arrange import (
     Picture,
     arrange,
 )
-from vtp_plugin.boundary.pipeline import TransportRules
 from vtp_plugin.boundary.plan import CollectiveKind
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
 

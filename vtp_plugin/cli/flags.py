@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vtp_plugin.boundary.pipeline import TransportRules
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig, choose_cp_sizes
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout

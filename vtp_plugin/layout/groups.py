@@ -8,16 +8,15 @@ answers are Megatron's.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 
-_AXES = {
-    RankOrder.STAGE_MAJOR: ("tp", "gtp_remat", "cp", "ep", "dp", "pp"),
-    RankOrder.REPLICA_MAJOR: ("tp", "gtp_remat", "cp", "ep", "pp", "dp"),
-}
+_AXES = ("tp", "gtp_remat", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +80,16 @@ class LayoutRankGenerator:
         if not expert and (ep != 1 or expert_tensor_parallel_size is not None):
             raise PlanError("the dense generator has no expert sizes")
         self._layout = layout
-        self._axes = _AXES[layout.order]
-        if expert:
-            tp_sizes = _expert_tp_sizes(layout, ep, expert_tensor_parallel_size)
-            self._places = [_expert_place(layout, rank, ep, tp_sizes) for rank in range(layout.world_size)]
-        else:
-            tp_sizes = layout.tp_sizes
-            self._places = [_dense_place(layout, rank) for rank in range(layout.world_size)]
-        self._tp_sizes = tp_sizes
+        tp_sizes = _expert_tp_sizes(layout, ep, expert_tensor_parallel_size) if expert else layout.tp_sizes
+        sizes = zip(range(layout.num_stages), tp_sizes, strict=True)
+        self._stages = [_expert_ranks(layout, *size, ep) if expert else _dense_ranks(layout, size[0]) for size in sizes]
         self._widest = max(tp_sizes)
+        axes = [axis for stage in self._stages for axis in stage.axes]
+        self._axes = {"tp", "pp", *(axis.name for axis in axes if axis.length > 1)}
+        self._lists: dict[frozenset[str], list[list[int]]] = {}
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return the rank lists of the groups along the axes of ``token``.
+        """Return the rank lists of the groups along the axes of ``token``; they are shared, so nobody may change them.
 
         Args:
             token: names of axes joined by "-", in any order.
@@ -102,19 +99,26 @@ class LayoutRankGenerator:
             ConfigError: the token has "pp" and "cp" or "dp" but not "tp", and the stages have different cp or dp sizes.
         """
         masked = token.split("-")
-        if unknown := set(masked) - set(self._axes):
-            raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {self._axes}")
+        if unknown := set(masked) - set(_AXES):
+            raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {_AXES}")
         if "pp" in masked and not self._layout.has_replicas:
             return self._groups_over_replicas(masked)
-        # The last axis is the most significant one, for the order of the groups as for the numbering of the ranks.
-        unmasked = [axis for axis in reversed(self._axes) if axis not in masked]
-        fan_out = "pp" in masked and "tp" not in masked
-        groups: dict[tuple[int, ...], list[int]] = {}
-        # Ascending ranks are already in the order that is wanted inside a group.
-        for rank, place in enumerate(self._places):
-            for seen in self._stand_ins(place) if fan_out else (place,):
-                groups.setdefault(tuple([getattr(seen, axis) for axis in unmasked]), []).append(rank)
-        return [groups[key] for key in sorted(groups)]
+        # Many tokens differ only in axes of one place, and some are asked for several times.
+        axes = frozenset(masked) & self._axes
+        if axes not in self._lists:
+            self._lists[axes] = self._groups_along(axes)
+        return self._lists[axes]
+
+    def _groups_along(self, masked: frozenset[str]) -> list[list[int]]:
+        width = self._widest if "pp" in masked and "tp" not in masked else None
+        by_stage = [stage.groups(masked, width) for stage in self._stages]
+        if "pp" in masked:
+            return [sorted(chain.from_iterable(parts)) for parts in zip(*by_stage, strict=True)]
+        if self._layout.order is RankOrder.REPLICA_MAJOR and "dp" not in masked:
+            # Here a replica counts more than a stage, for the order of the groups as for the numbering of the ranks.
+            by_replica = [_cut(groups, self._stages[0].axes[0].length) for groups in by_stage]
+            by_stage = list(chain.from_iterable(zip(*by_replica, strict=True)))
+        return list(chain.from_iterable(by_stage))
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
         """Return the groups of Megatron's weight rematerialisation, which are single ranks.
@@ -141,36 +145,83 @@ class LayoutRankGenerator:
         lanes = [layout.lane(t, *replica) for replica in layout.replicas for t in range(layout.num_lanes)]
         return [list(lane) for lane in lanes]
 
-    def _stand_ins(self, place: _Place) -> list[_Place]:
-        """Return the place once for every tp rank of the widest stage that it stands for, its own first."""
-        width = self._tp_sizes[place.pp]
-        return [place._replace(tp=tp) for tp in range(place.tp, self._widest, width)]
+
+class _Axis(NamedTuple):
+    """One axis of a stage: how many places it has, and how far apart the ranks of neighbouring places are."""
+
+    name: str
+    length: int
+    stride: int
 
 
-class _Place(NamedTuple):
-    """Place of a rank along the axes of Megatron's rank order."""
+class _StageRanks(NamedTuple):
+    """The ranks of one stage, by arithmetic.
 
-    tp: int
-    gtp_remat: int
-    cp: int
-    ep: int
-    dp: int
-    pp: int
+    Attributes:
+        first: the first rank.
+        axes: the slowest first; those that are left out have one place.
+    """
+
+    first: int
+    axes: tuple[_Axis, ...]
+
+    def groups(self, masked: Collection[str], width: int | None) -> list[list[int]]:
+        """Return the rank lists along the `masked` axes, one for every place along the others.
+
+        Args:
+            masked: names of axes.
+            width: if given, tp places of the widest stage; a rank stands for all that are its own modulo the stage's.
+        """
+        outside = [axis for axis in self.axes if axis.name not in masked]
+        if width is None:
+            starts = _ranks(self.first, outside)
+        else:
+            tp = outside.pop().length
+            starts = [start + place % tp for start in _ranks(self.first, outside) for place in range(width)]
+        *slow, (_, length, stride) = _joined([axis for axis in self.axes if axis.name in masked]) or [_Axis("", 1, 1)]
+        heads, span = _ranks(0, slow), length * stride
+        return [
+            [rank for head in heads for rank in range(start + head, start + head + span, stride)] for start in starts
+        ]
 
 
-def _dense_place(layout: PipelineLayout, rank: int) -> _Place:
-    coord = layout.coord(rank)
-    return _Place(tp=coord.tp_rank, gtp_remat=0, cp=coord.cp_rank, ep=0, dp=coord.dp_rank, pp=coord.stage)
+def _ranks(first: int, axes: Sequence[_Axis]) -> list[int]:
+    """Return the ranks at all places along some axes, the last one changing fastest."""
+    ranks = [first]
+    for _, length, stride in _joined(axes):
+        ranks = [rank + step for rank in ranks for step in range(0, length * stride, stride)]
+    return ranks
 
 
-def _expert_place(layout: PipelineLayout, rank: int, ep: int, tp_sizes: tuple[int, ...]) -> _Place:
-    """Place in the second factorization of a stage's ranks: expert tp fastest, then ep, then expert dp."""
-    coord = layout.coord(rank)
-    grid = layout.stages[coord.stage]
-    in_stage = coord.tp_rank + grid.tp * (coord.cp_rank + grid.cp * coord.dp_rank)
-    rest, tp_rank = divmod(in_stage, tp_sizes[coord.stage])
-    dp_rank, ep_rank = divmod(rest, ep)
-    return _Place(tp=tp_rank, gtp_remat=0, cp=0, ep=ep_rank, dp=dp_rank, pp=coord.stage)
+def _joined(axes: Sequence[_Axis]) -> list[_Axis]:
+    """Make one axis of neighbours without a gap between them: most lists of ranks are then one Python range."""
+    joined: list[_Axis] = []
+    for axis in axes:
+        if joined and joined[-1].stride == axis.length * axis.stride:
+            axis = axis._replace(length=joined.pop().length * axis.length)
+        joined.append(axis)
+    return joined
+
+
+def _cut(groups: list[list[int]], parts: int) -> list[list[list[int]]]:
+    """Cut a list into so many lists of one length."""
+    size = len(groups) // parts
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+def _dense_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
+    grid = layout.stages[stage]
+    dp = _Axis("dp", grid.dp, layout.dp_stride(stage))
+    return _StageRanks(layout.leader(stage), (dp, _Axis("cp", grid.cp, grid.tp), _Axis("tp", grid.tp, 1)))
+
+
+def _expert_ranks(layout: PipelineLayout, stage: int, tp: int, ep: int) -> _StageRanks:
+    """Factor a stage's ranks a second way: expert tp fastest, then ep, then expert dp."""
+    grid = layout.stages[stage]
+    # With as many expert replicas as dense ones the two are the same blocks, which need not be neighbours.
+    stride = layout.dp_stride(stage) if tp * ep == grid.tp * grid.cp else tp * ep
+    dp = _Axis("dp", grid.size // (tp * ep), stride)
+    return _StageRanks(layout.leader(stage), (dp, _Axis("ep", ep, tp), _Axis("tp", tp, 1)))
 
 
 def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> tuple[int, ...]:

@@ -226,14 +226,14 @@ class PipelineLayout:
         if not (0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp):
             raise PlanError(f"tp rank {tp_rank}, cp rank {cp_rank}, dp rank {dp_rank}: stage {stage} is {grid}")
         in_replica = tp_rank + grid.tp * cp_rank
-        return self._starts[stage] + in_replica + self._dp_stride(stage) * dp_rank
+        return self._starts[stage] + in_replica + self.dp_stride(stage) * dp_rank
 
     def coord(self, rank: int) -> Coord:
         """Return the place of a rank. Inverse of :meth:`rank_of`."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is none of {self.world_size}")
         replica_major = self.order is RankOrder.REPLICA_MAJOR
-        outer, rest = divmod(rank, self._dp_stride(0)) if replica_major else (0, rank)
+        outer, rest = divmod(rank, self.dp_stride(0)) if replica_major else (0, rank)
         stage = bisect_right(self._starts, rest) - 1
         grid = self.stages[stage]
         rest, tp_rank = divmod(rest - self._starts[stage], grid.tp)
@@ -342,8 +342,8 @@ class PipelineLayout:
             return tuple(stage.tp * stage.cp for stage in self.stages)
         return tuple(stage.size for stage in self.stages)
 
-    def _dp_stride(self, stage: int) -> int:
-        """Distance between the ranks of a stage at neighbouring dp ranks."""
+    def dp_stride(self, stage: int) -> int:
+        """Return the distance between the ranks of a stage at neighbouring dp ranks."""
         if self.order is RankOrder.REPLICA_MAJOR:
             return self._starts[-1] + self.stages[-1].tp * self.stages[-1].cp
         return self.stages[stage].tp * self.stages[stage].cp

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.pipeline import ChannelSpec, Shape, Side
 from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import Shape
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, local_slices
+from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import even_cuts
 from vtp_plugin.errors import PlanError
 from vtp_plugin.runtime.work import TimedWaits, ranks_text

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.pipeline import ChannelSpec, PipelineBoundary
-from vtp_plugin.boundary.plan import CollectiveKind
+from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
@@ -69,11 +69,9 @@ def open_channels(
             buffer_size_bytes=spec.largest_message_bytes,
         )
         pieces = None
-        if platform.gathers_by_messages and spec.probe.finish.kind is CollectiveKind.ALL_GATHER:
+        for ranks in spec.gathering_groups if platform.gathers_by_messages else ():
             name = f"{spec.name}, finish"
-            for ranks in spec.probe.finish.groups:
-                opened = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name)
-                pieces = pieces or opened
+            pieces = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name) or pieces
         if rank in spec.members:
             if spec.name in channels:
                 raise PlanError(f"two channels of rank {rank} are called {spec.name}")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.pipeline import ChannelSpec, Side
+from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.side import Side
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 

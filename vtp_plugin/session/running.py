@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from vtp_plugin import log
+from vtp_plugin.boundary.channel_spec import distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.errors import PlanError
@@ -99,9 +100,8 @@ def open_pipeline(
     tied = () if is_tied_local else tied_weight_specs(layout)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     specs += tied
-    for spec in specs:
-        require_valid(spec.probe)
-        require_valid(spec.plan_header(HEADER_LENGTH))
+    for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
+        require_valid(plan)
     channels = open_channels(
         specs,
         stage_group=stage_group,

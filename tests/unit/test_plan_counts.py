@@ -1,0 +1,60 @@
+"""Start-up plans what a rank needs: the number of plans does not grow with the number of replicas."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import vtp_plugin
+from vtp_plugin.boundary import channel_spec
+from vtp_plugin.boundary.plan import BoundaryPlan, Planner
+from vtp_plugin.boundary.spread import Spread
+
+
+@pytest.fixture(name="plans")
+def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the strategy of every plan that is made from now on."""
+    made: list[str] = []
+
+    def counted(name: str, planner: Planner) -> Planner:
+        def plan(src: Spread, dst: Spread) -> BoundaryPlan:
+            made.append(name)
+            return planner(src, dst)
+
+        return plan
+
+    planners = {name: counted(name, planner) for name, planner in channel_spec.STRATEGIES.items()}
+    monkeypatch.setattr(channel_spec, "STRATEGIES", MappingProxyType(planners))
+    return made
+
+
+def start(sizes: list[int], world_size: int, rank: int) -> None:
+    """Run Megatron's start-up with the plugin on one rank of a world that is not there."""
+    channel_spec._prototype.cache_clear()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        vtp_plugin.apply(vtp_size_list=sizes, device="cpu")
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=len(sizes), create_gloo_process_groups=False
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        vtp_plugin.revert()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 3, 1]])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_replicas_cost_no_plans(plans: list[str], sizes: list[int], is_last: bool) -> None:
+    counts = []
+    for num_replicas in (1, 2, 16):
+        plans.clear()
+        world_size = sum(sizes) * num_replicas
+        start(sizes, world_size, world_size - 1 if is_last else 0)
+        counts.append(len(plans))
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
