@@ -10,7 +10,7 @@ from graphlib import TopologicalSorter
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.placement import Placement
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.schedule.order.schedule import Actions, Schedule
 
 Node = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
 
@@ -180,3 +180,15 @@ def reference_cloud(text: str, stage: int) -> list[str]:
 
 def words(order: Sequence[Action]) -> list[str]:
     return [str(action) for action in order]
+
+
+def peak_posted(order: Actions) -> tuple[int, int]:
+    """Return the most receives, and the most sends, that are posted and not waited for at a time."""
+    peaks = {"RECV": 0, "SEND": 0}
+    posted = {"RECV": 0, "SEND": 0}
+    for action in order:
+        if not action.op.is_compute:
+            kind = action.op.removeprefix("WAIT_")[:4]
+            posted[kind] += -1 if action.op.startswith("WAIT_") else 1
+            peaks[kind] = max(peaks[kind], posted[kind])
+    return peaks["RECV"], peaks["SEND"]

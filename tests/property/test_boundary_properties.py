@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
+from tests.plans import is_replicated, reversed_plan
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes
 from vtp_plugin.boundary.pipeline import PipelineBoundary
@@ -27,7 +28,6 @@ from vtp_plugin.boundary.plan import (
     plan_header,
     plan_rank0,
     plan_sliced,
-    reversed_plan,
 )
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.boundary.spread import (
@@ -346,7 +346,7 @@ def test_rank0_sends_the_whole_tensor_over_one_link_or_refuses(exchange: Exchang
     assert check(plan) == ()
     assert link_bytes(plan, itemsize_bytes=1) == {leaders: math.prod(exchange.shape)}
     # What several ranks hold in slices goes through the leader: gathered before, scattered after.
-    src_in_slices, dst_in_slices = not plan.src.is_replicated, not plan.dst.is_replicated
+    src_in_slices, dst_in_slices = not is_replicated(plan.src), not is_replicated(plan.dst)
     assert plan.start.kind == ("gather" if src_in_slices else "none")
     assert plan.finish.kind == ("none" if len(plan.dst.ranks) == 1 else "scatter" if dst_in_slices else "broadcast")
 
@@ -461,7 +461,7 @@ def test_header_reaches_every_rank_once_over_links_of_the_plan(exchange: Exchang
     spec = exchange.spec(strategy)
     header = spec.plan_header(length)
     assert (header.src.shape, header.src.ranks, header.dst.ranks) == ((length,), exchange.src.ranks, exchange.dst.ranks)
-    assert header.dst.is_replicated and check(header) == ()
+    assert is_replicated(header.dst) and check(header) == ()
     deliver(header)
     links = {(transfer.src, transfer.dst) for transfer in spec.probe.transfers}
     assert {(transfer.src, transfer.dst) for transfer in header.transfers} <= links

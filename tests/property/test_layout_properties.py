@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.hyper_comm_grid import HyperCommGrid
 
+from tests.group_order import model_parallel_groups
 from vtp_plugin.layout.grid import RankGrid
-from vtp_plugin.layout.groups import LayoutRankGenerator, model_parallel_groups
+from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
 
 SMALL = st.integers(1, 4)

@@ -11,6 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests import schedule_oracle as oracle
+from tests.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
@@ -19,7 +20,7 @@ from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
 from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
 from vtp_plugin.schedule.make.u_shape import UPlan, plan_u_shape, reference_u_shape
 from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.lower import lower, peak_posted
+from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channels
 from vtp_plugin.schedule.order.placement import Placement, u_placement
 from vtp_plugin.schedule.proof.check import check

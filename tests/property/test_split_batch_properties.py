@@ -7,6 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.plans import reversed_plan
 from tests.property.test_boundary_properties import (
     DOWNSTREAM,
     SETTINGS,
@@ -16,7 +17,7 @@ from tests.property.test_boundary_properties import (
     stage,
 )
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, reversed_plan
+from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan
 from vtp_plugin.boundary.side import Side
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from tests.plans import is_replicated, reversed_plan
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
@@ -22,7 +23,6 @@ from vtp_plugin.boundary.plan import (
     plan_header,
     plan_rank0,
     plan_sliced,
-    reversed_plan,
 )
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.side import Side
@@ -108,7 +108,7 @@ class TestSpread:
         spread = replicated(SHAPE, (4, 5))
         assert spread.ranks == (4, 5)
         assert spread.boxes_of(5) == (WHOLE,)
-        assert spread.is_replicated
+        assert is_replicated(spread)
 
     def test_sharded_unevenly(self) -> None:
         spread = sharded((7, 2), (0, 1, 2), dim=0)
@@ -117,7 +117,7 @@ class TestSpread:
             (((3, 5), (0, 2)),),
             (((5, 7), (0, 2)),),
         ]
-        assert not spread.is_replicated
+        assert not is_replicated(spread)
 
     def test_more_ranks_than_slices(self) -> None:
         assert sharded((1, 2), (0, 1), dim=0).boxes_of(1) == ()
@@ -539,7 +539,7 @@ class TestSide:
         assert str(caught.value) == message
 
     def test_copies_need_no_length(self) -> None:
-        assert Side(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False).is_replicated
+        assert is_replicated(Side(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False))
 
 
 class TestChannelSpec:
@@ -559,7 +559,7 @@ class TestChannelSpec:
     def test_each_side_has_its_own_way_of_holding(self) -> None:
         plan = self.ONE_TO_THREE.plan((6,), dst_sharded=True)
         assert plan == plan_sliced(replicated((6,), (0,)), sharded((6,), (1, 2, 3), dim=0))
-        assert self.ONE_TO_THREE.plan((6,)).dst.is_replicated
+        assert is_replicated(self.ONE_TO_THREE.plan((6,)).dst)
 
     def test_strategy_that_cannot_carry_the_layout_is_refused_before_any_tensor(self) -> None:
         unequal = dataclasses.replace(self.ONE_TO_THREE, dst=Side(ranks_by_cp=((1,), (2,))), strategy="rank0")

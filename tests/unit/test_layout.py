@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.group_order import GroupSpec, model_parallel_groups
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.layout.groups import GroupSpec, LayoutRankGenerator, model_parallel_groups
+from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid, format_ranks
 
 MEGATRON_ORDER = {RankOrder.STAGE_MAJOR: "tp-cp-ep-dp-pp", RankOrder.REPLICA_MAJOR: "tp-cp-ep-pp-dp"}

@@ -99,7 +99,7 @@ def test_trace_has_every_compute_and_message(timeline: Timeline) -> None:
 def test_nothing_to_show_is_drawn() -> None:
     costs = Costs(forward=(0.0,), backward=(0.0,), latency=(), bandwidth=(), message_bytes=())
     timeline = simulate(plain_forward_only(1, 1), costs)
-    assert timeline.bubble == 0
+    assert max(timeline.utilization) == 0
     assert "|....................|" in draw_text(timeline, columns=20)
     assert summarize(timeline).startswith("simulated step 0; ")
     ET.fromstring(draw_svg(timeline, title="empty"))

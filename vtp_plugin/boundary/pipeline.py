@@ -46,7 +46,7 @@ class PipelineBoundary:
     tensor_bytes: int | None = None
 
     def channel(self, direction: Direction) -> ChannelSpec:
-        """Give one direction; gradients take the way of :func:`~vtp_plugin.boundary.plan.reversed_plan`."""
+        """Give one direction; each is planned by the same strategy."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
         cargo = Cargo.ACTIVATION if direction is Direction.FORWARD else Cargo.GRADIENT
         return ChannelSpec(

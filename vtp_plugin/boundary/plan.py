@@ -2,7 +2,8 @@
 
 A plan is data. It is made from the upstream and the downstream :class:`~vtp_plugin.boundary.spread.Spread` of one
 tensor by a planner of :data:`STRATEGIES`, proved by :mod:`vtp_plugin.boundary.check` and carried out by the runtime,
-which must not need to know which planner made it. Gradients travel by :func:`reversed_plan`.
+which must not need to know which planner made it. Gradients are not sent by the plan turned round: their way is planned
+anew by the same strategy, because after a broadcast every destination has the whole gradient, and one of them sends it.
 """
 
 from __future__ import annotations
@@ -294,20 +295,6 @@ def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
 
 STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "sliced": plan_sliced})
 """Planner for every strategy name; a plan carries the name of the planner that made it."""
-
-
-def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
-    """Plan the way back: the tensor's gradient, spread like the tensor, from `plan.dst` to `plan.src`.
-
-    The way back is planned anew by the same strategy, not by turning the arrows round: after a broadcast every
-    destination has the complete gradient and only one of them must send it. For a plan of one of :data:`STRATEGIES`,
-    ``reversed_plan(reversed_plan(plan)) == plan``.
-
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> print(reversed_plan(plan_rank0(replicated((4,), (0,)), replicated((4,), (1, 2)))).describe())
-    1 -> 0 [0:4]
-    """
-    return STRATEGIES[plan.strategy](plan.dst, plan.src)
 
 
 def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:

@@ -210,11 +210,6 @@ class Spread:
         """Global ranks in the order of the holdings."""
         return tuple(holding.rank for holding in self.holdings)
 
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds the whole tensor in one box (also true for any spread over a single rank)."""
-        return all(holding.boxes == (whole_box(self.shape),) for holding in self.holdings)
-
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
         """Return the boxes that `rank` holds, in the order in which they lie in its memory.
 
@@ -302,8 +297,8 @@ def _require_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
 def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
     """Spread a tensor so that each of `ranks` holds all of it (activations of tensor parallelism).
 
-    >>> replicated((4, 2), (0, 1)).is_replicated
-    True
+    >>> [h.boxes for h in replicated((4,), (0, 1)).holdings]
+    [(((0, 4),),), (((0, 4),),)]
     """
     return Spread(shape=shape, holdings=tuple(Holding(rank=rank, boxes=(whole_box(shape),)) for rank in ranks))
 

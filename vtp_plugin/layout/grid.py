@@ -4,6 +4,8 @@ The grid enumerates rank lists by integer arithmetic. Creating a process group f
 (``make_groups``), so the same class plans on a laptop and runs in a job; `vtp_plugin.runtime.grid_groups` binds it to
 torch.distributed. Exception types are those of HyperCommGrid (ConfigError is a ValueError), so callers written for one
 work with the other.
+
+No run uses it yet: it is there for the bridges between modules of different parallel sizes, which take such grids.
 """
 
 from __future__ import annotations

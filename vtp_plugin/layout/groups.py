@@ -1,7 +1,7 @@
-"""Rank lists of all process groups of a pipeline, in the order in which they are created.
+"""Rank lists of all process groups of a pipeline.
 
 Creating a process group is collective over the world, so every rank must create the same groups in the same order: the
-order is a part of the plan. :class:`LayoutRankGenerator` answers the questions that Megatron's
+order of the lists is a part of the plan. :class:`LayoutRankGenerator` answers the questions that Megatron's
 ``initialize_model_parallel`` puts to its own rank generator, for stages of different sizes; with a uniform layout its
 answers are Megatron's.
 """
@@ -9,7 +9,6 @@ answers are Megatron's.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,19 +16,6 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 
 _AXES = ("tp", "gtp_remat", "cp", "ep", "dp", "pp")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """One process group to create.
-
-    Attributes:
-        name: description of the group, shared by all groups of its kind.
-        ranks: members in planned order. A process group sorts them: its group rank is the place in ascending order.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
 
 
 class LayoutRankGenerator:
@@ -251,76 +237,3 @@ def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> t
                 f"or use the order {RankOrder.STAGE_MAJOR}"
             )
     return tp_sizes
-
-
-class _Kind(NamedTuple):
-    """One kind of group that Megatron creates: its description, the axes, the generator, and if gloo doubles it."""
-
-    name: str
-    token: str
-    expert: bool = False
-    gloo: bool = False
-
-
-# Creation order of initialize_model_parallel in megatron-core 0.19.
-_KINDS = (
-    _Kind("GTP_WEIGHT_REMAT_GROUP", "gtp_remat"),
-    _Kind("DATA_PARALLEL_GROUP_WITH_CP", "dp-cp", gloo=True),
-    _Kind("DATA_PARALLEL_GROUP", "dp", gloo=True),
-    _Kind("CONTEXT_PARALLEL_GROUP", "cp"),
-    _Kind("MODEL_PARALLEL_GROUP", "tp-gtp_remat-pp"),
-    _Kind("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-    _Kind("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-    _Kind("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp-gtp_remat-dp-cp"),
-    _Kind("TENSOR_AND_DATA_PARALLEL_GROUP", "tp-gtp_remat-dp"),
-    _Kind("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp-cp"),
-    _Kind("EXPERT_GTP_WEIGHT_REMAT_GROUP", "gtp_remat", expert=True),
-    _Kind("EXPERT_MODEL_PARALLEL_GROUP", "ep", expert=True),
-    _Kind("EXPERT_TENSOR_PARALLEL_GROUP", "tp", expert=True),
-    _Kind("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "tp-ep", expert=True),
-    _Kind("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "tp-ep-pp", expert=True),
-    _Kind("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "tp-ep-gtp_remat-pp", expert=True),
-    _Kind("EXPERT_DATA_PARALLEL_GROUP", "dp", expert=True, gloo=True),
-)
-
-
-def model_parallel_groups(
-    layout: PipelineLayout, ep: int = 1, *, expert_tensor_parallel_size: int | None = None, gloo: bool = False
-) -> tuple[GroupSpec, ...]:
-    """List the groups that ``initialize_model_parallel`` of megatron-core 0.19 creates, in its order.
-
-    For unequal stages these are the groups it creates when its rank generators are replaced by
-    :class:`LayoutRankGenerator`. One distributed-optimizer instance, default embedding ranks.
-
-    Args:
-        layout: the stages.
-        ep: expert-parallel size.
-        expert_tensor_parallel_size: see :class:`LayoutRankGenerator`.
-        gloo: whether to list the gloo doubles too (``create_gloo_process_groups``).
-
-    Raises:
-        ConfigError: see :class:`LayoutRankGenerator`.
-
-    >>> groups = model_parallel_groups(PipelineLayout.from_sizes([1, 2], world_size=3))
-    >>> [group.ranks for group in groups if group.name == "PIPELINE_MODEL_PARALLEL_GROUP"]
-    [(0, 1), (0, 2)]
-    """
-    dense = LayoutRankGenerator(layout)
-    expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
-    specs: list[GroupSpec] = []
-    for kind in _KINDS:
-        for ranks in (expert if kind.expert else dense).get_ranks(kind.token):
-            specs.append(GroupSpec(kind.name, tuple(ranks)))
-            if kind.gloo and gloo:
-                specs.append(GroupSpec(f"{kind.name}_GLOO", tuple(ranks)))
-            if kind.token == "pp":
-                specs.extend(_embedding_groups(ranks))
-    everyone = [rank for ranks in expert.get_ranks("tp-ep-pp") for rank in ranks]
-    specs.append(GroupSpec("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", tuple(everyone)))
-    return tuple(specs)
-
-
-def _embedding_groups(lane: list[int]) -> tuple[GroupSpec, GroupSpec]:
-    """Groups that Megatron makes from each pipeline group: both ends tie the embedding, the first has positions."""
-    ends = (lane[0],) if len(lane) == 1 else (lane[0], lane[-1])
-    return GroupSpec("EMBEDDING_GROUP", ends), GroupSpec("POSITION_EMBEDDING_GROUP", (lane[0],))

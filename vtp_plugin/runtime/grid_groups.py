@@ -1,4 +1,7 @@
-"""RankGrid bound to torch.distributed: a drop-in for Megatron's HyperCommGrid."""
+"""RankGrid bound to torch.distributed: a drop-in for Megatron's HyperCommGrid.
+
+No run uses it yet: it is there for the bridges between modules of different parallel sizes, which take such grids.
+"""
 
 from __future__ import annotations
 

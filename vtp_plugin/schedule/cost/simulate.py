@@ -80,11 +80,6 @@ class Timeline:
         """Share of the step in which each worker computes, from 0 to 1."""
         return tuple(busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
-    @property
-    def bubble(self) -> float:
-        """Share of the step in which the busiest worker does not compute, from 0 to 1."""
-        return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
-
 
 def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Timeline:
     """Walk all workers' lists in time.
@@ -103,7 +98,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> schedule = one_f_one_b(2, 4)
     >>> timeline = simulate(schedule, uniform_costs(schedule.placement, latency=0.5))
-    >>> timeline.makespan, round(timeline.bubble, 3), timeline.in_flight
+    >>> timeline.makespan, round(1 - max(timeline.utilization), 3), timeline.in_flight
     (17.0, 0.294, (2, 1))
     """
     problems = check(schedule)

@@ -80,23 +80,6 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def peak_posted(order: Actions) -> tuple[int, int]:
-    """Return the most receives, and the most sends, that are posted and not waited for at a time.
-
-    >>> from vtp_plugin.schedule.order.actions import parse_actions
-    >>> peak_posted(parse_actions("1RECV_F0 1WAIT_RECV_F0 1RECV_F1 1F0 1SEND_F0"))
-    (1, 1)
-    """
-    peaks = {"RECV": 0, "SEND": 0}
-    posted = {"RECV": 0, "SEND": 0}
-    for action in order:
-        if not action.op.is_compute:
-            kind = action.op.removeprefix("WAIT_")[:4]
-            posted[kind] += -1 if action.op.startswith("WAIT_") else 1
-            peaks[kind] = max(peaks[kind], posted[kind])
-    return peaks["RECV"], peaks["SEND"]
-
-
 def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]]:
     """List the receives to post: at the start of the step, then before each compute."""
     order = schedule.orders[worker]
