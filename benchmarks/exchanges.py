@@ -104,8 +104,9 @@ class SerialSlices:
 def _open_channel(spec: ChannelSpec, stages: Stages) -> Channel:
     platform = CpuPlatform("benchmark")
     group = stages.own_group
-    channels = open_channels([spec], stage_group=group, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-    return channels[spec.name]
+    (channel,) = open_channels([spec], stage_group=group, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    assert channel is not None
+    return channel
 
 
 def _open_group(ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:

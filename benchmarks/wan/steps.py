@@ -30,10 +30,9 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.communicator import open_channels, own_channels
 from vtp_plugin.runtime.executor import Executor
 from vtp_plugin.runtime.measure import measure_links
-from vtp_plugin.runtime.workers import own_channels, worker_of
 from vtp_plugin.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -233,7 +232,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
     for name, schedule in job.schedules.items():
         mode = job.replicas(name).mode
         if mode not in channels:
-            channels[mode] = _open_channels(job, name, rank, platform)
+            channels[mode] = _open_channels(job, name, platform)
             stage = job.layout.stage_of(rank)
             shape = job.local_shape(name, stage)
             outputs = dict.fromkeys(schedule.placement.vstages(stage), shape)
@@ -255,7 +254,7 @@ def _run_steps(
     for num_step in range(1 + job.num_steps):
         for name, schedule in job.schedules.items():
             replicas, shape = job.replicas(name), job.local_shape(name, coord.stage)
-            worker = worker_of(schedule.placement, replicas, coord.stage, coord.dp_rank)
+            worker = replicas.worker(coord.stage, coord.dp_rank)
             sleeper = Sleeper(job.costs_of(name), shape)
             executor = Executor(schedule, worker, channels[replicas.mode], _FORM, shape, sleeper)
             step_s = clock.time(rank, executor.run)
@@ -266,7 +265,7 @@ def _run_steps(
     return steps_s, busy_s, peaks
 
 
-def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dict[ChannelId, Channel]:
+def _open_channels(job: Job, name: str, platform: CpuPlatform) -> dict[ChannelId, Channel]:
     """Open the channels that a run of such stages has in the mode of a schedule."""
     placement, replicas = job.schedules[name].placement, job.replicas(name)
     num_bytes = torch.Size(job.shape).numel() * _FORM.dtype.itemsize
@@ -275,5 +274,4 @@ def _open_channels(job: Job, name: str, rank: int, platform: CpuPlatform) -> dic
     boundaries = pipeline_boundaries(job.layout, is_ring=is_ring, rules=rules, dp_mode=replicas.mode)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     opened = open_channels(specs, stage_group=None, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-    own = [boundary for boundary in boundaries if rank in boundary.src.ranks + boundary.dst.ranks]
-    return own_channels(placement, replicas, own, opened)
+    return own_channels(boundaries, opened)

@@ -84,7 +84,7 @@ def _build_iterators(session: Session, original: Callable[..., Any]) -> Callable
     def build_train_valid_test_data_iterators(provider: Callable[..., Any]) -> Any:
         if session.planned.own.stage == 0:
             return original(provider)
-        pipeline = session.running.require_planned_pipeline()
+        pipeline = session.running.require_schedule_runner()
         for _ in range(len(pipeline.placement.vstages(0)) - pipeline.num_chunks):
             original(_no_data)
         return original(_no_data)

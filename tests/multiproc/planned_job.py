@@ -25,9 +25,9 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import Planning
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.communicator import open_channels, own_channels
 from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.startup import Agreement
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import format_costs
@@ -154,7 +154,7 @@ def run(
     platform = CpuPlatform("of the test")
     channels = _open(layout, stage, platform)
     planning = Planning(costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval)
-    pipeline = PlannedPipeline(placement, stage, channels, World(), platform, planning)
+    pipeline = ScheduleRunner(placement, stage, channels, World(), platform, planning)
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=varying)
     seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)
     for one in passes:
@@ -177,12 +177,7 @@ def _open(layout: PipelineLayout, stage: int, platform: CpuPlatform) -> dict[Cha
     boundaries = pipeline_boundaries(layout, is_ring=True)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     opened = open_channels(specs, stage_group=groups[stage], platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-    return {
-        ChannelId.between(boundary.upstream, boundary.downstream, direction): opened[boundary.name(direction)]
-        for boundary in boundaries
-        for direction in Direction
-        if stage in (boundary.upstream, boundary.downstream)
-    }
+    return own_channels(boundaries, opened)
 
 
 def train_and_print(case: Case) -> tuple[RankResult, str]:

@@ -20,7 +20,7 @@ from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.communicator import open_channels, own_channels
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.probe import settle, try_strategies
 
@@ -72,7 +72,8 @@ def run(
         rules = TransportRules(tensor_bytes=tensor_bytes)
         boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
         specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
-        channels = open_channels(specs, stage_group=own, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+        opened = open_channels(specs, stage_group=own, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+        channels = own_channels(boundaries, opened)
         tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]
         store = dist.PrefixStore("probe", dist.distributed_c10d._get_default_store())
         shared: list[str] = []
@@ -92,7 +93,7 @@ def run(
         problems = [problem for channel in settled.values() for problem in _use(channel, rank, is_sharded=is_sharded)]
     return Tried(
         lines=[*map(str, choices.values())],
-        strategies={name: channel.spec.strategy for name, channel in settled.items()},
+        strategies={str(name): channel.spec.strategy for name, channel in settled.items()},
         problems=problems,
         trace=format_trace(recorder.trace()),
         shared=shared,

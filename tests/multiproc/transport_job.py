@@ -68,10 +68,10 @@ def move(moves: Sequence[Move]) -> list[str]:
         stages = [dist.new_group(list(ranks)) for side in (spec.src, spec.dst) for ranks in side.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
         platform.gathers_by_messages = one.gathers_by_messages
-        channels = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
-        if rank in spec.members:
-            problems += [f"{one}: {problem}" for problem in _exchange(channels[spec.name], one, rank)]
-        channels.clear()
+        (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+        if channel is not None:
+            problems += [f"{one}: {problem}" for problem in _exchange(channel, one, rank)]
+        del channel
         for group in stages:
             if isinstance(group, dist.ProcessGroup):
                 dist.destroy_process_group(group)
@@ -124,7 +124,8 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     spec, rank = one.spec(), dist.get_rank()
     stages = [dist.new_group(list(side.ranks)) for side in (spec.src, spec.dst)]
     mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
-    channel = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)[spec.name]
+    (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
+    assert channel is not None
     form = TensorFormat(
         dtype=torch.float32,
         src_sharded=one.src_sharded,
@@ -152,8 +153,8 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
     """Announce tensors to a rank that expects float32 of a width; return what either side says about each."""
     init_gloo()
     spec, rank = Move(src=(1, 1), dst=(1, 1)).spec(), dist.get_rank()
-    channels = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
-    channel = channels[spec.name]
+    (channel,) = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
+    assert channel is not None
     said = []
     for shape, dtype in sent:
         try:

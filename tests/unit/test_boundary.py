@@ -605,6 +605,7 @@ class TestPipelineBoundaries:
             upstream=0,
             downstream=1,
             dp_ranks=((0,), (0,)),
+            workers=(0, 1),
             cp_rank=0,
             src=Side(ranks_by_cp=((0,),)),
             dst=Side(ranks_by_cp=((1, 2), (3, 4))),

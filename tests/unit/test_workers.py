@@ -12,7 +12,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
+from vtp_plugin.runtime.communicator import own_channels
+from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.order.messages import channels
 
 
@@ -29,11 +30,17 @@ def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], is_u_shaped: bool, 
     found = []
     for rank in range(world_size):
         own = layout.coord(rank)
-        mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
-        by_name: Any = {b.name(direction): (b, direction) for b in mine for direction in Direction}
-        assert len(by_name) == 2 * len(mine), "two channels of one rank have one name"
-        worker = worker_of(placement, replicas, own.stage, own.dp_rank)
-        names = own_channels(placement, replicas, mine, by_name)
+        opened: list[Any] = [
+            (b, direction) if rank in b.channel(direction).members else None
+            for b in boundaries
+            for direction in Direction
+        ]
+        worker = replicas.worker(own.stage, own.dp_rank)
+        assert worker == placement.worker(
+            own.stage, 0 if replicas.is_split else replicas.place(own.stage, own.dp_rank)[1]
+        )
+        names = own_channels(boundaries, opened)
+        assert len(names) == len([one for one in opened if one]), "two channels of one rank have one name"
         assert sorted(names) == sorted(name for name in channels(placement) if worker in (name.src, name.dst))
         found.append((own, names))
     # The other end of a channel has it under the same name.

@@ -14,7 +14,7 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.side import Side
-from vtp_plugin.layout.channel import Direction
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 
@@ -27,6 +27,7 @@ class PipelineBoundary:
         upstream: Stage whose output crosses.
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
         dp_ranks: Data-parallel ranks of the upstream stage that it joins, and of the downstream stage.
+        workers: Numbers of the joined replicas in the schedule of their copy of the pipeline, upstream and downstream.
         cp_rank: Context-parallel rank of the replica; None where the stages' sizes differ and it joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
@@ -38,6 +39,7 @@ class PipelineBoundary:
     upstream: int
     downstream: int
     dp_ranks: tuple[tuple[int, ...], tuple[int, ...]]
+    workers: tuple[int, int]
     cp_rank: int | None
     src: Side
     dst: Side
@@ -58,6 +60,10 @@ class PipelineBoundary:
             tensor_bytes=self.tensor_bytes,
         )
 
+    def id(self, direction: Direction) -> ChannelId:
+        """Give the identity of one direction; unique on each rank."""
+        return ChannelId.between(*self.workers, direction)
+
     @property
     def replica_name(self) -> str:
         """Name the replica for people: `replica dp 0 cp 1`, `replica dp 0->1 cp 0`, or `replica dp 0, all cp ranks`."""
@@ -66,7 +72,7 @@ class PipelineBoundary:
         return f"replica dp {dp}" + (", all cp ranks" if self.cp_rank is None else f" cp {self.cp_rank}")
 
     def name(self, direction: Direction) -> str:
-        """Name boundary and direction as error messages do: `boundary 0->1, forward`; unique on each rank."""
+        """Name boundary and direction as error messages do: `boundary 0->1, forward`."""
         replica = f", {self.replica_name}" if self.is_shared else ""
         return f"boundary {self.upstream}->{self.downstream}{replica}, {direction}"
 
@@ -113,6 +119,10 @@ def pipeline_boundaries(
                         upstream=upstream,
                         downstream=downstream,
                         dp_ranks=dp_ranks,
+                        workers=(
+                            replicas.worker(upstream, dp_ranks[0][0]),
+                            replicas.worker(downstream, dp_ranks[1][0]),
+                        ),
                         cp_rank=cp_rank,
                         src=_side(layout, upstream, dp_ranks[0], cp_rank),
                         dst=_side(layout, downstream, dp_ranks[1], cp_rank),

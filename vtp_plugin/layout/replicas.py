@@ -74,6 +74,19 @@ class ReplicaMap:
         replica, copy = divmod(dp_rank, self.num_copies)
         return copy, replica
 
+    def worker(self, stage: int, dp_rank: int) -> int:
+        """Return the number of a replica among the workers of its copy, which are numbered stage by stage.
+
+        Split microbatches join all replicas of a stage: to a schedule they are one worker.
+
+        >>> replicas = ReplicaMap(dp_sizes=(2, 4))
+        >>> [replicas.worker(1, dp_rank) for dp_rank in range(4)]
+        [1, 1, 2, 2]
+        """
+        if self.is_split:
+            return stage
+        return sum(map(self.num_replicas, range(stage))) + self.place(stage, dp_rank)[1]
+
     def joined(self, upstream: int, downstream: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """List the dp ranks on both sides of every boundary between two stages; one of the sizes divides the other."""
         a, b = self.dp_sizes[upstream], self.dp_sizes[downstream]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.pipeline import PipelineBoundary
-from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.layout.channel import Direction
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
@@ -52,14 +52,14 @@ def open_channels(
     monitor: Monitor | None,
     timeout_s: float,
     audit: Audit | None = None,
-) -> dict[str, Channel]:
+) -> list[Channel | None]:
     """Open and warm up this rank's channels. All ranks call this with the same specs in the same order.
 
     Returns:
-        The channels of which this rank is a member, by name.
+        A channel for every spec of which this rank is a member, None for the others.
     """
     rank = dist.get_rank()
-    channels = {}
+    channels: list[Channel | None] = []
     for order, spec in enumerate(specs):
         group = open_group(
             spec.participants,
@@ -72,14 +72,24 @@ def open_channels(
         for ranks in spec.gathering_groups if platform.gathers_by_messages else ():
             name = f"{spec.name}, finish"
             pieces = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name) or pieces
-        if rank in spec.members:
-            if spec.name in channels:
-                raise PlanError(f"two channels of rank {rank} are called {spec.name}")
-            groups = ChannelGroups(messages=group, stage=stage_group, pieces=pieces)
-            channels[spec.name] = Channel(spec, order, groups, platform, monitor, audit)
-    for channel in channels.values():
-        channel.warm_up()
+        groups = ChannelGroups(messages=group, stage=stage_group, pieces=pieces)
+        is_member = rank in spec.members
+        channels.append(Channel(spec, order, groups, platform, monitor, audit) if is_member else None)
+    for channel in channels:
+        if channel is not None:
+            channel.warm_up()
     return channels
+
+
+def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channel | None]) -> dict[ChannelId, Channel]:
+    """Give the channels of this rank by what they are.
+
+    Args:
+        boundaries: of the run.
+        opened: a channel for each direction of each boundary, as :func:`open_channels` returns them; more may follow.
+    """
+    ids = [boundary.id(direction) for boundary in boundaries for direction in Direction]
+    return {name: channel for name, channel in zip(ids, opened, strict=False) if channel is not None}
 
 
 class PipelineCommunicator:
@@ -90,38 +100,25 @@ class PipelineCommunicator:
     all ranks of the stage; sends still under way are drained by :meth:`finish_step`. Used from the main thread only.
     """
 
-    def __init__(
-        self,
-        *,
-        forward_in: Channel | None,
-        forward_out: Channel | None,
-        backward_in: Channel | None,
-        backward_out: Channel | None,
-    ) -> None:
-        """Take the channels by what crosses: activations in and out, gradients in (from next) and out (to prev)."""
-        self._forward_in = forward_in
-        self._forward_out = forward_out
-        self._backward_in = backward_in
-        self._backward_out = backward_out
+    def __init__(self, channels: Mapping[str, Channel]) -> None:
+        """Take the channels by what an exchange does on them; a name without a neighbour is left out."""
+        self._channels = channels
         self._open_sends: list[SendWork] = []
 
     @property
     def num_allocations(self) -> int:
         """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
-        channels = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
-        return sum(channel.num_allocations for channel in channels if channel is not None)
+        return sum(channel.num_allocations for channel in self._channels.values())
 
     def reaches(self, name: str) -> bool:
         """Tell whether there is a neighbour for ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``."""
-        channels = (self._forward_in, self._backward_in, self._forward_out, self._backward_out)
-        return channels[_WAIT_ORDER.index(name)] is not None
+        return name in self._channels
 
     def start_step(self) -> None:
         """Begin a pass over the microbatches: drain the one before, count from 0 for messages about hangs."""
         self.finish_step()
-        for channel in (self._forward_in, self._forward_out, self._backward_in, self._backward_out):
-            if channel is not None:
-                channel.start_step()
+        for channel in self._channels.values():
+            channel.start_step()
 
     def finish_step(self) -> None:
         """Wait for the sends that nobody waited for."""
@@ -159,7 +156,8 @@ class PipelineCommunicator:
         posted: dict[str, Work] = {}
         receives: dict[str, RecvWork] = {}
         tensors = {"send_next": send_next, "send_prev": send_prev}
-        for name, channel in self._in_order(recv_prev, recv_next, send_next is not None, send_prev is not None):
+        wanted = {"recv_prev": recv_prev, "recv_next": recv_next} | {n: t is not None for n, t in tensors.items()}
+        for name, channel in self._in_order([name for name, is_wanted in wanted.items() if is_wanted]):
             tensor = tensors.get(name)
             if tensor is not None:
                 posted[name] = self._send(channel, tensor, form)
@@ -176,23 +174,16 @@ class PipelineCommunicator:
         works = {} if wait else {name: posted[name] for name in names}
         return Exchanged(from_prev=received.get("recv_prev"), from_next=received.get("recv_next"), works=works)
 
-    def _in_order(self, *wanted: bool) -> list[tuple[str, Channel]]:
-        """Name the operations of an exchange in the order in which they are posted, with their channels.
+    def _in_order(self, names: Sequence[str]) -> list[tuple[str, Channel]]:
+        """Give the channels of an exchange's operations, in the order in which they are posted.
 
         All ranks post in the order of the run's channels. A device that executes its operations strictly in the order
         of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
-
-        Args:
-            wanted: for each name of _WAIT_ORDER, whether it is a part of the exchange.
         """
-        channels = (self._forward_in, self._backward_in, self._forward_out, self._backward_out)
-        chosen = []
-        for name, channel, is_wanted in zip(_WAIT_ORDER, channels, wanted, strict=True):
-            if is_wanted:
-                if channel is None:
-                    raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
-                chosen.append((name, channel))
-        return sorted(chosen, key=lambda pair: pair[1].order)
+        for name in names:
+            if name not in self._channels:
+                raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
+        return sorted(((name, self._channels[name]) for name in names), key=lambda pair: pair[1].order)
 
     def _send(self, channel: Channel, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
         work = channel.send(tensor, form)
@@ -202,26 +193,26 @@ class PipelineCommunicator:
         return work
 
 
-def join_channels(
-    boundaries: Sequence[PipelineBoundary], stage: int, channels: Mapping[str, Channel]
-) -> tuple[PipelineCommunicator, ...]:
+def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[PipelineCommunicator, ...]:
     """Make one communicator for every replica of the pipeline that this rank works in.
 
     Args:
-        boundaries: those that this rank has a part in, in the order of the replicas.
-        stage: the own one.
-        channels: of this rank, by name.
+        channels: of this rank.
+        worker: own number in the schedule.
     """
-    befores = [b for b in boundaries if b.downstream == stage] or [None]
-    afters = [b for b in boundaries if b.upstream == stage] or [None]
-    return tuple(
-        PipelineCommunicator(
-            forward_in=channels[before.name(Direction.FORWARD)] if before else None,
-            forward_out=channels[after.name(Direction.FORWARD)] if after else None,
-            backward_in=channels[after.name(Direction.BACKWARD)] if after else None,
-            backward_out=channels[before.name(Direction.BACKWARD)] if before else None,
-        )
-        for before, after in (
-            (befores[i % len(befores)], afters[i % len(afters)]) for i in range(math.lcm(len(befores), len(afters)))
-        )
+    forward = sorted(
+        (name for name in channels if name.direction is Direction.FORWARD), key=lambda n: channels[n].order
     )
+    befores = [name for name in forward if name.dst == worker]
+    afters = [name for name in forward if name.src == worker]
+    communicators: list[PipelineCommunicator] = []
+    for index in range(math.lcm(len(befores) or 1, len(afters) or 1)):
+        ends: dict[str, Channel] = {}
+        if befores:
+            before = befores[index % len(befores)]
+            ends |= {"recv_prev": channels[before], "send_prev": channels[before.opposite]}
+        if afters:
+            after = afters[index % len(afters)]
+            ends |= {"send_next": channels[after], "recv_next": channels[after.opposite]}
+        communicators.append(PipelineCommunicator(ends))
+    return tuple(communicators)

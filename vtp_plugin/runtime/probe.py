@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary
-from vtp_plugin.layout.channel import Direction
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.measure import Report
@@ -67,7 +67,7 @@ class Choice:
 
 def try_strategies(
     boundaries: Sequence[PipelineBoundary],
-    channels: Mapping[str, Channel],
+    channels: Mapping[ChannelId, Channel],
     *,
     share_reports: ShareReports,
     platform: Platform,
@@ -77,7 +77,7 @@ def try_strategies(
 
     Args:
         boundaries: opened for slices, with the size of their tensor; of several between two stages the first is tried.
-        channels: of this rank, by name.
+        channels: of this rank.
         share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
         platform: where the tensors are.
         is_sharded: ranks hold slices (sequence parallelism).
@@ -93,7 +93,7 @@ def try_strategies(
     while sizes:
         report: Report = {}
         for pair, num_bytes in sizes.items():
-            ways = [channels.get(first[pair].name(direction)) for direction in Direction]
+            ways = [channels.get(first[pair].id(direction)) for direction in Direction]
             if ways[0] is not None and ways[1] is not None:
                 report[_key(pair)] = _round_trips(ways[0], ways[1], num_bytes, platform, is_sharded=is_sharded)
         found: dict[str, dict[str, float]] = json.loads(share_reports(report, _slowest))
@@ -110,13 +110,13 @@ def try_strategies(
 
 
 def settle(
-    boundaries: Sequence[PipelineBoundary], channels: Mapping[str, Channel], choices: Mapping[Pair, Choice]
-) -> dict[str, Channel]:
+    boundaries: Sequence[PipelineBoundary], channels: Mapping[ChannelId, Channel], choices: Mapping[Pair, Choice]
+) -> dict[ChannelId, Channel]:
     """Return the channels of this rank, those of the tried boundaries as they were chosen."""
     settled = dict(channels)
     for boundary in boundaries:
         strategy = choices[boundary.upstream, boundary.downstream].strategy
-        for name in map(boundary.name, Direction):
+        for name in map(boundary.id, Direction):
             if name in settled and strategy != boundary.strategy:
                 settled[name] = settled[name].crossed_by(strategy)
     return settled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,17 +93,16 @@ def tied_weight_specs(layout: PipelineLayout) -> tuple[ChannelSpec, ...]:
     return tuple(specs)
 
 
-def join_tied_weight(specs: Sequence[ChannelSpec], channels: Mapping[str, Channel], *, is_first: bool) -> TiedWeight:
+def join_tied_weight(channels: Sequence[Channel], *, is_first: bool) -> TiedWeight:
     """Make this rank's side of the shared embedding.
 
     Args:
-        specs: from :func:`tied_weight_specs`.
-        channels: of this rank, by name.
+        channels: of this rank, opened from :func:`tied_weight_specs`.
         is_first: the rank is in the first stage, not in the last.
     """
     rank = dist.get_rank()
-    (incoming,) = (channels[spec.name] for spec in specs if rank in spec.dst.ranks)
-    outgoing = tuple(channels[spec.name] for spec in specs if rank in spec.src.ranks)
+    (incoming,) = (channel for channel in channels if rank in channel.spec.dst.ranks)
+    outgoing = tuple(channel for channel in channels if rank in channel.spec.src.ranks)
     return TiedWeight(is_first=is_first, outgoing=outgoing, incoming=incoming)
 
 

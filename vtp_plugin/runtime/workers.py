@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-
-if TYPE_CHECKING:
-    from vtp_plugin.runtime.channel import Channel
 
 
 def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -> Placement:
@@ -42,39 +34,3 @@ def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -
             f"{','.join(map(str, replicas.dp_sizes))}; use one chunk, or equal data-parallel sizes"
         )
     return plain_placement(num_stages, num_replicas=num_replicas)
-
-
-def worker_of(placement: Placement, replicas: ReplicaMap, stage: int, dp_rank: int) -> int:
-    """Return the number that the schedule of a copy gives to a replica of a stage.
-
-    >>> replicas = ReplicaMap(dp_sizes=(2, 4))
-    >>> placement = place_workers(replicas, num_chunks=1, is_u_shaped=False)
-    >>> [worker_of(placement, replicas, 1, dp_rank) for dp_rank in range(4)]
-    [1, 1, 2, 2]
-    """
-    return placement.worker(stage, 0 if replicas.is_split else replicas.place(stage, dp_rank)[1])
-
-
-def own_channels(
-    placement: Placement,
-    replicas: ReplicaMap,
-    boundaries: Sequence[PipelineBoundary],
-    channels: Mapping[str, Channel],
-) -> dict[ChannelId, Channel]:
-    """Give the channels of this rank by the schedule's names.
-
-    Args:
-        placement: of the schedule.
-        replicas: of the stages.
-        boundaries: those that this rank has a part in.
-        channels: of this rank, by the boundaries' names.
-    """
-    return {
-        ChannelId.between(
-            worker_of(placement, replicas, boundary.upstream, boundary.dp_ranks[0][0]),
-            worker_of(placement, replicas, boundary.downstream, boundary.dp_ranks[1][0]),
-            direction,
-        ): channels[boundary.name(direction)]
-        for boundary in boundaries
-        for direction in Direction
-    }

@@ -12,15 +12,15 @@ from vtp_plugin.boundary.channel_spec import distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.errors import PlanError
-from vtp_plugin.layout.channel import Direction
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.options.derived import plan_orders
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels
-from vtp_plugin.runtime.planned import PlannedPipeline
+from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
 from vtp_plugin.runtime.probe import settle, try_strategies
+from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight, tied_weight_specs
-from vtp_plugin.runtime.workers import own_channels, place_workers, worker_of
+from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 
@@ -34,14 +34,14 @@ class RunningPipeline:
         pipeline_groups: own pipeline group in each replica of the pipeline that this rank works in.
         communicators: they move activations, one for each of these replicas; several only where a neighbour has more
             replicas than the own stage, none while Megatron's own is in use.
-        planned_pipeline: runs planned schedules; None with Megatron's own.
+        schedule_runner: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
     """
 
     stage_group: dist.ProcessGroup
     pipeline_groups: tuple[dist.ProcessGroup, ...]
     communicators: tuple[PipelineCommunicator, ...] = ()
-    planned_pipeline: PlannedPipeline | None = None
+    schedule_runner: ScheduleRunner | None = None
     tied_weight: TiedWeight | None = None
 
     @property
@@ -49,15 +49,15 @@ class RunningPipeline:
         """Communicator of the first replica of the pipeline; None while Megatron's own is in use."""
         return self.communicators[0] if self.communicators else None
 
-    def require_planned_pipeline(self) -> PlannedPipeline:
+    def require_schedule_runner(self) -> ScheduleRunner:
         """Return what runs planned schedules.
 
         Raises:
             PlanError: Megatron's own schedules run.
         """
-        if self.planned_pipeline is None:
+        if self.schedule_runner is None:
             raise PlanError("a planned schedule is asked for in a run of Megatron's own schedules")
-        return self.planned_pipeline
+        return self.schedule_runner
 
     def finish_step(self) -> None:
         """Wait for the sends that nobody waited for."""
@@ -102,7 +102,7 @@ def open_pipeline(
     specs += tied
     for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
         require_valid(plan)
-    channels = open_channels(
+    opened = open_channels(
         specs,
         stage_group=stage_group,
         platform=planned.platform,
@@ -110,29 +110,27 @@ def open_pipeline(
         timeout_s=config.timeout_s,
         audit=audit,
     )
-    channels = _settle_transport(planned, ranks, boundaries, channels)
-    rank = dist.get_rank()
-    mine = [b for b in boundaries if rank in (b.dst if b.downstream == own.stage else b.src).ranks]
-    planned_pipeline = tied_weight = None
+    channels = _settle_transport(planned, ranks, boundaries, own_channels(boundaries, opened))
+    worker = replicas.worker(own.stage, own.dp_rank)
+    schedule_runner = tied_weight = None
     if config.has_planned_schedule and num_stages > 1:
-        by_name = own_channels(placement, replicas, mine, channels)
-        worker = worker_of(placement, replicas, own.stage, own.dp_rank)
         orders = plan_orders(config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps)
-        planned_pipeline = PlannedPipeline(placement, worker, by_name, ranks, planned.platform, orders)
+        schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders)
     if tied and own.stage in (0, num_stages - 1):
-        tied_weight = join_tied_weight(tied, channels, is_first=own.stage == 0)
+        own_tied = [channel for channel in opened[-len(tied) :] if channel is not None]
+        tied_weight = join_tied_weight(own_tied, is_first=own.stage == 0)
     return RunningPipeline(
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
-        communicators=join_channels(mine, own.stage, channels),
-        planned_pipeline=planned_pipeline,
+        communicators=join_channels(channels, worker),
+        schedule_runner=schedule_runner,
         tied_weight=tied_weight,
     )
 
 
 def _settle_transport(
-    planned: PlannedRun, ranks: AllRanks, boundaries: Sequence[PipelineBoundary], channels: dict[str, Channel]
-) -> dict[str, Channel]:
+    planned: PlannedRun, ranks: AllRanks, boundaries: Sequence[PipelineBoundary], channels: dict[ChannelId, Channel]
+) -> dict[ChannelId, Channel]:
     """Try both strategies where the rules leave it open, and let the channels cross by the faster one."""
     layout, rules = planned.layout, planned.transport_rules
     tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]

@@ -61,7 +61,7 @@ def _choose(session: Session, original: Callable[..., Any]) -> Callable[..., Any
         )
         if not is_own or not session.is_running or session.running.communicator is None:
             return stock
-        planned = session.running.planned_pipeline
+        planned = session.running.schedule_runner
         return (
             functools.partial(_run_stock, session, stock)
             if planned is None
@@ -170,7 +170,7 @@ def forward_backward(
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    planned, pipeline = session.planned, session.running.require_planned_pipeline()
+    planned, pipeline = session.planned, session.running.require_schedule_runner()
     schedule = pipeline.schedule(
         num_microbatches,
         forward_only=forward_only,

@@ -31,6 +31,6 @@ def keep_full_chunks(session: Session, original: Callable[..., list[Any]]) -> Ca
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> list[Any]:
-        return original(*args, **kwargs)[: session.running.require_planned_pipeline().num_chunks]
+        return original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
 
     return build

@@ -36,7 +36,7 @@ class Ranks(Protocol):
         ...
 
 
-class PlannedPipeline:
+class ScheduleRunner:
     """Plans every kind of step once and runs steps over the own channels.
 
     A U's order depends on durations and links. Where they are not stated, the first steps run in the order for the
