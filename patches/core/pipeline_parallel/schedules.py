@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,24 +162,14 @@ def forward_backward(
     # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
     form = tensor_format(session, config, functools.partial(_refuse, config, arguments))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
-    get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
-    (shape,) = get_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )
-    planned, pipeline = session.planned, session.running.require_schedule_runner()
-    schedule = pipeline.schedule(
+    shape = _local_shape(config, groups, seq_length, micro_batch_size, decoder_seq_length)
+    planned, runner = session.planned, session.running.require_schedule_runner()
+    schedule = runner.schedule(
         num_microbatches,
         forward_only=forward_only,
         group_size=config.microbatch_group_size_per_vp_stage,
         batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     compute = _Compute(
         config=config,
         chunks=chunks,
@@ -194,18 +185,43 @@ def forward_backward(
         },
         first_val_step=first_val_step,
     )
-    with compute.sync.step():
-        pipeline.run(schedule, form, shape, compute)
-    if config.finalize_model_grads_func is not None and not forward_only:
-        config.finalize_model_grads_func(
-            chunks,
-            compute.num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
+    with _timed(config):
+        with compute.sync.step():
+            runner.run(schedule, form, shape, compute)
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                compute.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+    return compute.reports
+
+
+def _local_shape(
+    config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
+) -> tuple[int, ...]:
+    """Give the shape `[S, B, H]` of what this rank receives."""
+    get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
+    (shape,) = get_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return shape
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Keep the time of a step by Megatron's timer."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-    return compute.reports
 
 
 def _refuse(config: Any, arguments: Mapping[str, Any]) -> None:
