@@ -143,7 +143,8 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
-    from vtp_plugin.options.flags import VTP_FLAGS, FlagGroup
+    from vtp_plugin.config import FlagGroup
+    from vtp_plugin.options.flags import VTP_FLAGS
     from vtp_plugin.schedule.cost.stated import COST_KEYS
 
     texts = []

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"advance", "errors", "log", "text_enum", "undo"}),
-    frozenset({"config", "failure"}),
+    frozenset({"failure", "values"}),
+    frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "schedule"}),
     frozenset({"options"}),
@@ -39,7 +40,9 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
     "options": (frozenset({"context"}), frozenset({"checks", "derived", "flags", "table"})),
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
-PURE_PARTS = frozenset({"advance", "errors", "log", "text_enum", "undo", "config", "layout", "boundary", "schedule"})
+PURE_PARTS = frozenset(
+    {"advance", "errors", "log", "text_enum", "undo", "values", "config", "layout", "boundary", "schedule"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,7 @@ from vtp_plugin.config import (
     ScheduleName,
     TransportName,
     VtpConfig,
-    parse_bytes,
-    parse_cost_words,
-    parse_cp_list,
-    parse_dp_list,
-    parse_in_flight,
-    parse_sites,
-    parse_size_list,
+    read_keywords,
 )
 from vtp_plugin.errors import ConfigError, PatchError, VtpError
 from vtp_plugin.failure import FailureHook
@@ -111,31 +105,11 @@ def apply(
         PatchError: Megatron is missing, of another version, or already initialised; or ``apply`` was called before with
             other arguments.
     """
+    keywords = dict(locals())  # all of them by name: the fields of VtpConfig say how each is read
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     try:
-        request = VtpConfig(
-            size_list=parse_size_list(vtp_size_list),
-            cp_list=parse_cp_list(vtp_cp_list),
-            dp_list=parse_dp_list(vtp_dp_list),
-            dp_mode=dp_mode,
-            device=device,
-            transport=transport,
-            transport_threshold_bytes=parse_bytes(transport_threshold_bytes),
-            sites=parse_sites(sites),
-            timeout_s=timeout_s,
-            force=force,
-            data_parallel_size=data_parallel_size,
-            schedule=schedule,
-            layerwise_disaggregated=layerwise_disaggregated,
-            audit=audit,
-            in_flight=parse_in_flight(in_flight),
-            costs=parse_cost_words(costs),
-            replan_share=replan_share,
-            log_level=log_level,
-            share_errors=share_errors,
-        )
-        _apply(request)
+        _apply(read_keywords(keywords))
     except VtpError:
         report_failures()
         raise

@@ -1,78 +1,235 @@
-"""What the user asked for: one frozen object, made from keyword arguments of ``apply()`` or from ``--vtp-*`` flags."""
+"""What the user asked for: one frozen object, made from keyword arguments of ``apply()`` or from flags.
+
+A field of :class:`VtpConfig` declares an option once: its flag, its keyword, its help, and how its value is read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from enum import Enum
+from typing import Any, Literal, get_args
 
 from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.values import (
+    format_value,
+    parse_bytes,
+    parse_cost_words,
+    parse_cp_list,
+    parse_dp_list,
+    parse_in_flight,
+    parse_sites,
+    parse_size_list,
+)
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 TransportName = Literal["auto", "rank0", "sliced"]
 ScheduleName = Literal["stock", "planned"]
 DpModeName = Literal["multiplex", "split"]
+LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 # These hold paths, which other sites do not read.
 _LOCAL_FIELDS = ("audit",)
-LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+
+class FlagGroup(Enum):
+    """What a flag is about; the value is the title above the group in ``--help``."""
+
+    WHERE = "vtp_plugin: where (which ranks form which stage)"
+    WHAT = "vtp_plugin: what crosses (how tensors get from stage to stage)"
+    WHEN = "vtp_plugin: when (the order of a step)"
+    TRUST = "vtp_plugin: trust (a run over several sites)"
+    FAILURE = "vtp_plugin: what a run says, and failure (ranks that stop or do not come)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag on the command line.
+
+    Attributes:
+        name: as written on the command line.
+        group: heading in ``--help``.
+        help: what it does.
+        metavar: what stands for its value in ``--help``; None for a switch.
+        keyword: of :func:`vtp_plugin.apply`; None where only the command line has it.
+        field: of :class:`VtpConfig`; None where it is read elsewhere.
+        type: makes a value of one word.
+        nargs: as for :meth:`argparse.ArgumentParser.add_argument`.
+        parse: makes the field's value of the flag's or the keyword's.
+        choices: the values that the field may have; empty for any.
+    """
+
+    name: str
+    group: FlagGroup
+    help: str
+    metavar: str | None = None
+    keyword: str | None = None
+    field: str | None = None
+    type: Callable[[str], object] = str
+    nargs: str | None = None
+    parse: Callable[[Any], object] | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Name of its attribute among the parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def read(self, value: object) -> object:
+        """Make the field's value of what was given; None stays None."""
+        return value if value is None or self.parse is None else self.parse(value)
+
+
+def _option(default: Any, group: FlagGroup, help: str, metavar: str | None = None, **flag: Any) -> Any:
+    """Declare a field with what its flag does not take from the field itself; see :func:`flags_of_fields`."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, "metavar": metavar, **flag})
+
+
+def _choice(names: Any, default: str, group: FlagGroup, help: str, metavar: str | None = None) -> Any:
+    """Declare a field whose value is one of the names of a Literal type."""
+    choices = get_args(names)
+    return _option(default, group, help, metavar or "|".join(choices), choices=choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VtpConfig:
     """The plugin's options, validated in themselves (not yet against a world or a model).
 
-    Attributes:
-        size_list: tensor-parallel size of every pipeline stage, in stage order; ``"auto"`` takes one stage per node of
-            the launcher; ``None`` leaves Megatron alone.
-        cp_list: context-parallel size of every stage, in stage order; ``None`` is Megatron's one size for all.
-        dp_list: data-parallel size of every stage, in stage order; ``None`` is one size for all, from the world's.
-        dp_mode: how stages of different data-parallel sizes work together. ``"multiplex"`` lets a narrow stage run its
-            microbatches in turn for each replica of a wide one, ``"split"`` lets it run larger ones, of which each
-            replica gets a part.
-        device: platform to run on; ``"auto"`` asks npu, then cuda, then cpu.
-        transport: how activations cross a boundary. ``"rank0"`` goes through the leaders, ``"sliced"`` gives every link
-            its share; ``"auto"`` takes rank0 between sites and where tensors are small, sliced elsewhere.
-        transport_threshold_bytes: with ``transport="auto"``, tensors of at least so many bytes cross in slices where
-            there is a choice, smaller ones through the leaders; ``None`` lets the run try both.
-        sites: name of the site of every stage, in stage order; ``None`` is one site for all.
-        timeout_s: a peer that does not answer for so long ends the run on every rank, in seconds.
-        force: use the plugin's groups and communicator for a uniform list too (tests and benchmarks).
-        data_parallel_size: replicas of every stage; only needed by ``size_list="auto"``, checked elsewhere.
-        schedule: ``"stock"`` keeps Megatron's pipeline schedules; ``"planned"`` runs the same orders by the plugin's
-            executor, which posts receives before the compute that precedes them and never waits in a send.
-        layerwise_disaggregated: stage 0 holds the first and the last layers, with embedding, head and loss; the order
-            is planned.
-        audit: file that records every message between stages; each rank puts its number into the name.
-        in_flight: in a U, the largest number of microbatches in flight: one for all stages, or one for each. ``None``
-            is the number that keeps the busiest stage busy, plus two.
-        costs: durations and links that a U's order is planned for, as ``name=value,..`` words (see
-            :func:`vtp_plugin.schedule.cost.stated.parse_costs`); ``None`` measures them in the first steps.
-        replan_share: share of the planned time of a U's step by which the real one may differ before its costs are
-            measured again and its order is planned anew.
-        log_level: least level of what the plugin says, see :mod:`vtp_plugin.log`.
-        share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
+    The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
     """
 
-    size_list: tuple[int, ...] | Literal["auto"] | None = None
-    cp_list: tuple[int, ...] | None = None
-    dp_list: tuple[int, ...] | None = None
-    dp_mode: DpModeName = "multiplex"
-    device: DeviceName = "auto"
-    transport: TransportName = "auto"
-    transport_threshold_bytes: int | None = None
-    sites: tuple[str, ...] | None = None
-    timeout_s: float = 600.0
-    force: bool = False
-    data_parallel_size: int | None = None
-    schedule: ScheduleName = "stock"
-    layerwise_disaggregated: bool = False
-    audit: str | None = None
-    in_flight: tuple[int, ...] | None = None
-    costs: tuple[str, ...] | None = None
-    replan_share: float = 0.25
-    log_level: LogLevelName = "INFO"
-    share_errors: bool = False
+    size_list: tuple[int, ...] | Literal["auto"] | None = _option(
+        None,
+        FlagGroup.WHERE,
+        "tensor-parallel size of every pipeline stage, first stage first; or 'auto': stage k is the launcher's node k",
+        "1,4,4",
+        keyword="vtp_size_list",
+        parse=parse_size_list,
+    )
+    cp_list: tuple[int, ...] | None = _option(
+        None,
+        FlagGroup.WHERE,
+        "context-parallel size of every stage; default: --context-parallel-size for all",
+        "1,2,2",
+        keyword="vtp_cp_list",
+        parse=parse_cp_list,
+    )
+    dp_list: tuple[int, ...] | None = _option(
+        None,
+        FlagGroup.WHERE,
+        "data-parallel size (number of replicas) of every stage; default: one size for all, from the number of ranks",
+        "1,2,2",
+        keyword="vtp_dp_list",
+        parse=parse_dp_list,
+    )
+    data_parallel_size: int | None = _option(
+        None, FlagGroup.WHERE, "replicas of every stage; needed with '--vtp-size-list auto' only", "N", type=int
+    )
+    device: DeviceName = _choice(
+        DeviceName,
+        "auto",
+        FlagGroup.WHERE,
+        "device to train on, one kind for the whole run; auto (default) asks in this order: npu, cuda, cpu",
+    )
+    force: bool = _option(
+        False, FlagGroup.WHERE, "use the plugin for stages of one size too (for tests and benchmarks)"
+    )
+    layerwise_disaggregated: bool = _option(
+        False,
+        FlagGroup.WHERE,
+        "U-shaped pipeline: stage 0, the edge, holds the first and the last layers, with embedding, head, loss and "
+        "data; give the layers by --num-layer-list or by --pipeline-model-parallel-layout with one part more than "
+        "stages",
+        name="--layerwise-disaggregated-training",
+    )
+    transport: TransportName = _choice(
+        TransportName,
+        "auto",
+        FlagGroup.WHAT,
+        "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
+        "share; auto (default) takes rank0 between sites and for small tensors; where the stages' sizes differ, a run "
+        "tries both at its start and takes the faster one",
+    )
+    transport_threshold_bytes: int | None = _option(
+        None,
+        FlagGroup.WHAT,
+        "with --vtp-transport auto: tensors from this size on cross in slices where there is a choice, smaller ones "
+        "by rank0, and nothing is tried; bytes, or a number with KiB or MiB",
+        "4MiB",
+        name="--vtp-transport-threshold",
+        parse=parse_bytes,
+    )
+    dp_mode: DpModeName = _choice(
+        DpModeName,
+        "multiplex",
+        FlagGroup.WHAT,
+        "how stages of different data-parallel sizes work together: multiplex (default) lets a narrow stage run its "
+        "microbatches in turn for each replica of a wide one; split lets it run larger ones (--micro-batch-size is "
+        "that of the widest stage), of which each replica gets a part",
+    )
+    schedule: ScheduleName = _choice(
+        ScheduleName,
+        "stock",
+        FlagGroup.WHEN,
+        "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders with every receive posted "
+        "before the compute that precedes it, and sends that nothing waits for",
+    )
+    in_flight: tuple[int, ...] | None = _option(
+        None,
+        FlagGroup.WHEN,
+        "U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that many "
+        "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two",
+        "8,4,4",
+        parse=parse_in_flight,
+    )
+    costs: tuple[str, ...] | None = _option(
+        None,
+        FlagGroup.WHEN,
+        "U-shaped pipeline: the durations and links that the order is planned for, such as forward_ms=40,80,40 "
+        "latency_ms=20. Default: the first steps measure them, and the run prints them as this flag.",
+        "KEY=VALUE",
+        nargs="+",
+        parse=parse_cost_words,
+    )
+    replan_share: float = _option(
+        0.25,
+        FlagGroup.WHEN,
+        "U-shaped pipeline: where a step takes longer or shorter by more than this share than planned, its measured "
+        "costs are measured again and the order is planned anew, at most three times; default 0.25, inf for never",
+        "0.25",
+        type=float,
+    )
+    sites: tuple[str, ...] | None = _option(
+        None, FlagGroup.TRUST, "site of every stage; default: all in one", "edge,cloud,cloud", parse=parse_sites
+    )
+    share_errors: bool = _option(
+        False,
+        FlagGroup.TRUST,
+        "several sites: let the texts of this rank's errors, and the values of its arguments, cross to the others; "
+        "without it they read the type of the error and where it happened. Each site decides for itself",
+    )
+    audit: str | None = _option(
+        None,
+        FlagGroup.TRUST,
+        "write down every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its "
+        "suffix; sites may differ",
+        "FILE",
+    )
+    timeout_s: float = _option(
+        600.0,
+        FlagGroup.FAILURE,
+        "a rank that does not answer for so long ends the run on all ranks; default 600",
+        "SECONDS",
+        type=float,
+    )
+    log_level: LogLevelName = _choice(
+        LogLevelName,
+        "INFO",
+        FlagGroup.FAILURE,
+        "how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
+        "rank of every other site, DEBUG from all ranks",
+        "INFO",
+    )
 
     def __post_init__(self) -> None:
         """Check every value that can be checked alone.
@@ -80,15 +237,11 @@ class VtpConfig:
         Raises:
             ConfigError: a value breaks its rule.
         """
-        for what, value, names in (
-            ("device", self.device, DeviceName),
-            ("transport", self.transport, TransportName),
-            ("schedule", self.schedule, ScheduleName),
-            ("dp mode", self.dp_mode, DpModeName),
-            ("log level", self.log_level, LogLevelName),
-        ):
-            if value not in get_args(names):
-                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(get_args(names))}")
+        for flag in flags_of_fields():
+            value = getattr(self, str(flag.field))
+            if flag.choices and value not in flag.choices:
+                what = str(flag.field).replace("_", " ")
+                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(flag.choices)}")
         if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
             raise LayoutError(
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
@@ -98,8 +251,8 @@ class VtpConfig:
         self._check_list("dp_list", self.dp_list, "data-parallel")
         if self.dp_list is not None and self.data_parallel_size is not None:
             raise LayoutError(
-                f"data-parallel size {self.data_parallel_size} and vtp_dp_list {','.join(map(str, self.dp_list))} say "
-                "the same thing twice; give one of them"
+                f"data-parallel size {self.data_parallel_size} and vtp_dp_list {format_value(self.dp_list)} say the "
+                "same thing twice; give one of them"
             )
         if not 0 < self.timeout_s < float("inf"):
             raise LayoutError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")
@@ -118,7 +271,7 @@ class VtpConfig:
     def _check_list(self, name: str, sizes: tuple[int, ...] | None, what: str) -> None:
         if sizes is None:
             return
-        shown = ",".join(str(size) for size in sizes)
+        shown = format_value(sizes)
         if self.size_list == "auto":
             raise LayoutError(f"vtp_{name} {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
         if isinstance(self.size_list, tuple) and len(sizes) != len(self.size_list):
@@ -143,162 +296,35 @@ class VtpConfig:
         return self.dp_list is not None and len(set(self.dp_list)) > 1
 
 
-def parse_size_list(value: str | Sequence[int] | None) -> tuple[int, ...] | Literal["auto"] | None:
-    """Read a list of stage sizes from a flag's text or from a sequence of integers.
+def flags_of_fields() -> tuple[Flag, ...]:
+    """List the flags of all fields, in their order.
 
-    >>> parse_size_list("1,4,4")
-    (1, 4, 4)
-    >>> parse_size_list([2])
-    (2,)
-    >>> parse_size_list("auto")
-    'auto'
+    A flag is called ``--vtp-`` and the field's name, a keyword like the field, unless the field says otherwise.
 
-    Raises:
-        ConfigError: an entry is not a positive integer, or the list is empty.
+    >>> flag = flags_of_fields()[0]
+    >>> flag.name, flag.keyword, flag.field
+    ('--vtp-size-list', 'vtp_size_list', 'size_list')
     """
-    if value is None:
-        return None
-    if value == "auto":
-        return "auto"
-    return _sizes(_entries(value), name="vtp_size_list", what="tensor-parallel", example="1,4,4")
+    flags: list[Flag] = []
+    for field in dataclasses.fields(VtpConfig):
+        name = f"--vtp-{field.name.replace('_', '-')}"
+        values: dict[str, Any] = {"name": name, "keyword": field.name, "field": field.name, **field.metadata}
+        flags.append(Flag(**values))
+    return tuple(flags)
 
 
-def parse_cp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Read the context-parallel size of every stage from a flag's text or from a sequence of integers.
+def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
+    """Make the options of the keyword arguments of ``apply()``.
 
-    >>> parse_cp_list("1, 2,2")
-    (1, 2, 2)
-
-    Raises:
-        ConfigError: an entry is not a positive integer, or the list is empty.
-    """
-    return (
-        None if value is None else _sizes(_entries(value), name="vtp_cp_list", what="context-parallel", example="1,2,2")
-    )
-
-
-def parse_dp_list(value: str | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Read the data-parallel size of every stage from a flag's text or from a sequence of integers.
-
-    >>> parse_dp_list([1, 2])
+    >>> read_keywords({"vtp_size_list": "1,2", "force": True}).size_list
     (1, 2)
 
     Raises:
-        ConfigError: an entry is not a positive integer, or the list is empty.
+        ConfigError: a value breaks its rule.
     """
-    return None if value is None else _sizes(_entries(value), name="vtp_dp_list", what="data-parallel", example="1,2,2")
-
-
-def parse_in_flight(value: str | int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Read the most microbatches in flight, of all stages or of each, from a flag's text, a number or a sequence.
-
-    >>> parse_in_flight("8"), parse_in_flight([8, 4, 4])
-    ((8,), (8, 4, 4))
-
-    Raises:
-        ConfigError: an entry is not a whole number.
-    """
-    if value is None:
-        return None
-    entries = _entries((value,) if isinstance(value, int) else value)
-    try:
-        return tuple(int(str(entry)) for entry in entries)
-    except ValueError:
-        raise LayoutError(
-            f"vtp_in_flight {','.join(map(str, entries))!r} is not a list of whole numbers; write one for all stages, "
-            "or one for each, such as 8,4,4"
-        ) from None
-
-
-def parse_bytes(value: str | int | None) -> int | None:
-    """Read a number of bytes, with or without a unit.
-
-    >>> parse_bytes("256KiB"), parse_bytes("4MiB"), parse_bytes(1000), parse_bytes(None)
-    (262144, 4194304, 1000, None)
-
-    Raises:
-        ConfigError: it is not a whole number of bytes, KiB or MiB.
-    """
-    if value is None:
-        return None
-    text = str(value).strip()
-    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("", 1)):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.isascii() and number.isdigit():
-            return int(number) * factor
-    raise LayoutError(f"{text!r} is not a number of bytes; write 262144, 256KiB or 4MiB")
-
-
-def parse_cost_words(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Split costs into words, from a text or a sequence of texts.
-
-    >>> parse_cost_words("forward_ms=40,80,40 latency_ms=20")
-    ('forward_ms=40,80,40', 'latency_ms=20')
-    """
-    return None if value is None else tuple((value if isinstance(value, str) else " ".join(value)).split())
-
-
-def _entries(value: str | Sequence[int]) -> list[object]:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-
-
-def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:
-    """Give every stage its context-parallel size, from our list and Megatron's one size.
-
-    >>> choose_cp_sizes(None, 2, num_stages=3), choose_cp_sizes((1, 2), 2, num_stages=2)
-    ((2, 2, 2), (1, 2))
-
-    Raises:
-        ConfigError: both are given, and Megatron's is not the largest of the list.
-    """
-    if cp_list is None:
-        return (context_parallel_size,) * num_stages
-    if context_parallel_size not in (1, max(cp_list)):
-        raise LayoutError(
-            f"--context-parallel-size {context_parallel_size} contradicts --vtp-cp-list "
-            f"{','.join(str(size) for size in cp_list)}; leave it out or give the largest size of the list, "
-            f"{max(cp_list)}"
-        )
-    return tuple(cp_list)
-
-
-def parse_sites(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Read the site of every stage from a flag's text or from a sequence of names.
-
-    >>> parse_sites("edge, cloud,cloud")
-    ('edge', 'cloud', 'cloud')
-
-    Raises:
-        ConfigError: a name is empty.
-    """
-    if value is None:
-        return None
-    names = tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
-    if not names or not all(names):
-        raise LayoutError(
-            f"vtp_sites {','.join(names)!r} has an empty name; name one site per stage, such as edge,cloud,cloud"
-        )
-    return names
-
-
-def _sizes(entries: Sequence[object], *, name: str, what: str, example: str) -> tuple[int, ...]:
-    shown = ",".join(str(entry) for entry in entries)
-    if not entries:
-        raise LayoutError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
-    numbers = []
-    for entry in entries:
-        try:
-            # By way of its text: True and 2.0 are numbers to int(), but not sizes.
-            number = int(str(entry))
-        except ValueError:
-            number = 0
-        if number < 1:
-            raise LayoutError(
-                f"{name} {shown!r} has the entry {str(entry)!r}, which is not a positive whole number; "
-                f"write one {what} size per pipeline stage, such as {example}"
-            )
-        numbers.append(number)
-    return tuple(numbers)
+    flags = [flag for flag in flags_of_fields() if flag.keyword in keywords]
+    values: dict[str, Any] = {str(flag.field): flag.read(keywords[str(flag.keyword)]) for flag in flags}
+    return VtpConfig(**values)
 
 
 def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
@@ -317,13 +343,8 @@ def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
             continue
         told = getattr(base, name)
         if told != getattr(default, name) and told != value:
-            text = (
-                f"apply() was told {name}={_shown(told)}, the command line says {_shown(value)}; give it in one place"
-            )
+            both = f"apply() was told {name}={format_value(told)}, the command line says {format_value(value)}"
+            text = f"{both}; give it in one place"
             raise ConfigError(text, shared=None if name in _LOCAL_FIELDS else text)
         changes[name] = value
     return dataclasses.replace(base, **changes)
-
-
-def _shown(value: object) -> str:
-    return ",".join(str(v) for v in value) if isinstance(value, tuple) else str(value)

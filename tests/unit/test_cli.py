@@ -18,8 +18,9 @@ from tests.lines import error_line
 from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.cli import main
+from vtp_plugin.config import Flag
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.flags import VTP_FLAGS, Flag
+from vtp_plugin.options.flags import VTP_FLAGS
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.simulate import simulate

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from vtp_plugin.config import VtpConfig, merge, parse_size_list
+from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.disclosure import Disclosure
 from vtp_plugin.runtime.startup import Agreement
 from vtp_plugin.runtime.store import Topic
+from vtp_plugin.values import parse_size_list
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
 EDGE, CLOUD = Disclosure(site="edge"), Disclosure(site="cloud")

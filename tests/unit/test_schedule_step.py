@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import schedule_oracle as oracle
-from vtp_plugin.config import VtpConfig, merge, parse_cost_words, parse_in_flight
+from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -23,6 +23,7 @@ from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.actions import Op
 from vtp_plugin.schedule.order.placement import plain_placement, u_placement
 from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.values import parse_cost_words, parse_in_flight
 
 # Four digits, as they are printed.
 FOUR_DIGITS = st.floats(0, 1e6, allow_nan=False).map(lambda number: float(f"{number:.4g}"))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.boundary.rules import TransportRules
-from vtp_plugin.config import VtpConfig, choose_cp_sizes
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
@@ -24,7 +24,7 @@ from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.schedules import check_one_chunk, refuse_with_u_shape
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import Planning, plan_layout, plan_orders, stage_boundaries
+from vtp_plugin.options.derived import Planning, choose_cp_sizes, plan_layout, plan_orders, stage_boundaries
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.stated import parse_costs

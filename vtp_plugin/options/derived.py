@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vtp_plugin.config import VtpConfig, choose_cp_sizes
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.limits import check_in_flight
 from vtp_plugin.schedule.order.placement import plain_placement, u_placement
+from vtp_plugin.values import format_value
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 
@@ -80,6 +81,25 @@ def plan_layout(
             "them"
         )
     return layout
+
+
+def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:
+    """Give every stage its context-parallel size, from our list and Megatron's one size.
+
+    >>> choose_cp_sizes(None, 2, num_stages=3), choose_cp_sizes((1, 2), 2, num_stages=2)
+    ((2, 2, 2), (1, 2))
+
+    Raises:
+        ConfigError: both are given, and Megatron's is not the largest of the list.
+    """
+    if cp_list is None:
+        return (context_parallel_size,) * num_stages
+    if context_parallel_size not in (1, max(cp_list)):
+        raise LayoutError(
+            f"--context-parallel-size {context_parallel_size} contradicts --vtp-cp-list "
+            f"{format_value(tuple(cp_list))}; leave it out or give the largest size of the list, {max(cp_list)}"
+        )
+    return tuple(cp_list)
 
 
 def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int], ...]:

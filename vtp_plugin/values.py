@@ -1,0 +1,141 @@
+"""The values of options, read from a flag's text or from what a script gave to ``apply()``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from vtp_plugin.errors import LayoutError
+
+
+def parse_size_list(value: str | Sequence[int]) -> tuple[int, ...] | Literal["auto"]:
+    """Read the tensor-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_size_list("1,4,4"), parse_size_list([2]), parse_size_list("auto")
+    ((1, 4, 4), (2,), 'auto')
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return "auto" if value == "auto" else _sizes(value, name="vtp_size_list", what="tensor-parallel", example="1,4,4")
+
+
+def parse_cp_list(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read the context-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_cp_list("1, 2,2")
+    (1, 2, 2)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return _sizes(value, name="vtp_cp_list", what="context-parallel", example="1,2,2")
+
+
+def parse_dp_list(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read the data-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_dp_list([1, 2])
+    (1, 2)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return _sizes(value, name="vtp_dp_list", what="data-parallel", example="1,2,2")
+
+
+def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
+    """Read the most microbatches in flight, of all stages or of each, from a flag's text, a number or a sequence.
+
+    >>> parse_in_flight("8"), parse_in_flight([8, 4, 4])
+    ((8,), (8, 4, 4))
+
+    Raises:
+        ConfigError: an entry is not a whole number.
+    """
+    entries = _entries((value,) if isinstance(value, int) else value)
+    try:
+        return tuple(int(entry) for entry in entries)
+    except ValueError:
+        raise LayoutError(
+            f"vtp_in_flight {','.join(entries)!r} is not a list of whole numbers; write one for all stages, or one for "
+            "each, such as 8,4,4"
+        ) from None
+
+
+def parse_bytes(value: str | int) -> int:
+    """Read a number of bytes, with or without a unit.
+
+    >>> parse_bytes("256KiB"), parse_bytes("4MiB"), parse_bytes(1000)
+    (262144, 4194304, 1000)
+
+    Raises:
+        ConfigError: it is not a whole number of bytes, KiB or MiB.
+    """
+    text = str(value).strip()
+    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("", 1)):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.isascii() and number.isdigit():
+            return int(number) * factor
+    raise LayoutError(f"{text!r} is not a number of bytes; write 262144, 256KiB or 4MiB")
+
+
+def parse_cost_words(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Split costs into words, from a text or a sequence of texts.
+
+    >>> parse_cost_words("forward_ms=40,80,40 latency_ms=20")
+    ('forward_ms=40,80,40', 'latency_ms=20')
+    """
+    return tuple((value if isinstance(value, str) else " ".join(value)).split())
+
+
+def parse_sites(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Read the site of every stage from a flag's text or from a sequence of names.
+
+    >>> parse_sites("edge, cloud,cloud")
+    ('edge', 'cloud', 'cloud')
+
+    Raises:
+        ConfigError: a name is empty.
+    """
+    names = tuple(_entries(value))
+    if not names or not all(names):
+        raise LayoutError(
+            f"vtp_sites {','.join(names)!r} has an empty name; name one site per stage, such as edge,cloud,cloud"
+        )
+    return names
+
+
+def format_value(value: object) -> str:
+    """Write a value as its flag takes it.
+
+    >>> format_value((1, 4, 4)), format_value(600.0)
+    ('1,4,4', '600.0')
+    """
+    return ",".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
+
+
+def _entries(value: str | Sequence[object]) -> list[str]:
+    """Give the entries of a list as texts: True and 2.0 are numbers to ``int()``, but not sizes."""
+    return [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
+
+
+def _sizes(value: str | Sequence[int], *, name: str, what: str, example: str) -> tuple[int, ...]:
+    entries = _entries(value)
+    if not entries:
+        raise LayoutError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
+    for entry in entries:
+        if not _is_whole(entry) or int(entry) < 1:
+            raise LayoutError(
+                f"{name} {','.join(entries)!r} has the entry {entry!r}, which is not a positive whole number; "
+                f"write one {what} size per pipeline stage, such as {example}"
+            )
+    return tuple(int(entry) for entry in entries)
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
