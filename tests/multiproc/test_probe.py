@@ -14,8 +14,6 @@ from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
-pytestmark = pytest.mark.timeout(240)
-
 JOB = "tests.multiproc.probe_job:run"
 FORWARD = "boundary 0->1, forward"
 

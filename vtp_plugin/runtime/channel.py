@@ -26,8 +26,8 @@ from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
-from vtp_plugin.runtime.messages import ChannelGroups, Messages, Parcel
 from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -83,7 +83,7 @@ class Channel:
         self._platform = platform
         self._monitor = monitor
         self._audit = audit
-        self._messages = Messages(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
+        self._transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
         self._is_src = dist.get_rank() in spec.src.ranks
         self._header_plan = spec.plan_header(HEADER_LENGTH)
         self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
@@ -112,7 +112,7 @@ class Channel:
         position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
         header = self._send_header(whole, form.dtype, position) if form.has_variable_shapes else None
         self._num_sent += 1
-        work = self._messages.send(
+        work = self._transfers.send(
             tensor,
             Parcel(
                 plan=self._plan(whole, form),
@@ -151,7 +151,7 @@ class Channel:
     @property
     def num_allocations(self) -> int:
         """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
-        return self._messages.memory.num_allocations
+        return self._transfers.memory.num_allocations
 
     def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
         """Give the shape of the whole tensor for the own part `[S, B, ...]`."""
@@ -184,8 +184,8 @@ class Channel:
         return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit)
 
     def warm_up(self) -> None:
-        """Let the backend connect, see :meth:`~vtp_plugin.runtime.messages.Messages.warm_up`."""
-        self._messages.warm_up(self.spec.probe)
+        """Let the backend connect, see :meth:`~vtp_plugin.runtime.transfers.Transfers.warm_up`."""
+        self._transfers.warm_up(self.spec.probe)
 
     def post_up_to(self, receive: RecvWork) -> None:
         """Wait for headers until a receive is posted, those before it first."""
@@ -217,7 +217,7 @@ class Channel:
             peer=self._sources,
             is_batched=form.is_batched,
         )
-        receive.start(self._messages.receive(parcel))
+        receive.start(self._transfers.receive(parcel))
 
     def _header_parcel(self, position: str, peer: str) -> Parcel:
         return Parcel(plan=self._header_plan, dtype=torch.int64, cargo=Cargo.SHAPE_HEADER, position=position, peer=peer)
@@ -230,10 +230,10 @@ class Channel:
                 "dimensions from the stage"
             )
         header = torch.tensor((*whole, _DTYPES.index(dtype)), dtype=torch.int64, device=self._platform.device())
-        return self._messages.send(header, self._header_parcel(position, self._destinations))
+        return self._transfers.send(header, self._header_parcel(position, self._destinations))
 
     def _post_header(self, receive: RecvWork) -> Landing:
-        return self._messages.receive(self._header_parcel(receive.position, self._sources))
+        return self._transfers.receive(self._header_parcel(receive.position, self._sources))
 
     def _read_header(self) -> None:
         """Wait for the header that was posted, and post its tensor and the next header."""

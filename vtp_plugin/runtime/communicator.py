@@ -16,9 +16,9 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
-from vtp_plugin.runtime.messages import ChannelGroups
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
+from vtp_plugin.runtime.transfers import ChannelGroups
 from vtp_plugin.runtime.work import SendWork
 
 Work = SendWork | RecvWork

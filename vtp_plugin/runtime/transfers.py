@@ -1,4 +1,4 @@
-"""The messages of a plan: packed, checked, and handed to the backend. The only door out of a stage."""
+"""The transfers of a plan: packed, checked, and handed to the backend. The only door out of a stage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Parcel:
     is_batched: bool = False
 
 
-class Messages:
+class Transfers:
     """Posts what one channel's plans say, and nothing else.
 
     Args:
