@@ -208,16 +208,8 @@ def _send(neighbour: _Neighbour, tensor: torch.Tensor, config: Any, group: Group
     works: list[Work] = []
     for communicator in _communicators(session, group):
         _require(communicator.reaches(f"send_{neighbour}"), session, f"send to the {neighbour}")
-        done = communicator.exchange(
-            form,
-            send_next=tensor if neighbour == "next" else None,
-            send_prev=tensor if neighbour == "prev" else None,
-            recv_prev=False,
-            recv_next=False,
-            shape=None,
-            wait=False,
-        )
-        works += done.works.values()
+        tensors: dict[str, Any] = {f"send_{neighbour}": tensor}
+        works += communicator.exchange(form, wait=False, **tensors).works.values()
     # A rank that takes part in collectives of the stage only has nothing under way.
     return [work for work in works if not work.is_done] or None
 
@@ -234,15 +226,8 @@ def _receive(
         raise ConfigError(f"a receive from {len(communicators)} replicas at once; give the group of one")
     (communicator,) = communicators
     _require(communicator.reaches(f"recv_{neighbour}"), session, f"receive from the {neighbour}")
-    done = communicator.exchange(
-        form,
-        send_next=None,
-        send_prev=None,
-        recv_prev=neighbour == "prev",
-        recv_next=neighbour == "next",
-        shape=shape,
-        wait=wait,
-    )
+    wanted: dict[str, Any] = {f"recv_{neighbour}": True}
+    done = communicator.exchange(form, shape=shape, wait=wait, **wanted)
     tensor = done.from_prev if neighbour == "prev" else done.from_next
     assert tensor is not None
     return tensor, None if wait else done.works

@@ -90,7 +90,7 @@ CASES = {
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),
     "a tensor of another shape": lambda: channel.send(torch.zeros(3, 2), form),
     "a neighbour that is not there": lambda: PipelineCommunicator({}).exchange(
-        form, send_next=None, send_prev=None, recv_prev=True, recv_next=False, shape=(1,), wait=True
+        form, recv_prev=True, shape=(1,), wait=True
     ),
     "a stage without a group": lambda: stage._run("broadcast", (0, 1), "boundary", lambda: None),
     "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, None, (), Compute()).run(),

@@ -130,11 +130,11 @@ class PipelineCommunicator:
         self,
         form: TensorFormat,
         *,
-        send_next: torch.Tensor | None,
-        send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        shape: Sequence[int] | None,
+        send_next: torch.Tensor | None = None,
+        send_prev: torch.Tensor | None = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        shape: Sequence[int] | None = None,
         wait: bool,
     ) -> Exchanged:
         """Send and receive at once.
