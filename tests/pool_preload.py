@@ -17,8 +17,8 @@ os.environ.update(ENVIRONMENT)
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 with warnings.catch_warnings(action="ignore"):
-    import tests.multiproc.train_job
-    import tests.multiproc.training_job  # noqa: F401
+    import tests.multiproc.core_job
+    import tests.multiproc.script_job  # noqa: F401
 
 gc.collect()
 # Half a million objects that stay for ever: without this every collection of every worker looks at them for 0.2 s.

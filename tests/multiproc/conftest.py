@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs
+from tests.multiproc.core_cases import Case, Runs
 from tests.multiproc.u_shape_cases import Saved, sequential
 from tests.pool import Pool
 

@@ -6,8 +6,8 @@ from contextlib import closing
 
 from megatron.core import parallel_state
 
-from tests.multiproc.cases import Case
-from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.multiproc.core_cases import Case
+from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
 

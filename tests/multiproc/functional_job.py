@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import schedules
 
-from tests.multiproc.cases import HIDDEN, MICRO_BATCH, Case, RankResult
-from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.multiproc.core_cases import HIDDEN, MICRO_BATCH, Case, RankResult
+from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin import functional as p2p
 from vtp_plugin.errors import ConfigError

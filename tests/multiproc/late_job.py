@@ -10,8 +10,8 @@ from contextlib import closing
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func as choose_schedule
 
-from tests.multiproc.cases import Case, RankResult
-from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.multiproc.core_cases import Case, RankResult
+from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multiproc.cases import Case
-from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.multiproc.core_cases import Case
+from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.pool import init_gloo

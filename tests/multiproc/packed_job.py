@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.multiproc.cases import VOCAB, Case, RankResult
+from tests.multiproc.core_cases import VOCAB, Case, RankResult
+from tests.multiproc.core_job import Trainer, _bare, applied, model_parallel
 from tests.multiproc.gathered_attention import GatheredAttention
-from tests.multiproc.train_job import Trainer, _bare, applied, model_parallel
 from tests.pool import init_gloo
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.multiproc.cases import Case, RankResult
-from tests.multiproc.train_job import train
+from tests.multiproc.core_cases import Case, RankResult
+from tests.multiproc.core_job import train
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.layout.channel import ChannelId, Direction

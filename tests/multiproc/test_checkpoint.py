@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.training_cases import (
+from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs
+from tests.multiproc.core_cases import Case, Runs
 from tests.multiproc.test_parity import check_parity, contextual, mixed
 from tests.pool import Pool
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.lines import error_line
-from tests.multiproc.cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
+from tests.multiproc.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
+from tests.multiproc.script_cases import MODEL, grad_norms, launch, losses, train
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
-from tests.multiproc.training_cases import MODEL, grad_norms, launch, losses, train
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.overlap import blocking_sends, exposed_receives

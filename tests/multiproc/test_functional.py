@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import PER_TOKEN, Case, Runs, assemble, assert_close, assert_weights_close
+from tests.multiproc.core_cases import PER_TOKEN, Case, Runs, assemble, assert_close, assert_weights_close
 from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.pool import Pool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiproc.cases import Case, Runs, assemble, assert_close
+from tests.multiproc.core_cases import Case, Runs, assemble, assert_close
 from tests.pool import Pool
 
 

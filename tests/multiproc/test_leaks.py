@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.training_cases import ScriptRun, arguments, launch, num_ranks, succeeded
+from tests.multiproc.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
 from tests.pool import Pool
 
 FIRST_ID, NUM_IDS = 4000, 1000

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import vtp_plugin
-from tests.multiproc.training_cases import train
+from tests.multiproc.script_cases import train
 from tests.pool import Pool
 from vtp_plugin import log
 

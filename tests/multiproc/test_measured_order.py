@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import Runs, assemble, assert_close
+from tests.multiproc.core_cases import Runs, assemble, assert_close
 from tests.multiproc.planned_job import Pass, Seen
-from tests.multiproc.training_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
+from tests.multiproc.script_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
 from tests.multiproc.u_shape_cases import Saved, sequential, u_shaped
 from tests.pace import pace
 from tests.pool import Pool

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.cases import (
+from tests.multiproc.core_cases import (
     DISTRIBUTED,
     LR,
     OVERLAPPED,
@@ -45,7 +45,7 @@ def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Cas
     counts = []
     for _ in range(2):
         runs.run(case)
-        counts.append(pool.run(case.world_size, "tests.multiproc.train_job:count_threads"))
+        counts.append(pool.run(case.world_size, "tests.multiproc.core_job:count_threads"))
     assert counts[0] == counts[1]
 
 

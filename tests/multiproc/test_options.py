@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.training_cases import assert_same_training, train, uniform
+from tests.multiproc.script_cases import assert_same_training, train, uniform
 from tests.pool import Pool
 
 

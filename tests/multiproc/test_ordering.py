@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import OVERLAPPED, Case, Runs
+from tests.multiproc.core_cases import OVERLAPPED, Case, Runs
 from tests.ordering.check import check
 from tests.ordering.models import BUFFERED, MODELS, ONE_QUEUE, RENDEZVOUS
 from tests.ordering.overlap import blocking_sends, exposed_receives, steady_state

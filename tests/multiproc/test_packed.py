@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.multiproc.cases import Case, Run, assemble, assert_close, assert_weights_close, oracle_of
+from tests.multiproc.core_cases import Case, Run, assemble, assert_close, assert_weights_close, oracle_of
 from tests.pool import Pool
 
 JOB = "tests.multiproc.packed_job:train"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.probe_job import Tried
-from tests.multiproc.training_cases import losses, train
+from tests.multiproc.script_cases import losses, train
 from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
 from tests.pool import Pool

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.training_cases import (
+from tests.multiproc.script_cases import (
     EXAMPLE,
     MODEL,
     ScriptRun,

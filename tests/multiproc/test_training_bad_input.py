@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lines import error_line
-from tests.multiproc.training_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
+from tests.multiproc.script_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
 

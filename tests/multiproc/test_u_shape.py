@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import (
+from tests.multiproc.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,
@@ -184,7 +184,7 @@ def test_norms_span_all_stages(runs: Runs, saved: Saved, pool: Pool, case: Case)
 @pytest.mark.full
 def test_nodes_of_the_launcher_mean_nothing(pool: Pool, runs: Runs) -> None:
     case = u_shaped(1, 2, num_steps=2)
-    ranks = pool.run(3, "tests.multiproc.train_job:train", {"case": case}, node_sizes=[2, 1])
+    ranks = pool.run(3, "tests.multiproc.core_job:train", {"case": case}, node_sizes=[2, 1])
     assert assemble(case, ranks).losses == runs.run(case).losses
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.training_cases import (
+from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,

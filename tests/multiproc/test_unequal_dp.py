@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases import (
+from tests.multiproc.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,

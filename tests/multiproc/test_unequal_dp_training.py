@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lines import error_line
-from tests.multiproc.training_cases import (
+from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.multiproc.cases import LR, Case, Run, Runs, assert_close, assert_weights_close
+from tests.multiproc.core_cases import LR, Case, Run, Runs, assert_close, assert_weights_close
 from tests.multiproc.test_parity import BF16_REL
 
 LAYERS: dict[tuple[int, ...], tuple[int, ...]] = {

@@ -11,8 +11,8 @@ import torch
 from megatron.core import parallel_state, utils
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-from tests.multiproc.cases import Case
-from tests.multiproc.train_job import Trainer, _bare, applied, model_parallel
+from tests.multiproc.core_cases import Case
+from tests.multiproc.core_job import Trainer, _bare, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tests.multiproc.cases import MICRO_BATCH, Case
-from tests.multiproc.train_job import Trainer, applied, model_parallel
+from tests.multiproc.core_cases import MICRO_BATCH, Case
+from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
 

@@ -39,7 +39,7 @@ from megatron.training import get_args
 import vtp_plugin
 from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
-from tests.multiproc.training_cases import EXAMPLE, ScriptRun, Step
+from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
 

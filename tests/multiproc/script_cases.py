@@ -12,7 +12,7 @@ from tests.lines import error_line
 from tests.pool import ROOT, TIMEOUT_S, Pool
 
 EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
-JOB = "tests.multiproc.training_job:run_script"
+JOB = "tests.multiproc.script_job:run_script"
 TOLERANCE = 1e-5
 
 # 12 heads divide by 1, 2, 3 and 4. The distributed optimizer's checkpoints fail in Megatron itself when the last

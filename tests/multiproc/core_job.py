@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
-from tests.multiproc.cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
+from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder

@@ -394,7 +394,7 @@ class Runs:
 
     def run(self, case: Case) -> Run:
         """Train and put the result together."""
-        ranks = self._pool.run(case.world_size, "tests.multiproc.train_job:train", {"case": case})
+        ranks = self._pool.run(case.world_size, "tests.multiproc.core_job:train", {"case": case})
         return assemble(case, ranks)
 
     def kept(self, case: Case) -> Run:
