@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -112,7 +112,7 @@ def simulate_all(num_stages: int, num_microbatches: int, latency: float) -> Iter
 
 
 def _limit(num_stages: int, costs: Costs) -> int:
-    return need(u_placement(num_stages), costs) + 2
+    return in_flight_needed(u_placement(num_stages), costs) + 2
 
 
 def _interleaved(num_stages: int, num_microbatches: int) -> Schedule:

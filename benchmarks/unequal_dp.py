@@ -40,7 +40,7 @@ from itertools import groupby, pairwise, product
 from pathlib import Path
 
 from benchmarks.unequal_dp_plot import draw
-from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -153,7 +153,7 @@ def main() -> None:
 def both_modes(case: Case) -> tuple[Result, Result]:
     """Simulate a case in turn and all at once."""
     placement, costs = case.placement, case.costs
-    limits = {PLAIN_SAME: case.width * case.num_stages, U_LIMIT: need(placement, costs) + 2 * case.width}
+    limits = {PLAIN_SAME: case.width * case.num_stages, U_LIMIT: in_flight_needed(placement, costs) + 2 * case.width}
     limit = limits.get(case.order)
     in_turn = _order(case, placement, case.per_replica * case.width, costs, limit)
     joined, at_once = replace(placement, num_replicas=()), split_costs(placement, costs)

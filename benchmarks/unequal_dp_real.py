@@ -37,7 +37,7 @@ from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 
 T_F_S = 0.04
 MBIT = 1000.0
@@ -130,14 +130,14 @@ def _case(order: str, num_stages: int, width: int, latency: float) -> Case:
 
 def _job(case: Case, num_steps: int) -> Job:
     wide, costs = case.placement, _in_seconds(case.costs)
-    in_turn = Step(placement=wide, num_microbatches=case.width * PER_REPLICA, costs=costs)
+    in_turn = ScheduleRequest(placement=wide, num_microbatches=case.width * PER_REPLICA, costs=costs)
     joined = replace(wide, num_replicas=())
-    at_once = Step(placement=joined, num_microbatches=PER_REPLICA, costs=split_costs(wide, costs))
+    at_once = ScheduleRequest(placement=joined, num_microbatches=PER_REPLICA, costs=split_costs(wide, costs))
     return Job(
         latency_ms=1e3 * case.latency * T_F_S if case.latency else None,
         mbit=MBIT,
         costs=costs,
-        schedules={mode: plan_step(step)[0] for mode, step in ((MULTIPLEX, in_turn), (SPLIT, at_once))},
+        schedules={mode: make_schedule(step)[0] for mode, step in ((MULTIPLEX, in_turn), (SPLIT, at_once))},
         num_steps=num_steps,
         shape=SHAPE,
         dp_sizes=wide.num_replicas,

@@ -222,7 +222,7 @@ def _pictures() -> dict[str, str]:
     from vtp_plugin.boundary.draw import draw_pipeline
     from vtp_plugin.boundary.rules import TransportRules
     from vtp_plugin.layout.pipeline import PipelineLayout
-    from vtp_plugin.schedule.cost.bounds import need
+    from vtp_plugin.schedule.cost.bounds import in_flight_needed
     from vtp_plugin.schedule.cost.costs import u_costs
     from vtp_plugin.schedule.cost.simulate import simulate
     from vtp_plugin.schedule.make.u_shape import plan_u_shape
@@ -231,7 +231,7 @@ def _pictures() -> dict[str, str]:
 
     unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
     costs = u_costs(3, cloud=2.0, latency=1.0)
-    limit = need(u_placement(3), costs) + 2
+    limit = in_flight_needed(u_placement(3), costs) + 2
     step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
     title = "One step of a U-shaped pipeline: 8 microbatches, latency 1 between edge and cloud"
     return {

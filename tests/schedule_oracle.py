@@ -99,7 +99,7 @@ def random_schedule(placement: Placement, num_microbatches: int, *, forward_only
     )
 
 
-Lane = tuple[tuple[int, int], tuple[int, int], str]  # worker that sends, worker that receives, "F" or "B"
+ChannelKey = tuple[tuple[int, int], tuple[int, int], str]  # worker that sends, worker that receives, "F" or "B"
 
 
 class Machine:
@@ -109,9 +109,9 @@ class Machine:
         self.schedule = schedule
         self.rng = random.Random(seed)
         self.lists = [deque(order) for order in schedule.orders]
-        self.sent: dict[Lane, list[Node]] = {}
-        self.posted: dict[Lane, int] = {}
-        self.tickets: dict[tuple[str, Action], tuple[Lane, int]] = {}
+        self.sent: dict[ChannelKey, list[Node]] = {}
+        self.posted: dict[ChannelKey, int] = {}
+        self.tickets: dict[tuple[str, Action], tuple[ChannelKey, int]] = {}
         self.tensors: list[set[Node]] = [set() for _ in self.lists]
         self.num_open: list[dict[str, int]] = [{"RECV": 0, "SEND": 0} for _ in self.lists]
         self.most_open_at_compute = [0] * len(self.lists)

@@ -33,27 +33,27 @@ def advance(num_workers: int, go: Callable[[int], Iterable[int]]) -> None:
                 waiting.append(other)
 
 
-def advance_orders(orders: Sequence[Sequence[Entry]], step: Callable[[int, Entry], bool]) -> list[int]:
+def advance_orders(orders: Sequence[Sequence[Entry]], take: Callable[[int, Entry], bool]) -> list[int]:
     """Let every worker take the entries of its order, and return how far each came.
 
     Args:
         orders: of the workers.
-        step: takes one entry of a worker; False where it has to wait for another worker.
+        take: takes one entry of a worker; False where it has to wait for another worker.
 
     >>> done = set()
-    >>> def step(worker, entry):
+    >>> def take(worker, entry):
     ...     return entry - 1 in done | {0} and not done.add(entry)
-    >>> advance_orders([[2, 3], [1, 5]], step)
+    >>> advance_orders([[2, 3], [1, 5]], take)
     [2, 1]
     """
-    places = [0] * len(orders)
+    reached = [0] * len(orders)
     everybody = range(len(orders))
 
     def go(worker: int) -> Iterable[int]:
-        order, start = orders[worker], places[worker]
-        while places[worker] < len(order) and step(worker, order[places[worker]]):
-            places[worker] += 1
-        return everybody if places[worker] > start else ()
+        order, start = orders[worker], reached[worker]
+        while reached[worker] < len(order) and take(worker, order[reached[worker]]):
+            reached[worker] += 1
+        return everybody if reached[worker] > start else ()
 
     advance(len(orders), go)
-    return places
+    return reached

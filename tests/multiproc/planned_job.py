@@ -22,7 +22,7 @@ from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.derived import Planning
+from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels, own_channels
@@ -153,7 +153,9 @@ def run(
     placement, stage = u_placement(len(sizes)), layout.stage_of(dist.get_rank())
     platform = CpuPlatform("of the test")
     channels = _open(layout, stage, platform)
-    planning = Planning(costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval)
+    planning = ScheduleOptions(
+        costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval
+    )
     pipeline = ScheduleRunner(placement, stage, channels, World(), platform, planning)
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=varying)
     seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)

@@ -17,7 +17,7 @@ from tests.pool import Pool
 from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import parse_costs
-from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import u_placement
 
 JOB = "tests.multiproc.planned_job:run"
@@ -59,8 +59,10 @@ def test_measured_costs_choose_one_order_for_all_ranks(pool: Pool, varying: bool
     assert all(2 * a <= b <= 4 * a + 60 * busy for a, b in zip(forward_ms, costs.backward, strict=True)), text
     assert set(costs.message_bytes) == {4 * 6 * 4} and max(costs.latency) < 60 * busy, text
     for one, before, digest in zip(passes, [True] * 6 + [False] * 4, ranks[0].digests, strict=True):
-        step = Step(placement=u_placement(3), num_microbatches=one.num_microbatches, forward_only=one.forward_only)
-        assert plan_step(step if before else replace(step, costs=costs))[0].digest == digest
+        step = ScheduleRequest(
+            placement=u_placement(3), num_microbatches=one.num_microbatches, forward_only=one.forward_only
+        )
+        assert make_schedule(step if before else replace(step, costs=costs))[0].digest == digest
     assert ranks[0].digests[7] != ranks[0].digests[0]
 
 
@@ -131,7 +133,7 @@ def test_kept_activations_are_as_planned(pool: Pool) -> None:
         for seen in ranks:
             assert seen.kept == seen.planned
         if in_flight is None:
-            schedule, _ = plan_step(Step(placement=u_placement(3), num_microbatches=9, costs=costs))
+            schedule, _ = make_schedule(ScheduleRequest(placement=u_placement(3), num_microbatches=9, costs=costs))
             peaks = simulate(schedule, costs).activations
             assert ranks[0].kept[-1] == {0: peaks[0], 3: peaks[3]} and ranks[1].kept[-1] == {1: peaks[1]}
             assert max(peaks) > 4

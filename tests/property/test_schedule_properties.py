@@ -18,7 +18,7 @@ from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
 from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
-from vtp_plugin.schedule.make.u_shape import UPlan, plan_u_shape, reference_u_shape
+from vtp_plugin.schedule.make.u_shape import UOrder, plan_u_shape, reference_u_shape
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channels
@@ -167,10 +167,10 @@ def test_channels_are_the_pairs_that_exchange(data: st.DataObject) -> None:
         for h in range(4 * max(placement.num_replicas))
         if placement.stages[v] != placement.stages[v + 1]
     }
-    pairs = [(placement.place(a), placement.place(b)) for a, b in placement.worker_boundaries]
+    pairs = [(placement.stage_and_replica(a), placement.stage_and_replica(b)) for a, b in placement.worker_boundaries]
     assert set(pairs) == crossing and len(pairs) == len(crossing)
     assert len(set(channels(placement))) == len(channels(placement)) == 2 * len(pairs)
-    assert [placement.place(worker) for worker in range(placement.num_workers)] == oracle.workers(placement)
+    assert [placement.stage_and_replica(worker) for worker in range(placement.num_workers)] == oracle.workers(placement)
     for worker, (stage, replica) in enumerate(oracle.workers(placement)):
         assert placement.worker(stage, replica) == worker
         handled = [h for h in range(24) if oracle.who(placement, placement.stages.index(stage), h) == (stage, replica)]
@@ -220,7 +220,7 @@ def u_cases(draw: st.DrawFn) -> UCase:
     return placement, num_microbatches, draw(costs_of(placement)), tuple(limits)
 
 
-def plan_of(case: UCase, *, forward_only: bool = False) -> UPlan:
+def plan_of(case: UCase, *, forward_only: bool = False) -> UOrder:
     placement, num_microbatches, costs, limits = case
     return plan_u_shape(
         placement.num_stages,

@@ -25,7 +25,7 @@ from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import COST_KEYS, parse_costs
-from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.placement import u_placement
 from vtp_plugin.schedule.pictures.draw import draw_svg
@@ -253,7 +253,9 @@ def test_simulate_shows_the_order_of_the_run_and_why(output_of: Output) -> None:
     assert "dots: the stage is idle" in " ".join(lines[3:5])
     # The run's own step: the same digest, so the same order.
     costs = parse_costs(words.split(), u_placement(3))
-    schedule, _ = plan_step(Step(placement=u_placement(3), num_microbatches=8, costs=costs, in_flight=(6,)))
+    schedule, _ = make_schedule(
+        ScheduleRequest(placement=u_placement(3), num_microbatches=8, costs=costs, in_flight=(6,))
+    )
     timeline = simulate(schedule, costs, mode="rendezvous")
     plan = plan_u_shape(3, 8, costs, limits=(6, 6, 6))
     assert timeline.makespan == plan.makespan
@@ -324,7 +326,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
     flags = ("simulate", *U, "--num-microbatches", "8", "--output")
     output = output_of(*flags, "step.svg")
     assert "simulated step 57; " in output and output.endswith("wrote step.svg\n")
-    schedule, _ = plan_step(Step(placement=u_placement(3), num_microbatches=8))
+    schedule, _ = make_schedule(ScheduleRequest(placement=u_placement(3), num_microbatches=8))
     timeline = simulate(schedule, u_costs(3), mode="rendezvous")
     title = "u-shape, --vtp-size-list 1,2,2, 8 microbatches"
     assert (tmp_path / "step.svg").read_text() == draw_svg(timeline, title=title)

@@ -55,13 +55,13 @@ def test_schedule_deals_a_copys_microbatches_out_in_turn(replicas: ReplicaMap, s
         return
     num_microbatches = replicas.batch_unit(size) // size // replicas.num_copies
     for stage, dp in enumerate(replicas.dp_sizes):
-        places = {replicas.place(stage, dp_rank): dp_rank for dp_rank in range(dp)}
-        assert len(places) == dp
+        ranks_by_copy = {replicas.copy_and_replica(stage, dp_rank): dp_rank for dp_rank in range(dp)}
+        assert len(ranks_by_copy) == dp
         for copy in range(replicas.num_copies):
             for h in range(num_microbatches):
                 replica, local = h % replicas.num_replicas(stage), h // replicas.num_replicas(stage)
                 number = h * replicas.num_copies + copy
-                found = samples(replicas, stage, places[copy, replica], size)[local]
+                found = samples(replicas, stage, ranks_by_copy[copy, replica], size)[local]
                 assert found == range(number * size, (number + 1) * size)
 
 

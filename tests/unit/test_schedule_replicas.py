@@ -13,7 +13,7 @@ import pytest
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -123,9 +123,9 @@ def test_more_in_flight_on_the_narrow_stage_hide_latency() -> None:
 def test_need_counts_the_microbatches_of_one_worker() -> None:
     """A round trip of 12 + 12 + 6; the edge takes 6 for a microbatch, a cloud stage 12 on two replicas."""
     costs = u_costs(3, cloud=4.0)
-    assert need(u_placement(3, num_replicas=(1, 2, 2)), costs) == 5
-    assert need(u_placement(3, num_replicas=(2, 1, 1)), costs) == math.ceil(30 / 12 / 2)
-    assert need(u_placement(3), costs) == 3
+    assert in_flight_needed(u_placement(3, num_replicas=(1, 2, 2)), costs) == 5
+    assert in_flight_needed(u_placement(3, num_replicas=(2, 1, 1)), costs) == math.ceil(30 / 12 / 2)
+    assert in_flight_needed(u_placement(3), costs) == 3
 
 
 def test_replicas_of_equal_number_are_as_many_pipelines() -> None:

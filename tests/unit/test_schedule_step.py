@@ -17,7 +17,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
 from vtp_plugin.schedule.make.limits import check_in_flight, choose_limits
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.actions import Op
@@ -129,12 +129,14 @@ def test_limits_that_fit_nothing_are_refused(asked: tuple[int, ...], words: str)
     with pytest.raises(ConfigError, match=words):
         check_in_flight(asked, 3)
     with pytest.raises(ConfigError, match=words):
-        plan_step(Step(placement=u_placement(3), num_microbatches=4, in_flight=asked))
+        make_schedule(ScheduleRequest(placement=u_placement(3), num_microbatches=4, in_flight=asked))
 
 
 def test_a_limit_is_kept_and_printed() -> None:
-    step = Step(placement=u_placement(3), num_microbatches=8, costs=u_costs(3, latency=2.0), in_flight=(4, 3, 3))
-    schedule, reason = plan_step(step)
+    step = ScheduleRequest(
+        placement=u_placement(3), num_microbatches=8, costs=u_costs(3, latency=2.0), in_flight=(4, 3, 3)
+    )
+    schedule, reason = make_schedule(step)
     assert check(schedule, limits=(4, 3, 3)) == ()
     timeline = simulate(schedule, u_costs(3, latency=2.0))
     edge, first, second, last = timeline.activations
@@ -146,7 +148,7 @@ def test_a_limit_is_kept_and_printed() -> None:
 def test_costs_choose_the_order() -> None:
     """With latency the order is another one, and better: here by more than a tenth."""
     blind, hiding = (
-        plan_step(Step(placement=u_placement(3), num_microbatches=16, costs=costs))[0]
+        make_schedule(ScheduleRequest(placement=u_placement(3), num_microbatches=16, costs=costs))[0]
         for costs in (None, u_costs(3, latency=4.0))
     )
     costs = u_costs(3, latency=4.0)
@@ -170,15 +172,15 @@ def test_every_step_runs_for_any_costs(
         message_bytes=(100,) * num_stages,
     )
     in_flight = data.draw(st.none() | st.tuples(*[st.integers(1, 3)] * num_stages))
-    step = Step(
+    step = ScheduleRequest(
         placement=u_placement(num_stages),
         num_microbatches=num_microbatches,
         forward_only=forward_only,
         costs=costs,
         in_flight=in_flight,
     )
-    schedule, _ = plan_step(step)
-    assert plan_step(step)[0] == schedule
+    schedule, _ = make_schedule(step)
+    assert make_schedule(step)[0] == schedule
     computes = [action for order in schedule.orders for action in order if action.op is Op.F]
     assert len(computes) == num_microbatches * (num_stages + 1)
     if in_flight is not None:
@@ -188,8 +190,8 @@ def test_every_step_runs_for_any_costs(
 
 def test_other_placements_have_no_choice() -> None:
     assert is_u_shaped(u_placement(2)) and not is_u_shaped(plain_placement(2)) and not is_u_shaped(plain_placement(1))
-    step = Step(placement=plain_placement(3), num_microbatches=4)
-    assert plan_step(step)[0] == plan_step(replace(step, in_flight=(1,)))[0]
+    step = ScheduleRequest(placement=plain_placement(3), num_microbatches=4)
+    assert make_schedule(step)[0] == make_schedule(replace(step, in_flight=(1,)))[0]
 
 
 def test_config_reads_limits_and_costs() -> None:

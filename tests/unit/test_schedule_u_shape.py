@@ -12,7 +12,7 @@ import pytest
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.bounds import lower_bound, need
+from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
@@ -99,7 +99,7 @@ def test_small_plans_are_the_best_of_all(num_stages: int, num_microbatches: int,
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_need_follows_the_formula(num_stages: int) -> None:
     for cloud, latency in itertools.product((0.5, 1, 2, 3), range(9)):
-        found = need(u_placement(num_stages), u_costs(num_stages, cloud=cloud, latency=latency))
+        found = in_flight_needed(u_placement(num_stages), u_costs(num_stages, cloud=cloud, latency=latency))
         assert found == need_by_formula(num_stages, cloud, latency)
 
 

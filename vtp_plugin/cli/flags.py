@@ -24,7 +24,13 @@ from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.schedules import check_one_chunk, refuse_with_u_shape
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import Planning, choose_cp_sizes, plan_layout, plan_orders, stage_boundaries
+from vtp_plugin.options.derived import (
+    ScheduleOptions,
+    choose_cp_sizes,
+    plan_layout,
+    read_schedule_options,
+    stage_boundaries,
+)
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.stated import parse_costs
@@ -64,7 +70,7 @@ class Run:
         num_chunks: model chunks of every stage.
         placement: of the schedule.
         rules: how boundaries are crossed.
-        planning: what the order is planned for.
+        schedule_options: what the order is planned for.
         shape: S, B and H of a microbatch on the stage with most replicas; None where a flag is missing.
         itemsize_bytes: of one number of the tensors.
         is_sharded: ranks of a stage hold slices of the sequence.
@@ -76,7 +82,7 @@ class Run:
     num_chunks: int
     placement: Placement
     rules: TransportRules
-    planning: Planning
+    schedule_options: ScheduleOptions
     shape: tuple[int, int, int] | None
     itemsize_bytes: int
     is_sharded: bool
@@ -168,9 +174,11 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
     if takes_all_costs and config.costs is not None and not config.layerwise_disaggregated:
         costs = parse_costs(config.costs, placement, message_bytes=tensor_bytes)
-        planning = replace(plan_orders(replace(config, costs=None), num_stages, tensor_bytes), costs=costs)
+        schedule_options = replace(
+            read_schedule_options(replace(config, costs=None), num_stages, tensor_bytes), costs=costs
+        )
     else:
-        planning = plan_orders(config, num_stages, tensor_bytes)
+        schedule_options = read_schedule_options(config, num_stages, tensor_bytes)
     return Run(
         config=config,
         layout=layout,
@@ -182,7 +190,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
             tensor_bytes=tensor_bytes,
             threshold_bytes=config.transport_threshold_bytes,
         ),
-        planning=planning,
+        schedule_options=schedule_options,
         shape=shape,
         itemsize_bytes=itemsize_bytes,
         is_sharded=args.sequence_parallel,

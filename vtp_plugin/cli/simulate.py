@@ -16,7 +16,7 @@ from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import Timeline, simulate
-from vtp_plugin.schedule.make.choose import Step, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.make.limits import choose_limits
 from vtp_plugin.schedule.order.messages import channel_label
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -63,18 +63,18 @@ def run(options: argparse.Namespace) -> None:
             "the number of microbatches is missing; give --global-batch-size and --micro-batch-size, or "
             "--num-microbatches"
         )
-    stated = flags.planning.costs
+    stated = flags.schedule_options.costs
     costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
-    step = Step(
+    request = ScheduleRequest(
         placement=flags.placement,
         num_microbatches=num_microbatches,
         costs=costs if stated is not None or flags.replicas.is_split else None,
-        in_flight=flags.planning.in_flight,
+        in_flight=flags.schedule_options.in_flight,
     )
-    schedule, _ = plan_step(step)
+    schedule, _ = make_schedule(request)
     # As on gloo, NCCL and HCCL: a message leaves when its receiver is ready.
     timeline = simulate(schedule, costs, mode="rendezvous")
-    why, least = _why(flags, step, costs)
+    why, least = _why(flags, request, costs)
     if options.output is not None:
         _write(options.output, timeline, f"{schedule.name}, {_counts(flags, num_microbatches)}", unit)
     if options.json:
@@ -107,7 +107,7 @@ def _write(path: Path, timeline: Timeline, title: str, unit: str) -> None:
     write_file(path, draw_svg(timeline, title=title, unit=unit) if path.suffix == ".svg" else chrome_trace(timeline))
 
 
-def _why(flags: Run, step: Step, costs: Costs) -> tuple[str, float | None]:
+def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float | None]:
     """Say why this order, and which time no order can beat."""
     if not flags.config.layerwise_disaggregated:
         if flags.num_chunks > 1:
@@ -116,11 +116,11 @@ def _why(flags: Run, step: Step, costs: Costs) -> tuple[str, float | None]:
             "order: Megatron's 1F1B, each stage runs forwards and backwards in turn once the first gradient is there",
             (None),
         )
-    placement = step.placement
-    limits, _ = choose_limits(step.in_flight, placement, costs, step.num_microbatches)
-    by_worker = [limits[placement.place(worker)[0]] for worker in range(placement.num_workers)]
-    least = lower_bound(make_chain(placement, costs), step.num_microbatches, by_worker)
-    source = "what keeps the busiest stage busy, plus two" if step.in_flight is None else "--vtp-in-flight"
+    placement = request.placement
+    limits, _ = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
+    by_worker = placement.by_worker(limits)
+    least = lower_bound(make_chain(placement, costs), request.num_microbatches, by_worker)
+    source = "what keeps the busiest stage busy, plus two" if request.in_flight is None else "--vtp-in-flight"
     return (
         "order: the shortest of many that were tried for these durations; no order can take less than "
         f"{least:.6g} with at most {','.join(map(str, limits))} microbatches in flight on the stages ({source})",
@@ -138,7 +138,7 @@ def _unit_text(flags: Run, unit: str) -> str:
 def _rows(timeline: Timeline) -> Iterator[dict[str, object]]:
     placement = timeline.placement
     for worker, in_flight in enumerate(timeline.in_flight):
-        stage, replica = placement.place(worker)
+        stage, replica = placement.stage_and_replica(worker)
         yield {
             "stage": stage,
             "replica": replica,

@@ -37,7 +37,7 @@ class ReplicaMap:
         mode: how boundaries between different sizes work.
 
     >>> replicas = ReplicaMap(dp_sizes=(2, 4), mode=DpMode.MULTIPLEX)
-    >>> replicas.num_copies, [replicas.place(1, dp_rank) for dp_rank in range(4)]
+    >>> replicas.num_copies, [replicas.copy_and_replica(1, dp_rank) for dp_rank in range(4)]
     (2, [(0, 0), (1, 0), (0, 1), (1, 1)])
     >>> replicas.joined(0, 1)
     (((0,), (0,)), ((1,), (1,)), ((0,), (2,)), ((1,), (3,)))
@@ -67,7 +67,7 @@ class ReplicaMap:
         """Return how many replicas of a stage each copy has."""
         return self.dp_sizes[stage] // self.num_copies
 
-    def place(self, stage: int, dp_rank: int) -> tuple[int, int]:
+    def copy_and_replica(self, stage: int, dp_rank: int) -> tuple[int, int]:
         """Return the copy of a replica, and its number among the stage's replicas in that copy."""
         if self.mode is DpMode.SPLIT:
             return divmod(dp_rank, self.num_replicas(stage))
@@ -85,7 +85,7 @@ class ReplicaMap:
         """
         if self.is_split:
             return stage
-        return sum(map(self.num_replicas, range(stage))) + self.place(stage, dp_rank)[1]
+        return sum(map(self.num_replicas, range(stage))) + self.copy_and_replica(stage, dp_rank)[1]
 
     def joined(self, upstream: int, downstream: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """List the dp ranks on both sides of every boundary between two stages; one of the sizes divides the other."""

@@ -18,8 +18,8 @@ _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """What the orders are planned for, as far as there is a choice: in the U.
+class ScheduleOptions:
+    """What the user says about the order, where there is a choice: in the U.
 
     Attributes:
         costs: in ms; None lets the first steps measure them.
@@ -134,10 +134,10 @@ def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, i
     return {site: layout.leader(list(sites).index(site)) for site in dict.fromkeys(sites)}
 
 
-def plan_orders(
+def read_schedule_options(
     config: VtpConfig, num_stages: int, message_bytes: int | None, *, report_interval_steps: int = 100
-) -> Planning:
-    """Read what the orders are to be planned for.
+) -> ScheduleOptions:
+    """Read what the user says about the order.
 
     Args:
         config: what was asked for.
@@ -148,9 +148,9 @@ def plan_orders(
     Raises:
         ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
     """
-    planning = Planning(replan_share=config.replan_share, report_interval_steps=report_interval_steps)
+    options = ScheduleOptions(replan_share=config.replan_share, report_interval_steps=report_interval_steps)
     if config.in_flight is None and config.costs is None:
-        return planning
+        return options
     if not config.layerwise_disaggregated:
         raise LayoutError(
             "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
@@ -160,4 +160,4 @@ def plan_orders(
         check_in_flight(config.in_flight, num_stages)
     words = config.costs
     costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
-    return replace(planning, costs=costs, in_flight=config.in_flight)
+    return replace(options, costs=costs, in_flight=config.in_flight)

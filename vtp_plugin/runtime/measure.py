@@ -178,7 +178,7 @@ def measure_links(
     report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
     for name in sorted(name for name in channels if name.direction is Direction.FORWARD):
         there, back = channels[name], channels[name.opposite]
-        upstream, downstream = (placement.place(worker)[0] for worker in (name.upstream, name.downstream))
+        upstream, downstream = (placement.stage_of(worker) for worker in (name.upstream, name.downstream))
         links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
         # A header would add the same to both: the shape of the small tensor is known.
         small = dataclasses.replace(form, has_variable_shapes=False)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from vtp_plugin import log
 from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.options.derived import Planning
+from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.executor import Compute, Executor
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.make.choose import Step, is_u_shaped, plan_step
+from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
@@ -65,17 +65,17 @@ class ScheduleRunner:
         channels: Mapping[ChannelId, Channel],
         ranks: Ranks,
         platform: Platform,
-        planning: Planning,
+        planning: ScheduleOptions,
     ) -> None:
         self.placement = placement
         self.costs = planning.costs
         self._in_flight = planning.in_flight
         self._worker = worker
-        self._stage, _ = placement.place(worker)
+        self._stage = placement.stage_of(worker)
         self._channels = channels
         self._ranks = ranks
         self._platform = platform
-        self._schedules: dict[Step, Schedule] = {}
+        self._schedules: dict[ScheduleRequest, Schedule] = {}
         self._num_trained = 0
         self._report: Report | None = None
         self._timed: TimedCompute | None = None
@@ -108,7 +108,7 @@ class ScheduleRunner:
         """
         if self._report is not None:
             self._combine(self._report)
-        step = Step(
+        step = ScheduleRequest(
             placement=self.placement,
             num_microbatches=num_microbatches * self.placement.num_replicas[self._stage],
             forward_only=forward_only,
@@ -134,11 +134,11 @@ class ScheduleRunner:
         command = log.wrap_command(["--vtp-costs", *text.split()])
         log.info(f"measured in training steps {first} to {self._num_trained}:\n{command}")
 
-    def _plan(self, step: Step, batch: int | None) -> Schedule:
+    def _plan(self, step: ScheduleRequest, batch: int | None) -> Schedule:
         plans: list[tuple[Schedule, str]] = []
 
         def prepare() -> dict[str, object]:
-            plans.append(plan_step(step))
+            plans.append(make_schedule(step))
             return {"samples of a step": batch, "schedule": plans[0][0].digest}
 
         self._ranks.agree("planning of a step", prepare)

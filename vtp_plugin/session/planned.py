@@ -13,7 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import plan_orders, reporting_ranks, stage_boundaries, stage_sites
+from vtp_plugin.options.derived import read_schedule_options, reporting_ranks, stage_boundaries, stage_sites
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.session.statement import digest_of, state_run
 
@@ -47,7 +47,7 @@ class PlannedRun:
             ConfigError: replicas do not divide, or limits, costs or the transport do not fit the pipeline.
         """
         self.replicas.check(self.boundaries)
-        plan_orders(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
+        read_schedule_options(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self.boundaries:
             self.transport_rules.choose(self.layout, upstream, downstream)
 

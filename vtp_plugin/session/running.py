@@ -13,7 +13,7 @@ from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.errors import PlanError
 from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.options.derived import plan_orders
+from vtp_plugin.options.derived import read_schedule_options
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
@@ -114,7 +114,9 @@ def open_pipeline(
     worker = replicas.worker(own.stage, own.dp_rank)
     schedule_runner = tied_weight = None
     if config.has_planned_schedule and num_stages > 1:
-        orders = plan_orders(config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps)
+        orders = read_schedule_options(
+            config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps
+        )
         schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders)
     if tied and own.stage in (0, num_stages - 1):
         own_tied = [channel for channel in opened[-len(tied) :] if channel is not None]

@@ -12,7 +12,7 @@ from vtp_plugin.schedule.order.placement import Placement
 ROUNDING = 1e-9  # relative error that sums of durations may have
 
 
-def need(placement: Placement, costs: Costs) -> int:
+def in_flight_needed(placement: Placement, costs: Costs) -> int:
     """Return how many microbatches must be in flight on stage 0 to keep the busiest stage busy all the time.
 
     That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one, both
@@ -22,16 +22,16 @@ def need(placement: Placement, costs: Costs) -> int:
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
-    >>> [need(u_placement(3), u_costs(3, cloud=2.0, latency=latency)) for latency in (0, 1, 2, 4)]
+    >>> [in_flight_needed(u_placement(3), u_costs(3, cloud=2.0, latency=latency)) for latency in (0, 1, 2, 4)]
     [3, 4, 5, 6]
     """
-    return need_by_stage(make_chain(placement, costs), 0)
+    return in_flight_needed_on(make_chain(placement, costs), 0)
 
 
-def need_by_stage(chain: Chain, stage: int) -> int:
-    """Return :func:`need` for the part of a microbatch's way that starts and ends on a stage."""
+def in_flight_needed_on(chain: Chain, stage: int) -> int:
+    """Return :func:`in_flight_needed` for the part of the route that starts and ends on a stage."""
     busiest = max(
-        sum(chain.durations[q] for q in chain.steps(s)) / num_replicas
+        sum(chain.durations[q] for q in chain.legs(s)) / num_replicas
         for s, num_replicas in enumerate(chain.num_replicas)
     )
     in_flight = _round_trip(chain, stage) / busiest if busiest else 0
@@ -41,7 +41,7 @@ def need_by_stage(chain: Chain, stage: int) -> int:
 def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> float:
     """Return a time that no order can beat: the largest of what is known of the single resources.
 
-    * One microbatch alone takes its whole way.
+    * One microbatch alone takes its whole route.
     * A worker works for all its microbatches. Before, the first of them has to reach it, and after, the last has to get
       from it to the end; in between it stands still while nothing can be there (fill and drain). Replicas of a wide
       stage cannot all start at once, nor all end at once, if a narrow stage before serves them in turn.
@@ -49,7 +49,7 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
     * A channel carries all its messages one after the other.
 
     Args:
-        chain: Steps of a microbatch.
+        chain: Legs of a microbatch.
         num_microbatches: Number of microbatches.
         limits: Most microbatches in flight, by worker.
 
@@ -63,26 +63,26 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
     heads, tails = chain.heads, chain.reversed().heads[::-1]
     firsts = chain.first_workers
     for stage, (first, num_replicas) in enumerate(zip(firsts, chain.num_replicas, strict=True)):
-        own, steps = num_microbatches // num_replicas, chain.steps(stage)
+        own, legs = num_microbatches // num_replicas, chain.legs(stage)
         own_limits = [min(limit, own) for limit in limits[first : first + num_replicas]]
-        reach = heads[steps[0]] + tails[steps[-1]]
-        work = own * sum(chain.durations[q] for q in steps)
+        reach = heads[legs[0]] + tails[legs[-1]]
+        work = own * sum(chain.durations[q] for q in legs)
         idle = min(_idle(chain, stage, own, limit) for limit in set(own_limits))
         bounds.append(reach + work + idle + _stagger(chain, stage))
         bounds.append(reach + math.ceil(own / min(own_limits)) * _round_trip(chain, stage))
-    for channel in set(chain.channels) - {-1}:
-        messages = [q for q, used in enumerate(chain.channels) if used == channel]
+    for boundary in set(chain.boundaries) - {-1}:
+        messages = [q for q, crossed in enumerate(chain.boundaries) if crossed == boundary]
         before = min(heads[q] + chain.durations[q] for q in messages)
         after = min(chain.latency[q] + chain.durations[q + 1] + tails[q + 1] for q in messages)
-        own = num_microbatches // len(chain.lanes[messages[0]])
+        own = num_microbatches // len(chain.channels[messages[0]])
         bounds.append(before + own * sum(chain.occupancy[q] for q in messages) + after)
     return max(bounds)
 
 
 def _round_trip(chain: Chain, stage: int) -> float:
-    """Return the time from the start of a stage's first step to the end of its last, for one microbatch alone."""
-    steps = chain.steps(stage)
-    return chain.heads[steps[-1]] + chain.durations[steps[-1]] - chain.heads[steps[0]]
+    """Return the time from the start of a stage's first leg to the end of its last, for one microbatch alone."""
+    legs = chain.legs(stage)
+    return chain.heads[legs[-1]] + chain.durations[legs[-1]] - chain.heads[legs[0]]
 
 
 def _stagger(chain: Chain, stage: int) -> float:
@@ -97,9 +97,9 @@ def _stagger(chain: Chain, stage: int) -> float:
 def _delays(chain: Chain, stage: int) -> list[float]:
     """Return how much later than a single microbatch allows the replicas of a stage start, at least; the first one 0.
 
-    When j of them have started, each step before has run for j microbatches, shared by the replicas of its own stage.
+    When j of them have started, each leg before has run for j microbatches, shared by the replicas of its own stage.
     """
-    before = range(chain.steps(stage)[0])
+    before = range(chain.legs(stage)[0])
     return [
         max(
             ((math.ceil(j / chain.num_replicas[chain.stages[q]]) - 1) * chain.durations[q] for q in before), default=0.0
@@ -111,9 +111,9 @@ def _delays(chain: Chain, stage: int) -> list[float]:
 def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
     """Return how long a worker of a stage stands still between its first start and its last end, at least.
 
-    Until its i-th step runs for the first time, a worker can only do the steps before it, each at most `limit` times
+    Until its i-th leg runs for the first time, a worker can only do the legs before it, each at most `limit` times
     because no microbatch is through; the same holds at the end with time reversed. The two times do not overlap where
-    the step of the one comes no later on the way than the step of the other, or where the limit forces the last
+    the leg of the one comes no later on the route than the leg of the other, or where the limit forces the last
     microbatch to begin after the first is through.
     """
     fill = _fill(chain, stage, limit)
@@ -128,10 +128,10 @@ def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
 
 
 def _fill(chain: Chain, stage: int, limit: int) -> list[float]:
-    """Return for each step of a stage how long a worker stands still until the step first runs, at least."""
-    steps = chain.steps(stage)
-    start, done, idle = chain.heads[steps[0]], 0.0, list[float]()
-    for q in steps:
+    """Return for each leg of a stage how long a worker stands still until the leg first runs, at least."""
+    legs = chain.legs(stage)
+    start, done, idle = chain.heads[legs[0]], 0.0, list[float]()
+    for q in legs:
         idle.append(max(0.0, chain.heads[q] - start - done))
         done += limit * chain.durations[q]
     return idle

@@ -1,8 +1,8 @@
-"""The way of a microbatch through the pipeline as numbers, for the inner loops of search and simulation.
+"""The route of a microbatch through the pipeline as numbers, for the inner loops of search and simulation.
 
-A microbatch passes through *steps*: step q < V is the forward of virtual stage q, step q >= V the backward of virtual
-stage 2V - 1 - q. Microbatches pass each step in their order (channels are first-in-first-out), so the order of a worker
-is a list of steps: the n-th occurrence of a step is the n-th microbatch of the worker.
+The route has *legs*: leg q < V is the forward of virtual stage q, leg q >= V the backward of virtual stage 2V - 1 - q.
+Microbatches pass each leg one after another (channels are first-in-first-out), so the order of a worker is a list of
+legs: the n-th occurrence of a leg is the n-th microbatch of the worker.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ Orders = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Steps of a microbatch with their costs.
+    """The legs of a microbatch with their costs.
 
     Attributes:
-        stages: Stage that runs a step.
-        durations: Duration of a step.
-        latency: From the end of a step to the start of the next, without `occupancy`; the last entry is 0.
-        occupancy: How long the message to the next step keeps its channel busy; the last entry is 0.
-        channels: Number of the boundary and direction of the message to the next step; -1 where there is no message.
+        stages: Stage that runs a leg.
+        durations: Duration of a leg.
+        latency: From the end of a leg to the start of the next, without `occupancy`; the last entry is 0.
+        occupancy: How long the message to the next leg keeps its channel busy; the last entry is 0.
+        boundaries: Number of the boundary that the message to the next leg crosses, another one in each direction; -1
+            where there is no message.
         num_replicas: Replicas of every pipeline stage; the microbatches' numbers modulo this tell which of them.
     """
 
@@ -39,7 +40,7 @@ class Chain:
     durations: tuple[float, ...]
     latency: tuple[float, ...]
     occupancy: tuple[float, ...]
-    channels: tuple[int, ...]
+    boundaries: tuple[int, ...]
     num_replicas: tuple[int, ...]
 
     @property
@@ -65,40 +66,40 @@ class Chain:
 
     @property
     def takers(self) -> tuple[range, ...]:
-        """Workers that run the next step, by step: microbatch h goes to entry h mod its length; empty at the last."""
+        """Workers that run the next leg, by leg: microbatch h goes to entry h mod its length; empty at the last."""
         firsts = self.first_workers
         takers = [range(firsts[stage], firsts[stage] + self.num_replicas[stage]) for stage in self.stages[1:]]
         return (*takers, range(0))
 
     @property
-    def lanes(self) -> tuple[range, ...]:
-        """Lanes of the messages to the next step, by step: microbatch h takes entry h mod its length.
+    def channels(self) -> tuple[range, ...]:
+        """Channels of the messages to the next leg, by leg: microbatch h takes entry h mod its length.
 
-        A lane is one direction between two workers: its messages go one after the other.
+        Messages of a channel go one after the other.
         """
         width, replicas = max(self.num_replicas), [self.num_replicas[stage] for stage in self.stages]
         sizes = (*map(max, replicas[:-1], replicas[1:]), 0)
-        return tuple(range(c * width, c * width + size) for c, size in zip(self.channels, sizes, strict=True))
+        return tuple(range(c * width, c * width + size) for c, size in zip(self.boundaries, sizes, strict=True))
 
     @property
-    def num_lanes(self) -> int:
-        """Number of lanes; some have no messages."""
-        return (max(self.channels) + 1) * max(self.num_replicas)
+    def num_channels(self) -> int:
+        """Number of channels; some have no messages."""
+        return (max(self.boundaries) + 1) * max(self.num_replicas)
 
     @property
-    def num_steps(self) -> int:
-        """Number of steps of a microbatch."""
+    def num_legs(self) -> int:
+        """Number of legs."""
         return len(self.stages)
 
-    def steps(self, stage: int) -> tuple[int, ...]:
-        """List the steps of a stage in the order in which one microbatch passes them."""
+    def legs(self, stage: int) -> tuple[int, ...]:
+        """List the legs of a stage in the order in which one microbatch passes them."""
         return tuple(q for q, holder in enumerate(self.stages) if holder == stage)
 
     @property
     def heads(self) -> tuple[float, ...]:
-        """Earliest start of each step after the start of its microbatch."""
+        """Earliest start of each leg after the start of its microbatch."""
         heads = [0.0]
-        for q in range(self.num_steps - 1):
+        for q in range(self.num_legs - 1):
             heads.append(heads[-1] + self.durations[q] + self.occupancy[q] + self.latency[q])
         return tuple(heads)
 
@@ -114,7 +115,7 @@ class Chain:
             durations=self.durations[::-1],
             latency=(*self.latency[-2::-1], 0.0),
             occupancy=(*self.occupancy[-2::-1], 0.0),
-            channels=(*self.channels[-2::-1], -1),
+            boundaries=(*self.boundaries[-2::-1], -1),
             num_replicas=self.num_replicas,
         )
 
@@ -130,17 +131,17 @@ def in_ticks(chain: Chain) -> Chain:
     times = (*chain.durations, *chain.latency, *chain.occupancy)
     exponent = int(f"{max(times):e}".partition("e")[2])
     scaled = [round(time * 10.0 ** (6 - exponent)) for time in times]
-    num_steps = chain.num_steps
+    num_legs = chain.num_legs
     return replace(
         chain,
-        durations=tuple(scaled[:num_steps]),
-        latency=tuple(scaled[num_steps : 2 * num_steps]),
-        occupancy=tuple(scaled[2 * num_steps :]),
+        durations=tuple(scaled[:num_legs]),
+        latency=tuple(scaled[num_legs : 2 * num_legs]),
+        occupancy=tuple(scaled[2 * num_legs :]),
     )
 
 
 def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False) -> Chain:
-    """Line up the steps of a microbatch.
+    """Line up the legs of a microbatch.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -152,7 +153,7 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     if len(costs.forward) != num_vstages:
         raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
     vstages, durations = [*range(num_vstages)], costs.forward
-    # By step, the link v between v and v + 1 on which its message goes; the last virtual stage's forward sends nothing.
+    # By leg, the link v between v and v + 1 on which its message goes; the last virtual stage's forward sends nothing.
     links = [*range(num_vstages - 1), -1]
     if not forward_only:
         vstages, durations = vstages + vstages[::-1], durations + costs.backward[::-1]
@@ -160,17 +161,17 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     is_used = [link >= 0 and placement.crosses(link) for link in links]
     latency = [costs.latency[link] if used else 0.0 for link, used in zip(links, is_used, strict=True)]
     occupancy = [costs.transfer_time(link) if used else 0.0 for link, used in zip(links, is_used, strict=True)]
-    channels = [-1] * len(links)
+    boundaries = [-1] * len(links)
     for q, link in enumerate(links):
         if is_used[q]:
             boundary = placement.boundaries.index((placement.stages[link], placement.stages[link + 1]))
-            channels[q] = 2 * boundary + (q >= num_vstages)
+            boundaries[q] = 2 * boundary + (q >= num_vstages)
     return Chain(
         stages=tuple(placement.stages[v] for v in vstages),
         durations=tuple(durations),
         latency=tuple(latency),
         occupancy=tuple(occupancy),
-        channels=tuple(channels),
+        boundaries=tuple(boundaries),
         num_replicas=placement.num_replicas,
     )
 
@@ -182,23 +183,23 @@ def dispatch(
     limits: Sequence[int],
     detours: Iterator[Sequence[int] | None] | None = None,
 ) -> Orders:
-    """Build orders greedily: a worker that is free starts the best ranked step for which its next microbatch is there.
+    """Build orders greedily: a worker that is free starts the best ranked leg for which its next microbatch is there.
 
     Args:
-        chain: Steps and costs.
+        chain: Legs and costs.
         num_microbatches: Number of microbatches.
-        ranking: `ranking[stage]` lists the steps of a stage, most urgent first.
-        limits: Most microbatches in flight, by worker: begun with the stage's first step and not through its last.
+        ranking: `ranking[stage]` lists the legs of a stage, most urgent first.
+        limits: Most microbatches in flight, by worker: begun with the stage's first leg and not through its last.
         detours: Asked at each decision of stage 0; a ranking that it gives is used instead, for this decision only.
     """
     durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
-    lanes, takers = chain.lanes, chain.takers
-    last_step = chain.num_steps - 1
+    channels, takers = chain.channels, chain.takers
+    last_leg = chain.num_legs - 1
     arrived, upcoming = _start(chain, num_microbatches)
-    bounds = [(chain.steps(stage)[0], chain.steps(stage)[-1]) for stage in range(chain.num_stages)]
+    bounds = [(chain.legs(stage)[0], chain.legs(stage)[-1]) for stage in range(chain.num_stages)]
     workers, num_replicas = chain.workers, chain.num_replicas
     free_at = [0.0] * len(workers)
-    lane_free = [0.0] * chain.num_lanes
+    channel_free_at = [0.0] * chain.num_channels
     orders: list[list[int]] = [[] for _ in workers]
     # A worker looks for work when it gets free and when something arrives for it.
     events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == chain.stages[0]]
@@ -221,21 +222,21 @@ def dispatch(
             orders[worker].append(q)
             end = free_at[worker] = now + durations[q]
             heappush(events, (end, worker))
-            if q < last_step:
+            if q < last_leg:
                 if occupancy[q]:
-                    lane = lanes[q][h % len(lanes[q])]
-                    end = lane_free[lane] = max(end, lane_free[lane]) + occupancy[q]
+                    channel = channels[q][h % len(channels[q])]
+                    end = channel_free_at[channel] = max(end, channel_free_at[channel]) + occupancy[q]
                 end += latency[q]
                 arrived[q + 1][h] = end
                 heappush(events, (end, takers[q][h % len(takers[q])]))
             break
-    if sum(map(len, orders)) != num_microbatches * chain.num_steps:
+    if sum(map(len, orders)) != num_microbatches * chain.num_legs:
         raise PlanError(f"limits {limits} let no microbatch start")
     return tuple(tuple(order) for order in orders)
 
 
 def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | None:
-    """Return when the last step ends if every worker keeps its order, or None if the orders wait for each other.
+    """Return when the last leg ends if every worker keeps its order, or None if the orders wait for each other.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -243,42 +244,42 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     12.0
     """
     durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
-    lanes, takers = chain.lanes, chain.takers
-    last_step = chain.num_steps - 1
+    channels, takers = chain.channels, chain.takers
+    last_leg = chain.num_legs - 1
     arrived, upcoming = _start(chain, num_microbatches)
     workers, num_replicas = chain.workers, chain.num_replicas
     free_at = [0.0] * len(workers)
-    lane_free = [0.0] * chain.num_lanes
-    places = [0] * len(workers)
+    channel_free_at = [0.0] * chain.num_channels
+    reached = [0] * len(workers)
 
     def go(worker: int) -> set[int]:
-        order, place, now = orders[worker], places[worker], free_at[worker]
+        order, index, now = orders[worker], reached[worker], free_at[worker]
         stage, replica = workers[worker]
         woken: set[int] = set()
-        while place < len(order):
-            q = order[place]
+        while index < len(order):
+            q = order[index]
             h = upcoming[q][replica]
             there = arrived[q][h]
             if there == math.inf:
                 break
             upcoming[q][replica] = h + num_replicas[stage]
-            place += 1
+            index += 1
             now = end = (there if there > now else now) + durations[q]
-            if q < last_step:
+            if q < last_leg:
                 if occupancy[q]:
-                    lane = lanes[q][h % len(lanes[q])]
-                    end = lane_free[lane] = max(end, lane_free[lane]) + occupancy[q]
+                    channel = channels[q][h % len(channels[q])]
+                    end = channel_free_at[channel] = max(end, channel_free_at[channel]) + occupancy[q]
                 arrived[q + 1][h] = end + latency[q]
                 woken.add(takers[q][h % len(takers[q])])
-        places[worker], free_at[worker] = place, now
+        reached[worker], free_at[worker] = index, now
         return woken
 
     advance(len(workers), go)
-    return max(free_at) if places == [len(order) for order in orders] else None
+    return max(free_at) if reached == [len(order) for order in orders] else None
 
 
 def _start(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return by step and microbatch when it arrives, and by step and replica which microbatch is the next."""
+    """Return by leg and microbatch when it arrives, and by leg and replica which microbatch is the next."""
     # Numbers behind the last microbatch are asked for, and never arrive.
     size = num_microbatches + max(chain.num_replicas)
     arrived = [[math.inf] * size for _ in chain.stages]
@@ -290,7 +291,7 @@ def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
     """Return the most microbatches in flight on each worker; a property of the orders alone."""
     peaks: list[int] = []
     for (stage, _), order in zip(chain.workers, orders, strict=True):
-        first, last = chain.steps(stage)[0], chain.steps(stage)[-1]
+        first, last = chain.legs(stage)[0], chain.legs(stage)[-1]
         live = peak = 0
         for q in order:
             live += q == first
@@ -309,12 +310,12 @@ def mirrored(chain: Chain, orders: Orders) -> Orders:
     >>> mirrored(make_chain(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
     ((0, 0, 3, 3), (2, 1), (1, 2))
     """
-    last_step = chain.num_steps - 1
-    return tuple(tuple(last_step - q for q in reversed(orders[mirror])) for mirror in chain.mirrors)
+    last_leg = chain.num_legs - 1
+    return tuple(tuple(last_leg - q for q in reversed(orders[mirror])) for mirror in chain.mirrors)
 
 
 def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
-    """Write orders of steps as actions.
+    """Write orders of legs as actions.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> [str(a) for a in to_actions(plain_placement(1), ((0, 1, 0, 1),))[0]]
@@ -323,7 +324,7 @@ def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     num_vstages = placement.num_vstages
     result: list[Actions] = []
     for worker, order in enumerate(orders):
-        stage, replica = placement.place(worker)
+        stage, replica = placement.stage_and_replica(worker)
         upcoming = [replica] * (2 * num_vstages)
         actions: list[Action] = []
         for q in order:

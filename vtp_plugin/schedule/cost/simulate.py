@@ -128,7 +128,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
 
 
 @dataclass(slots=True, kw_only=True)
-class _Line:
+class _Queue:
     """One channel: what was posted on it so far; the n-th send meets the n-th receive."""
 
     free_at: float = 0.0
@@ -148,17 +148,17 @@ class _Walk:
         self.now = [0.0] * num_workers
         self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
         self.flights: list[Flight] = []
-        self.lines: dict[ChannelId, _Line] = defaultdict(_Line)
+        self.queues: dict[ChannelId, _Queue] = defaultdict(_Queue)
         # When a message has arrived, by microbatch and link and direction.
         self.arrivals: dict[tuple[ChannelId, int, int], float] = {}
 
     def run(self) -> None:
         """Let every worker go as far as it can until all are through."""
-        places = advance_orders(self.schedule.orders, self.step)
-        if places != [*map(len, self.schedule.orders)]:
-            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {places}")
+        reached = advance_orders(self.schedule.orders, self.do)
+        if reached != [*map(len, self.schedule.orders)]:
+            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {reached}")
 
-    def step(self, worker: int, action: Action) -> bool:
+    def do(self, worker: int, action: Action) -> bool:
         """Do one action; False if it waits for something whose time is not known yet."""
         if action.op.is_compute:
             durations = self.costs.backward if action.op is Op.B else self.costs.forward
@@ -172,28 +172,28 @@ class _Walk:
                 return False
             self.now[worker] = max(self.now[worker], arrival)
             return True
-        line = self.lines[channel_of(self.schedule.placement, action)]
+        queue = self.queues[channel_of(self.schedule.placement, action)]
         if action.op in (Op.SEND_F, Op.SEND_B):
-            line.sent.append((action, self.now[worker]))
+            queue.sent.append((action, self.now[worker]))
         else:
-            line.posted.append(self.now[worker])
-        self.move(line)
+            queue.posted.append(self.now[worker])
+        self.move(queue)
         return True
 
-    def move(self, line: _Line) -> None:
+    def move(self, queue: _Queue) -> None:
         """Let all messages of a channel go whose time is known."""
-        while line.num_moved < len(line.sent):
-            if self.mode == "rendezvous" and line.num_moved >= len(line.posted):
+        while queue.num_moved < len(queue.sent):
+            if self.mode == "rendezvous" and queue.num_moved >= len(queue.posted):
                 return
-            action, sent = line.sent[line.num_moved]
+            action, sent = queue.sent[queue.num_moved]
             link = link_of(action)
-            start = max(sent, line.free_at)
+            start = max(sent, queue.free_at)
             if self.mode == "rendezvous":
-                start = max(start, line.posted[line.num_moved] + self.costs.latency[link])
-            line.free_at = start + self.costs.transfer_time(link)
-            line.num_moved += 1
+                start = max(start, queue.posted[queue.num_moved] + self.costs.latency[link])
+            queue.free_at = start + self.costs.transfer_time(link)
+            queue.num_moved += 1
             channel = channel_of(self.schedule.placement, action)
-            end = line.free_at + self.costs.latency[link]
+            end = queue.free_at + self.costs.latency[link]
             self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
             self.arrivals[self.message(action)] = end
 

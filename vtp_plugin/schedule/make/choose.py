@@ -21,8 +21,8 @@ _PLAIN_LOOKAHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What is the same for all steps that run one schedule.
+class ScheduleRequest:
+    """What a step asks for; equal requests get equal schedules.
 
     Attributes:
         placement: Which stage holds which virtual stage: plain, interleaved or U-shaped.
@@ -48,67 +48,67 @@ def is_u_shaped(placement: Placement) -> bool:
     return placement.num_stages > 1 and placement.stages == u_placement(placement.num_stages).stages
 
 
-def plan_step(step: Step) -> tuple[Schedule, str]:
-    """Return the lowered schedule of a step, and in one line what was chosen; a function of the step alone.
+def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
+    """Return the lowered schedule of a step, and in one line what was chosen; a function of the request alone.
 
     Raises:
         ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
-    >>> schedule, reason = plan_step(Step(placement=plain_placement(2), num_microbatches=1))
+    >>> schedule, reason = make_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=1))
     >>> print(schedule.describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
     stage 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0
     >>> reason == f"schedule {schedule.digest}: 1f1b, microbatches: 1, lookahead: 2"
     True
     """
-    schedule, lookahead, reason = _order(step)
+    schedule, lookahead, reason = _order(request)
     lowered = lower(schedule, lookahead=lookahead)
     require_valid(lowered)
-    about = f"{schedule.name}, microbatches: {step.num_microbatches}, lookahead: {lookahead}"
+    about = f"{schedule.name}, microbatches: {request.num_microbatches}, lookahead: {lookahead}"
     return lowered, f"schedule {lowered.digest}: {about}{reason}"
 
 
-def _order(step: Step) -> tuple[Schedule, int, str]:
+def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     """Return the order of compute, how many computes ahead receives are posted, and why."""
-    placement, num_microbatches = step.placement, step.num_microbatches
+    placement, num_microbatches = request.placement, request.num_microbatches
     num_stages = placement.num_stages
     num_chunks = placement.num_vstages // num_stages
     if is_u_shaped(placement):
-        return _u_order(step)
+        return _u_order(request)
     if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
         raise ConfigError(f"no order is known for the placement {placement.stages}")
     if num_chunks > 1:
         schedule = interleaved_one_f_one_b(
-            num_stages, num_chunks, num_microbatches, group_size=step.group_size, forward_only=step.forward_only
+            num_stages, num_chunks, num_microbatches, group_size=request.group_size, forward_only=request.forward_only
         )
         return schedule, 1, ""
-    generate = plain_forward_only if step.forward_only else one_f_one_b
+    generate = plain_forward_only if request.forward_only else one_f_one_b
     schedule = generate(num_stages, num_microbatches, num_replicas=placement.num_replicas)
     if placement.num_workers == num_stages:
         return schedule, _PLAIN_LOOKAHEAD, ""
     # A narrow stage keeps what several replicas have in flight: the log tells its memory.
-    kept = "none kept" if step.forward_only else f"kept activations by stage {_kept(schedule)}"
+    kept = "none kept" if request.forward_only else f"kept activations by stage {_kept(schedule)}"
     return schedule, _PLAIN_LOOKAHEAD, f"; replicas by stage {','.join(map(str, placement.num_replicas))}, {kept}"
 
 
-def _u_order(step: Step) -> tuple[Schedule, int, str]:
+def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     """Choose the order of a U; the reason tells its costs, its limits, and what the limits mean in memory."""
-    placement = step.placement
-    costs = step.costs or u_costs(placement.num_stages)
-    limits, why = choose_limits(step.in_flight, placement, costs, step.num_microbatches)
-    plan = plan_u_shape(
+    placement = request.placement
+    costs = request.costs or u_costs(placement.num_stages)
+    limits, why = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
+    order = plan_u_shape(
         placement.num_stages,
-        step.num_microbatches,
+        request.num_microbatches,
         costs,
         num_replicas=placement.num_replicas,
-        limits=[limits[placement.place(worker)[0]] for worker in range(placement.num_workers)],
-        forward_only=step.forward_only,
+        limits=placement.by_worker(limits),
+        forward_only=request.forward_only,
     )
-    unit = "model durations, no latency" if step.costs is None else "times in ms"
-    kept = "none kept" if step.forward_only else f"kept activations by chunk {_kept(plan.schedule)}"
+    unit = "model durations, no latency" if request.costs is None else "times in ms"
+    kept = "none kept" if request.forward_only else f"kept activations by chunk {_kept(order.schedule)}"
     limited = f"limit {','.join(map(str, limits))} ({why}), {kept}"
-    return plan.schedule, choose_lookahead(plan.schedule, costs), f"; {plan.reason}; {limited}; {unit}"
+    return order.schedule, choose_lookahead(order.schedule, costs), f"; {order.reason}; {limited}; {unit}"
 
 
 def _kept(schedule: Schedule) -> str:

@@ -110,7 +110,7 @@ def one_f_one_b(
     for worker in range(placement.num_workers):
         forwards = _computes(Op.F, placement, worker, num_microbatches)
         backwards = _computes(Op.B, placement, worker, num_microbatches)
-        orders.append(_one_f_one_b_order(forwards, backwards, in_flight[placement.place(worker)[0]] - 1))
+        orders.append(_one_f_one_b_order(forwards, backwards, in_flight[placement.stage_of(worker)] - 1))
     return Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
 
 
@@ -195,7 +195,7 @@ def _compute(op: Op, vstage: int, microbatch: int) -> Action:
 
 def _computes(op: Op, placement: Placement, worker: int, num_microbatches: int) -> list[Action]:
     """List the forwards or backwards of a worker of a plain pipeline."""
-    stage, _ = placement.place(worker)
+    stage = placement.stage_of(worker)
     return [_compute(op, stage, h) for h in placement.microbatches(worker, num_microbatches)]
 
 

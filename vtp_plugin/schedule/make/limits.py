@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.schedule.cost.bounds import need_by_stage
+from vtp_plugin.schedule.cost.bounds import in_flight_needed_on
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement
@@ -44,9 +44,9 @@ def choose_limits(
 ) -> tuple[tuple[int, ...], str]:
     """Return the most microbatches in flight on each stage, and in a few words where the numbers come from.
 
-    The default is :func:`~vtp_plugin.schedule.cost.bounds.need` + 2 on every worker: need keeps the busiest stage busy,
-    and two more even out the start and the end of a step. A worker that serves several replicas in turn may need more,
-    and two more for each of them. No limit is above the number of microbatches.
+    The default is two more than :func:`~vtp_plugin.schedule.cost.bounds.in_flight_needed` on every worker: what is
+    needed keeps the busiest stage busy, and two more even out the start and the end of a step. A worker that serves
+    several replicas in turn may need more, and two more for each of them. No limit is above the number of microbatches.
 
     Args:
         in_flight: What was asked for, see :func:`check_in_flight`; None for the default.
@@ -64,7 +64,7 @@ def choose_limits(
     num_stages = placement.num_stages
     if in_flight is None:
         chain = make_chain(placement, costs)
-        needs = [need_by_stage(chain, stage) for stage in range(num_stages)]
+        needs = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
         needs = [max(needs[0], needed) for needed in needs]
         shown = ",".join(map(str, needs if max(needs) > needs[0] else needs[:1]))
         widest = max(placement.num_replicas)

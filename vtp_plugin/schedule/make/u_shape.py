@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.schedule.cost.bounds import ROUNDING, lower_bound, need_by_stage
+from vtp_plugin.schedule.cost.bounds import ROUNDING, in_flight_needed_on, lower_bound
 from vtp_plugin.schedule.cost.chain import (
     Chain,
     Orders,
@@ -32,7 +32,7 @@ from vtp_plugin.schedule.make.generate import require_counts, require_shares
 from vtp_plugin.schedule.order.placement import Placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
-# Rankings of the edge's steps, most urgent first. Of the 24 there are, these were enough to be best in every case of a
+# Rankings of the edge's legs, most urgent first. Of the 24 there are, these were enough to be best in every case of a
 # grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS right after it is the
 # rule that keeps the fewest activations of the last part.
 _EDGE_RANKINGS = (
@@ -44,7 +44,7 @@ _EDGE_RANKINGS = (
     ("BS", "FE", "BE", "FS"),
     ("BS", "FS", "BE", "FE"),
 )
-_PLACES = {"FS": 0, "FE": 1, "BS": 2, "BE": 3}
+_EDGE_LEGS = {"FS": 0, "FE": 1, "BS": 2, "BE": 3}
 _CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, None)  # microbatches above need; None: up to the limit
 _EDGE_SLACKS = (0, 1, 2, None)
 _NUM_PERTURBED = 160
@@ -52,7 +52,7 @@ _SHARES = (0.1, 0.2, 0.3)  # of decisions that a perturbed rule takes by another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UPlan:
+class UOrder:
     """The chosen order, and why it was chosen.
 
     Attributes:
@@ -91,8 +91,8 @@ class UPlan:
 def reference_orders(num_stages: int, num_microbatches: int) -> Orders:
     """Order the U-shape as MindSpeed's layerwise disaggregated training does.
 
-    The orders are steps of :mod:`~vtp_plugin.schedule.cost.chain`. The edge runs min(P, m) FS; K times FE, BS; then FS,
-    FE, BS, BE in turn; then what is left of BE. Cloud stage r runs 1F1B after min(P - r, m) forwards. K is
+    The orders are legs of a :mod:`~vtp_plugin.schedule.cost.chain`. The edge runs min(P, m) FS; K times FE, BS; then
+    FS, FE, BS, BE in turn; then what is left of BE. Cloud stage r runs 1F1B after min(P - r, m) forwards. K is
     `int((4 P + 1) / 6)`, here at most m: the original fails below that.
 
     >>> reference_orders(2, 2)
@@ -138,7 +138,7 @@ def plan_u_shape(
     num_replicas: tuple[int, ...] = (),
     limits: Sequence[int] | None = None,
     forward_only: bool = False,
-) -> UPlan:
+) -> UOrder:
     """Choose the order of a U-shaped pipeline.
 
     The candidates are greedy rules under many caps of microbatches in flight, the same with time reversed, the
@@ -192,7 +192,7 @@ def plan_u_shape(
     )
     span = makespan(chain, num_microbatches, orders)
     assert span is not None
-    return UPlan(
+    return UOrder(
         schedule=schedule,
         candidate=name,
         makespan=span,
@@ -264,7 +264,7 @@ class _Search:
 
     def try_rules(self) -> None:
         """Offer every greedy rule, forward and reversed in time, under caps that grow from level to level."""
-        needs = [need_by_stage(self.chain, stage) for stage, _ in self.chain.workers]
+        needs = [in_flight_needed_on(self.chain, stage) for stage, _ in self.chain.workers]
         # The limits themselves first: what they give is hard to beat, so that most of the levels need no look.
         levels = [[self.limits]]
         levels += [[self._caps(needs, slack, edge_slack) for edge_slack in _EDGE_SLACKS] for slack in _CLOUD_SLACKS]
@@ -314,13 +314,13 @@ class _Search:
 
 def _rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
     """Yield rankings for all stages, with a name; the cloud prefers backwards, or forwards."""
-    edge_steps = chain.steps(0)
-    is_forward_only = len(edge_steps) == 2
+    edge_legs = chain.legs(0)
+    is_forward_only = len(edge_legs) == 2
     edge_rankings = (("FE", "FS"), ("FS", "FE")) if is_forward_only else _EDGE_RANKINGS
     for edge, cloud in product(edge_rankings, ("",) if is_forward_only else ("B", "F")):
-        cloud_rankings = [chain.steps(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, chain.num_stages)]
+        cloud_rankings = [chain.legs(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, chain.num_stages)]
         name = f"edge {'>'.join(edge)}" + (f", cloud {cloud} first" if cloud else "")
-        yield [tuple(edge_steps[_PLACES[kind]] for kind in edge), *cloud_rankings], name
+        yield [tuple(edge_legs[_EDGE_LEGS[kind]] for kind in edge), *cloud_rankings], name
 
 
 def _detours(rankings: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int] | None]:

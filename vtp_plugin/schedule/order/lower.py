@@ -63,12 +63,12 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     for worker, order in enumerate(schedule.orders):
         actions: list[Action] = [*posts[worker][0]]
         sent: list[Action] = []
-        for place, compute in enumerate(order):
+        for index, compute in enumerate(order):
             receive = receive_for(schedule.placement, compute)
             if receive is not None:
                 actions.append(wait_for(receive))
-            actions += posts[worker][place + 1]
-            actions += [wait_for(send) for send in proofs[worker][place]]
+            actions += posts[worker][index + 1]
+            actions += [wait_for(send) for send in proofs[worker][index]]
             actions.append(compute)
             send = send_after(schedule.placement, compute)
             if send is not None:
@@ -86,7 +86,7 @@ def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]
     pending = _incoming(schedule, worker)
     posted: set[Action] = set()
     posts: list[list[Action]] = [[] for _ in range(len(order) + 1)]
-    for place, compute in enumerate(order):
+    for index, compute in enumerate(order):
         receive = receive_for(schedule.placement, compute)
         if receive is None or receive in posted:
             continue
@@ -94,7 +94,7 @@ def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]
         queue = pending[channel_of(schedule.placement, receive)]
         due = [queue.popleft() for _ in range(queue.index(receive) + 1)]
         posted.update(due)
-        posts[max(0, place - lookahead + 1)] += due
+        posts[max(0, index - lookahead + 1)] += due
     return posts
 
 
@@ -123,25 +123,25 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     if schedule.forward_only and placement.num_stages == placement.num_vstages:
         _limit_sends(placement, orders, proofs, max_unproved)
         return proofs
-    place_of = {action: place for order in orders for place, action in enumerate(order)}
+    index_of = {action: index for order in orders for index, action in enumerate(order)}
     clocks = [[0] * len(orders) for _ in orders]
     messages: dict[Action, list[int]] = {}
     open_sends: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
-    for worker, place in _any_valid_order(schedule):
-        compute, clock = orders[worker][place], clocks[worker]
+    for worker, index in _any_valid_order(schedule):
+        compute, clock = orders[worker][index], clocks[worker]
         receive = receive_for(placement, compute)
         if receive is not None:
             clocks[worker] = clock = [max(pair) for pair in zip(clock, messages.pop(receive), strict=True)]
-            proofs[worker][place] = [send for dst, taken, send in open_sends[worker] if clock[dst] > taken]
+            proofs[worker][index] = [send for dst, taken, send in open_sends[worker] if clock[dst] > taken]
             open_sends[worker] = [entry for entry in open_sends[worker] if clock[entry[0]] <= entry[1]]
-        clock[worker] = place + 1
+        clock[worker] = index + 1
         send = send_after(placement, compute)
         if send is not None:
             peer = peer_of(send)
             messages[peer] = [*clock]
             taker = Action(op=compute.op, vstage=peer.vstage, microbatch=peer.microbatch)
             dst = placement.worker_of(peer.vstage, peer.microbatch)
-            open_sends[worker].append((dst, place_of[taker], send))
+            open_sends[worker].append((dst, index_of[taker], send))
     return proofs
 
 
@@ -150,26 +150,26 @@ def _limit_sends(
 ) -> None:
     for worker, order in enumerate(orders):
         sends = [send_after(placement, compute) for compute in order]
-        for place, send in enumerate(sends[:-max_open]):
+        for index, send in enumerate(sends[:-max_open]):
             if send is not None:
-                proofs[worker][place + max_open].append(send)
+                proofs[worker][index + max_open].append(send)
 
 
 def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """List `(worker, place)` of all computes so that what a compute needs comes before it."""
+    """List `(worker, index)` of all computes so that what a compute needs comes before it."""
     last = schedule.placement.num_vstages - 1
     done: set[Action] = set()
     numbered = [tuple(enumerate(order)) for order in schedule.orders]
     result: list[tuple[int, int]] = []
 
-    def step(worker: int, entry: tuple[int, Action]) -> bool:
-        place, compute = entry
+    def run(worker: int, entry: tuple[int, Action]) -> bool:
+        index, compute = entry
         if not inputs_of(compute, last) <= done:
             return False
         done.add(compute)
-        result.append((worker, place))
+        result.append((worker, index))
         return True
 
-    if advance_orders(numbered, step) != [*map(len, numbered)]:
+    if advance_orders(numbered, run) != [*map(len, numbered)]:
         raise PlanError(f"{schedule.name}: deadlock: the orders wait for each other")
     return result

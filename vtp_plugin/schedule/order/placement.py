@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vtp_plugin.errors import ConfigError, PlanError
@@ -107,14 +108,26 @@ class Placement:
             raise PlanError(f"replica {replica} is none of the {self.num_replicas[stage]} of stage {stage}")
         return self._first_workers[stage] + replica
 
-    def place(self, worker: int) -> tuple[int, int]:
+    def stage_and_replica(self, worker: int) -> tuple[int, int]:
         """Return stage and replica of a worker, the inverse of :meth:`worker`.
 
-        >>> plain_placement(3, num_replicas=(1, 2, 2)).place(4)
+        >>> plain_placement(3, num_replicas=(1, 2, 2)).stage_and_replica(4)
         (2, 1)
         """
         stage = max(i for i, first in enumerate(self._first_workers) if first <= worker)
         return stage, worker - self._first_workers[stage]
+
+    def stage_of(self, worker: int) -> int:
+        """Return the stage of a worker."""
+        return self.stage_and_replica(worker)[0]
+
+    def by_worker(self, by_stage: Sequence[int]) -> tuple[int, ...]:
+        """Give every worker the entry of its stage.
+
+        >>> plain_placement(2, num_replicas=(1, 2)).by_worker((7, 2))
+        (7, 2, 2)
+        """
+        return tuple(by_stage[self.stage_of(worker)] for worker in range(self.num_workers))
 
     def worker_of(self, vstage: int, microbatch: int) -> int:
         """Return the worker that handles a microbatch on a virtual stage."""
@@ -127,12 +140,12 @@ class Placement:
         >>> list(plain_placement(2, num_replicas=(1, 2)).microbatches(2, 6))
         [1, 3, 5]
         """
-        stage, replica = self.place(worker)
+        stage, replica = self.stage_and_replica(worker)
         return range(replica, num_microbatches, self.num_replicas[stage])
 
     def label(self, worker: int) -> str:
         """Name a worker for a reader: `stage 1`, or `stage 1 replica 0` where the stage has several."""
-        stage, replica = self.place(worker)
+        stage, replica = self.stage_and_replica(worker)
         return f"stage {stage}" + (f" replica {replica}" if self.num_replicas[stage] > 1 else "")
 
     @property

@@ -132,7 +132,7 @@ def _compute_problems(schedule: Schedule) -> Iterator[str]:
         found = Counter(action for action in order if action.op.is_compute)
         wanted = Counter(
             Action(op=op, vstage=vstage, microbatch=microbatch)
-            for vstage in placement.vstages(placement.place(worker)[0])
+            for vstage in placement.vstages(placement.stage_of(worker))
             for op in ops
             for microbatch in placement.microbatches(worker, schedule.num_microbatches)
         )
@@ -163,7 +163,7 @@ def _message_problems(schedule: Schedule) -> Iterator[str]:
         for compute in order:
             if compute.op.is_compute:
                 messages = (receive_for(schedule.placement, compute), send_after(schedule.placement, compute))
-                wanted += [step for message in messages if message for step in (message, wait_for(message))]
+                wanted += [action for message in messages if message for action in (message, wait_for(message))]
         found = Counter(action for action in order if not action.op.is_compute)
         yield from _count_problems(schedule.placement.label(worker), found, Counter(wanted))
 
@@ -171,7 +171,7 @@ def _message_problems(schedule: Schedule) -> Iterator[str]:
 def _order_problems(schedule: Schedule) -> Iterator[str]:
     """Yield actions that come too early on their own worker, and channels whose ends disagree."""
     for worker, order in enumerate(schedule.orders):
-        place = {action: i for i, action in enumerate(order)}
+        index_of = {action: index for index, action in enumerate(order)}
         for action in order:
             if action.op.is_compute:
                 send, receive = send_after(schedule.placement, action), receive_for(schedule.placement, action)
@@ -181,7 +181,7 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
             else:
                 continue
             for first, second in pairs:
-                if first and second and place[first] > place[second]:
+                if first and second and index_of[first] > index_of[second]:
                     yield f"{schedule.placement.label(worker)}: {second} comes before {first}"
     sent, received = _channel_orders(schedule)
     for channel in sorted(sent):
@@ -209,18 +209,18 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     lowered = is_lowered(schedule)
     done: set[Action] = set()
 
-    def step(_worker: int, action: Action) -> bool:
+    def run(_worker: int, action: Action) -> bool:
         is_possible = _needed(schedule, action, mode, lowered) <= done
         if is_possible:
             done.add(action)
         return is_possible
 
-    places = advance_orders(schedule.orders, step)
+    reached = advance_orders(schedule.orders, run)
     stuck = [
-        f"{schedule.placement.label(worker)} stands before {order[place]}, which needs "
-        + ", ".join(map(str, sorted(_needed(schedule, order[place], mode, lowered) - done)))
-        for worker, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
-        if place < len(order)
+        f"{schedule.placement.label(worker)} stands before {order[index]}, which needs "
+        + ", ".join(map(str, sorted(_needed(schedule, order[index], mode, lowered) - done)))
+        for worker, (order, index) in enumerate(zip(schedule.orders, reached, strict=True))
+        if index < len(order)
     ]
     if stuck:
         yield ("deadlock in rendezvous mode: " if mode == "rendezvous" else "deadlock: ") + "; ".join(stuck)
