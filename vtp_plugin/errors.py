@@ -7,7 +7,7 @@ plugin's exception hook prints it without a stack trace. What protects a run rai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class VtpError(Exception):
@@ -34,6 +34,26 @@ class LayoutError(ConfigError):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(text, shared=text)
+
+
+def refuse(problems: Iterable[str], error: type[ConfigError] = ConfigError) -> None:
+    """Refuse what checks have found: all of it in one line, or nothing if they found nothing.
+
+    Args:
+        problems: lines of the form ``value; rule; way out``.
+        error: what to raise; :class:`LayoutError` if all is about the plugin's layout flags.
+
+    Raises:
+        ConfigError: there is a problem.
+
+    >>> refuse(())
+    >>> refuse(["--a 1; too small; use 2", "--b; does not go with --a; leave it out"])
+    Traceback (most recent call last):
+    ...
+    vtp_plugin.errors.ConfigError: --a 1; too small; use 2 | --b; does not go with --a; leave it out
+    """
+    if text := " | ".join(problems):
+        raise error(text)
 
 
 class PatchError(VtpError, RuntimeError):

@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.errors import ConfigError, LayoutError, VtpError
+from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options.checks.batch import check_batches, describe_batches, own_batches
-from vtp_plugin.options.checks.schedules import check_one_chunk, check_u_shaped
+from vtp_plugin.options.checks.schedules import check_u_layers
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
@@ -140,7 +140,7 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
             planned = session.planned
             layout = planned.layout
             learn_site(session, args.rank)
-            check_site(args.vtp_site, args.rank, layout, session.config.sites or ())
+            refuse(check_site(args.vtp_site, args.rank, layout, session.config.sites or ()), LayoutError)
             session.open_audit(args.rank)
             if session.config.layerwise_disaggregated:
                 _set_u_shape(layout.num_stages, args)
@@ -195,7 +195,7 @@ def _validate_uniform(
     """
     try:
         _read_flags(session, args)
-        check_without_stages(session.config)
+        refuse(check_without_stages(session.config), LayoutError)
         platform = session.choose_platform()
         if platform.name == "cpu":
             args.distributed_backend = platform.backend
@@ -235,7 +235,7 @@ def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    check_u_shaped(args)
+    refuse(check_u_layers(args))
     text, option = args.pipeline_model_parallel_layout, "--num-layer-list"
     if text is not None:
         option = "--pipeline-model-parallel-layout"
@@ -260,12 +260,8 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
     """
     layout, replicas = session.planned.layout, session.planned.replicas
     context = session.planned.option_context(args.num_virtual_stages_per_pipeline_rank or 1)
-    if not replicas.is_equal:
-        check_one_chunk(args, replicas)
-        check_batches(args, replicas)
-    problems = (*check_options(args, context), *check_sizes(args, context))
-    if problems:
-        raise ConfigError(" | ".join(problems))
+    batches = () if replicas.is_equal else check_batches(args, replicas)
+    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4

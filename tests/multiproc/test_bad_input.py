@@ -118,7 +118,7 @@ FOUND_BY_A_STEP = {
     "flextron": (["--switched-on", "flextron"], r"config\.flextron with --vtp-size-list 1,2; .*; switch it off"),
     "what the planned schedule leaves out": (
         ["--schedule=planned", "--switched-on", "overlap_moe_expert_parallel_comm"],
-        r"overlap_moe_expert_parallel_comm is not supported by planned schedules; leave it out",
+        r"config\.overlap_moe_expert_parallel_comm with a planned schedule; .*; leave it out",
     ),
 }
 

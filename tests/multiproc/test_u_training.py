@@ -125,14 +125,26 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
         pytest.param(["1,0,3"], ["1,0,3", "at least 1"], id="stage-without-layers", marks=pytest.mark.full),
         pytest.param(
             ["1,1,2", "--num-virtual-stages-per-pipeline-rank", "2"],
-            ["--num-virtual-stages-per-pipeline-rank does not work"],
+            ["--num-virtual-stages-per-pipeline-rank 2 with --layerwise-disagg"],
             id="interleaved",
             marks=pytest.mark.full,
         ),
-        pytest.param(["1,1,2", "--reset-attention-mask"], ["--reset-attention-mask does not work"], id="packed"),
-        pytest.param(["1,1,2", "--sft"], ["--sft does not work"], id="fine-tuning", marks=pytest.mark.full),
         pytest.param(
-            ["1,1,2", "--full-validation"], ["--full-validation does not"], id="validation", marks=pytest.mark.full
+            ["1,1,2", "--reset-attention-mask"],
+            ["--reset-attention-mask with --layerwise-disagg"],
+            id="packed",
+        ),
+        pytest.param(
+            ["1,1,2", "--sft"],
+            ["--sft with --layerwise-disagg"],
+            id="fine-tuning",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["1,1,2", "--full-validation"],
+            ["--full-validation with --layerwise-disagg"],
+            id="validation",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             ["1,1,2", "--pipeline-model-parallel-layout", "Et|t|ttL"],

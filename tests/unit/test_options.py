@@ -19,14 +19,14 @@ import vtp_plugin
 from tests.import_rules import ROOT
 from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches, own_batches
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
-from vtp_plugin.options.table.check import check_config, check_options
-from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.check import check_config, check_options, check_step
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.options.table.show import format_markdown, format_table
 
@@ -80,8 +80,13 @@ def command_line(parser: argparse.ArgumentParser, rule: OptionRule) -> list[str]
 def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
     """The same run on the platform, and with the data-parallel sizes, that the rule is about."""
     on_cpu = "on the cpu platform" in rule.option
-    has_unequal_dp = rule.verdict is Verdict.REFUSED_UNEQUAL_DP and not context.is_uniform
-    return replace(context, device="cpu" if on_cpu else "cuda", dp_sizes=(1, 2) if has_unequal_dp else ())
+    is_meant = {verdict: rule.verdict is verdict and not context.is_uniform for verdict in Verdict}
+    return replace(
+        context,
+        device="cpu" if on_cpu else "cuda",
+        dp_sizes=(1, 2) if is_meant[Verdict.REFUSED_UNEQUAL_DP] else (),
+        is_u_shaped=is_meant[Verdict.REFUSED_U_SHAPED],
+    )
 
 
 def lines_of(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
@@ -94,9 +99,12 @@ def test_refused_option_gives_one_line_with_a_way_out(parser: argparse.ArgumentP
     (line,) = lines_of(rule, check_options(args, context_of(rule, UNEQUAL)))
     assert "\n" not in line
     value, reason, way_out = line.split("; ")
-    assert value.endswith(f" with {context_of(rule, UNEQUAL).size_list}")
-    assert reason == rule.reason
-    assert way_out == rule.way_out != ""
+    # An option that is refused for two reasons is named once, with the first.
+    context = context_of(rule, UNEQUAL)
+    first = next(other for other in REFUSED_RULES if other.option == rule.option and other.refuses(args, context))
+    assert value.endswith(f" with {first.situation(context)}")
+    assert reason == first.reason
+    assert way_out == first.way_out != ""
 
 
 @pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
@@ -179,10 +187,28 @@ def test_switches_of_the_configuration(name: str) -> None:
     assert check_config(SimpleNamespace(**{name: True}), FORCED) == ()
 
 
+PLANNED_RULES = [rule for rule in (*CONFIG_RULES, *STEP_RULES) if rule.verdict is Verdict.REFUSED_PLANNED]
+
+
+@pytest.mark.parametrize("rule", PLANNED_RULES, ids=lambda rule: rule.option)
+def test_what_the_executor_leaves_out_is_refused_with_a_planned_schedule_only(rule: OptionRule) -> None:
+    check = check_step if rule in STEP_RULES else check_config
+    asked = SimpleNamespace(**{rule.attribute: rule.option.partition(" ")[2] or object()})
+    (line,) = check(asked, replace(FORCED, is_planned=True))
+    assert line == f"{rule.option} with a planned schedule; {rule.reason}; {rule.way_out}"
+    assert check(asked, UNEQUAL) == check(SimpleNamespace(), replace(FORCED, is_planned=True)) == ()
+
+
+def test_all_problems_are_one_error() -> None:
+    refuse(())
+    with pytest.raises(LayoutError, match=r"^a; b; c \| d; e; f$"):
+        refuse(("a; b; c", "d; e; f"), LayoutError)
+
+
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
-    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 4
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 6
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
 
@@ -190,15 +216,15 @@ def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.
 def test_batches_of_all_stages() -> None:
     replicas = ReplicaMap(dp_sizes=(1, 2))
     good = {"micro_batch_size": 2, "global_batch_size": 8, "rampup_batch_size": ["4", "4", "64"]}
-    check_batches(SimpleNamespace(**good), replicas)
+    assert check_batches(SimpleNamespace(**good), replicas) == ()
     for change, flag in (
         ({"global_batch_size": 6}, "--global-batch-size 6"),
         ({"rampup_batch_size": ["4", "2", "64"]}, "--rampup-batch-size 2"),
         ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6"),
         ({"eval_micro_batch_size": 3}, "--eval-global-batch-size 8"),
     ):
-        with pytest.raises(ConfigError, match=f"{flag} cannot be shared"):
-            check_batches(SimpleNamespace(**{**good, **change}), replicas)
+        (line,) = check_batches(SimpleNamespace(**{**good, **change}), replicas)
+        assert line.startswith(f"{flag} cannot be shared")
 
 
 @pytest.mark.parametrize(("mode", "own"), [(DpMode.MULTIPLEX, (2, 3)), (DpMode.SPLIT, (4, 6))])
@@ -210,8 +236,8 @@ def test_own_batches_of_the_narrow_stage(mode: DpMode, own: tuple[int, int]) -> 
 
 
 def test_rows_are_complete_and_distinct() -> None:
-    rules = (*RULES, *CONFIG_RULES)
-    assert len({rule.option for rule in rules}) == len(rules)
+    rules = (*RULES, *CONFIG_RULES, *STEP_RULES)
+    assert len({(rule.option, rule.verdict) for rule in rules}) == len(rules)
     for rule in rules:
         text = rule.reason + rule.way_out
         assert rule.reason and not re.search(r"[;\n]", text) and not rule.reason.endswith("."), rule
@@ -225,10 +251,9 @@ def test_rows_are_complete_and_distinct() -> None:
 def test_printed_tables_hold_every_row() -> None:
     blocks = [block.splitlines() for block in format_table().split("\n\n")]
     markdown = format_markdown().splitlines()
-    for rule in (*RULES, *CONFIG_RULES):
+    for rule in (*RULES, *CONFIG_RULES, *STEP_RULES):
         shown_by = rule.evidence or f"way out: {rule.way_out}"
-        (block,) = [block for block in blocks if f"    {rule.option}" in block]
-        assert block[0] == f"{rule.verdict}:"
+        (block,) = [block for block in blocks if block[0] == f"{rule.verdict}:" and f"    {rule.option}" in block]
         assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")
         assert f"| `{rule.option}` | {rule.verdict} | {rule.reason} | {shown_by} |" in markdown
     assert max(len(line) for block in blocks for line in block) <= 100

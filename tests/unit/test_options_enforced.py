@@ -71,10 +71,13 @@ def test_a_run_is_refused(
     if rule.attribute != "transformer_impl":
         flags += ["--transformer-impl", "local"]
     sizes = ("--vtp-dp-list 1,2", 5) if rule.verdict is Verdict.REFUSED_UNEQUAL_DP else ("", 3)
+    if rule.verdict is Verdict.REFUSED_U_SHAPED:
+        flags += ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
     with pytest.raises(ConfigError) as caught:
         start(monkeypatch, megatron, flags, sizes)
     lines = str(caught.value).split(" | ")
-    assert any(line.startswith(rule.option) and line.endswith(f"; {rule.way_out}") for line in lines), lines
+    ways_out = tuple(f"; {other.way_out}" for other in REFUSED_RULES if other.option == rule.option)
+    assert any(line.startswith(rule.option) and line.endswith(ways_out) for line in lines), lines
 
 
 def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pytest.MonkeyPatch, megatron: Any) -> None:
@@ -82,7 +85,10 @@ def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pyte
         start(monkeypatch, megatron, ["--transformer-impl", "local"], ("", 3))
 
 
-@pytest.mark.parametrize("rule", CONFIG_RULES, ids=lambda rule: rule.option)
+UNEQUAL_CONFIG_RULES = [rule for rule in CONFIG_RULES if rule.verdict is Verdict.REFUSED_UNEQUAL]
+
+
+@pytest.mark.parametrize("rule", UNEQUAL_CONFIG_RULES, ids=lambda rule: rule.option)
 def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
     from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 

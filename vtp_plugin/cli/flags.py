@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
 from vtp_plugin.options.checks.batch import check_batches
-from vtp_plugin.options.checks.schedules import check_one_chunk, refuse_with_u_shape
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import (
@@ -32,6 +31,7 @@ from vtp_plugin.options.derived import (
     stage_boundaries,
 )
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.options.table.check import check_options
 from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.order.placement import Placement
@@ -147,24 +147,20 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode(config.dp_mode))
     replicas.check(stage_boundaries(config, num_stages))
     num_chunks = _num_chunks(args, num_stages)
-    if config.layerwise_disaggregated:
-        refuse_with_u_shape(args)
-        if args.num_layer_list is not None:
-            layers = parse_layer_list(args.num_layer_list)
-            num_layers = args.num_layers or sum(layers)
-            check_layers(layers, num_stages=num_stages, num_layers=num_layers, option="--num-layer-list")
-    if not replicas.is_equal:
-        check_one_chunk(args, replicas)
-        check_batches(args, replicas)
+    if config.layerwise_disaggregated and args.num_layer_list is not None:
+        layers = parse_layer_list(args.num_layer_list)
+        num_layers = args.num_layers or sum(layers)
+        check_layers(layers, num_stages=num_stages, num_layers=num_layers, option="--num-layer-list")
     context = OptionContext(
         tp_sizes=layout.tp_sizes,
         cp_sizes=layout.cp_sizes,
         dp_sizes=layout.dp_sizes,
         num_virtual=num_chunks,
         forced=config.force or config.has_planned_schedule,
+        is_u_shaped=config.layerwise_disaggregated,
     )
-    if problems := check_sizes(args, context):
-        raise ConfigError(" | ".join(problems))
+    batches = () if replicas.is_equal else check_batches(args, replicas)
+    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
     itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
     given = (args.seq_length, args.micro_batch_size, args.hidden_size)
     if any(number is not None and number < 1 for number in given):

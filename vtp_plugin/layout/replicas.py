@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.text_enum import TextEnum
 
 
@@ -156,30 +156,29 @@ class ReplicaMap:
                     f"large as the widest stage, which is not whole; use sizes that divide {largest}, or multiplex"
                 )
 
-    def check_batch(self, option: str, batch: int, size: int) -> None:
-        """Refuse a global batch that the stages cannot share.
+    def check_batch(self, option: str, batch: int, size: int) -> tuple[str, ...]:
+        """Check that the stages can share a global batch.
 
         Args:
             option: flag that gave the batch, for the message.
             batch: samples of a step.
             size: of a microbatch on the stage with most replicas.
 
-        Raises:
-            ConfigError: a stage has no whole number of microbatches.
+        Returns:
+            A line about the first stage that has no whole number of microbatches, if there is one.
 
-        >>> ReplicaMap(dp_sizes=(1, 4)).check_batch("--global-batch-size", 12, 2)
-        Traceback (most recent call last):
-        ...
-        vtp_plugin.errors.ConfigError: --global-batch-size 12 cannot be shared by --vtp-dp-list 1,4: stage 1 has \
-data-parallel size 4 * micro batch size 2 = 8, and 12 / 8 is not whole; use a multiple of 8, such as 16
+        >>> print(*ReplicaMap(dp_sizes=(1, 4)).check_batch("--global-batch-size", 12, 2))
+        --global-batch-size 12 cannot be shared by --vtp-dp-list 1,4: stage 1 has data-parallel size 4 * micro batch \
+size 2 = 8, and 12 / 8 is not whole; use a multiple of 8, such as 16
         """
         unit = self.batch_unit(size)
         for stage, dp in enumerate(self.dp_sizes):
             micro_batch = self.micro_batch(stage, size)
             if batch % (dp * micro_batch):
-                raise ConfigError(
+                return (
                     f"{option} {batch} cannot be shared by --vtp-dp-list {','.join(map(str, self.dp_sizes))}: stage "
                     f"{stage} has data-parallel size {dp} * micro batch size {micro_batch} = {dp * micro_batch}, and "
                     f"{batch} / {dp * micro_batch} is not whole; use a multiple of {unit}, such as "
-                    f"{(batch // unit + 1) * unit}"
+                    f"{(batch // unit + 1) * unit}",
                 )
+        return ()

@@ -15,6 +15,8 @@ class OptionContext:
         dp_sizes: Data-parallel size of every stage; empty stands for one size for all.
         num_virtual: Chunks per stage, 1 without interleaving.
         forced: The plugin's groups and communicator are used even for a uniform list.
+        is_planned: The plugin's executor runs the steps, not Megatron's schedules.
+        is_u_shaped: The first stage holds both ends of the model.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
     """
 
@@ -23,6 +25,8 @@ class OptionContext:
     dp_sizes: tuple[int, ...] = ()
     num_virtual: int = 1
     forced: bool = False
+    is_planned: bool = False
+    is_u_shaped: bool = False
     device: str = "auto"
 
     @property

@@ -71,16 +71,18 @@ def read_flags(args: argparse.Namespace, told: VtpConfig) -> VtpConfig:
     return config
 
 
-def check_without_stages(config: VtpConfig) -> None:
+def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
     """Refuse what needs stages, in a run without a list of their sizes.
 
-    Raises:
-        ConfigError: a list of other sizes or a planned schedule was asked for.
+    Returns:
+        One line for every other list, and for a planned schedule.
     """
-    for flag, sizes in (("--vtp-cp-list", config.cp_list), ("--vtp-dp-list", config.dp_list)):
-        if sizes:
-            ones = ",".join("1" for _ in sizes)
-            shown = ",".join(map(str, sizes))
-            raise LayoutError(f"{flag} {shown} needs stages: give --vtp-size-list, such as {ones}")
+    lists = (("--vtp-cp-list", config.cp_list), ("--vtp-dp-list", config.dp_list))
+    problems = [
+        f"{flag} {','.join(map(str, sizes))} needs stages: give --vtp-size-list, such as {','.join('1' * len(sizes))}"
+        for flag, sizes in lists
+        if sizes
+    ]
     if config.has_planned_schedule:
-        raise LayoutError("planned schedules need stages: give --vtp-size-list, such as 1,1")
+        problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")
+    return tuple(problems)

@@ -142,6 +142,8 @@ class PlannedRun:
             dp_sizes=layout.dp_sizes,
             num_virtual=num_virtual,
             forced=self.config.force or self.config.has_planned_schedule,
+            is_planned=self.config.has_planned_schedule and layout.num_stages > 1,
+            is_u_shaped=self.config.layerwise_disaggregated,
             device=platform.name,
         )
 

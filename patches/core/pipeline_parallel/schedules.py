@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,23 +14,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import refuse
+from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.session import Session
-
-# What Megatron's schedules do besides computing and exchanging, and the executor does not: a run would be wrong.
-_REFUSED = (
-    "num_microbatches_with_partial_activation_checkpoints",
-    "overlap_moe_expert_parallel_comm",
-    "moe_paged_stash",
-    "defer_embedding_wgrad_compute",
-    "fine_grained_activation_offloading",
-    "hybrid_context_parallel",
-)
 
 
 def records(session: Session) -> tuple[PatchRecord, ...]:
@@ -158,9 +150,10 @@ def forward_backward(
     """Run one step as planned; contract of the functions that Megatron's ``get_forward_backward_func`` returns."""
     chunks = _chunks(model)
     config = get_model_config(chunks[0])
-    arguments = {"p2p_communicator": p2p_communicator, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
+    arguments = SimpleNamespace(p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
     # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
-    form = tensor_format(session, config, functools.partial(_refuse, config, arguments))
+    problems = check_step(arguments, session.planned.option_context(len(chunks)))
+    form = tensor_format(session, config, functools.partial(refuse, problems))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
     shape = _local_shape(config, groups, seq_length, micro_batch_size, decoder_seq_length)
     planned, runner = session.planned, session.running.require_schedule_runner()
@@ -222,20 +215,3 @@ def _timed(config: Any) -> Iterator[None]:
     yield
     if config.timers is not None:
         config.timers("forward-backward").stop()
-
-
-def _refuse(config: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what would be left out without a word.
-
-    Raises:
-        ConfigError: the configuration, or an argument of the step, asks for something that the executor does not do.
-    """
-    asked = [name for name in _REFUSED if getattr(config, name, None)]
-    if getattr(config, "cuda_graph_impl", None) == "local":
-        asked.append("cuda_graph_impl=local")
-    asked += [name for name, value in arguments.items() if value is not None]
-    if asked:
-        raise ConfigError(
-            f"{asked[0]} is not supported by planned schedules; leave it out, or use --vtp-schedule stock where all "
-            "layers of a stage lie in a row"
-        )

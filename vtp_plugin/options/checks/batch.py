@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from vtp_plugin.layout.replicas import ReplicaMap
 
 
-def check_batches(args: object, replicas: ReplicaMap) -> None:
+def check_batches(args: object, replicas: ReplicaMap) -> tuple[str, ...]:
     """Refuse batches that the stages cannot share: of training, of its ramp-up, and of evaluation.
 
     Args:
         args: Megatron's arguments as parsed; its microbatch size is that of the stage with most replicas.
         replicas: of the stages.
 
-    Raises:
-        ConfigError: a stage has no whole number of microbatches.
+    Returns:
+        One line for every batch of which a stage has no whole number of microbatches.
     """
-    for option, batch, micro_batch in _batches(args):
-        replicas.check_batch(option, batch, micro_batch)
+    return tuple(line for batch in _batches(args) for line in replicas.check_batch(*batch))
 
 
 def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -135,7 +134,7 @@ def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict
     return told | {f"whether --{name.replace('_', '-')} is given": is_given for name, is_given in given.items()}
 
 
-def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Sequence[str]) -> None:
+def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Sequence[str]) -> tuple[str, ...]:
     """Refuse ranks on a machine of another site than their stage's: the launcher has numbered the machines otherwise.
 
     Args:
@@ -144,19 +143,18 @@ def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Seque
         layout: Says which stage it belongs to.
         sites: Of every stage; empty if none were named.
 
-    Raises:
-        ConfigError: The site is unknown, or it is not the own stage's.
+    Returns:
+        A line if the site is unknown, or is not the own stage's.
     """
-    if site is None:
-        return
-    if site not in sites:
-        raise LayoutError(
-            f"--vtp-site {site} is none of --vtp-sites {','.join(sites) or '(not given)'}; name the site of "
-            "every stage there, and this machine's here"
-        )
     stage = layout.stage_of(rank)
-    if sites[stage] != site:
-        raise LayoutError(
-            f"stage {stage} belongs to site {sites[stage]}, but its rank {rank} runs on a machine of site "
-            f"{site}; number the machines in the order of the stages, with a static rendezvous (--node-rank)"
+    if site is None or (site in sites and sites[stage] == site):
+        return ()
+    if site not in sites:
+        return (
+            f"--vtp-site {site} is none of --vtp-sites {','.join(sites) or '(not given)'}; name the site of "
+            "every stage there, and this machine's here",
         )
+    return (
+        f"stage {stage} belongs to site {sites[stage]}, but its rank {rank} runs on a machine of site "
+        f"{site}; number the machines in the order of the stages, with a static rendezvous (--node-rank)",
+    )

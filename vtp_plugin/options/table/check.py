@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
-from vtp_plugin.options.table.rule import OptionRule
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
+from vtp_plugin.options.table.rule import OptionRule, Verdict
 
 
 def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
@@ -40,18 +40,35 @@ def check_config(config: object, context: OptionContext) -> tuple[str, ...]:
     return _refusals(CONFIG_RULES, config, context)
 
 
+def check_step(arguments: object, context: OptionContext) -> tuple[str, ...]:
+    """Refuse arguments of a step that would have no effect.
+
+    Args:
+        arguments: Those that a script calls Megatron's function that runs a step with, as attributes.
+        context: The run.
+
+    Returns:
+        Lines as ``check_options`` returns them.
+    """
+    return _refusals(STEP_RULES, arguments, context)
+
+
 def _refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext) -> tuple[str, ...]:
+    """Return one line for every option that is refused, by its first row that refuses it."""
+    refused: dict[str, OptionRule] = {}
+    for rule in rules:
+        if rule.refuses(args, context):
+            refused.setdefault(rule.option, rule)
     return tuple(
-        f"{_as_given(rule, args)} with {context.size_list}; {rule.reason}; {rule.way_out}"
-        for rule in rules
-        if rule.refuses(args, context)
+        f"{_as_given(rule, args)} with {rule.situation(context)}; {rule.reason}; {rule.way_out}"
+        for rule in refused.values()
     )
 
 
 def _as_given(rule: OptionRule, args: object) -> str:
     """The option with the value that the user gave, as far as the option's name does not tell it."""
     value = getattr(args, rule.attribute)
-    if isinstance(value, bool) or " " in rule.option:
+    if isinstance(value, bool) or " " in rule.option or rule.verdict is Verdict.REFUSED_PLANNED:
         return rule.option
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     return " ".join(f"{rule.option} {text}".split())

@@ -20,6 +20,8 @@ from vtp_plugin.options.table.rule import (
     off,
     on,
     refused,
+    refused_planned,
+    refused_u_shaped,
     refused_unequal,
     refused_unequal_dp,
     supported,
@@ -478,6 +480,31 @@ _INPUT = (
     ),
 )
 
+_ORDERS = (
+    *refused_unequal_dp(
+        "no interleaved order is known for different data-parallel sizes",
+        case("--num-virtual-stages-per-pipeline-rank", given),
+        case("--num-layers-per-virtual-pipeline-stage", given),
+    ),
+    *refused_u_shaped(
+        "--num-layer-list says which layers every part of the U has, in an order of its own",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--mtp-num-layers",
+    ),
+    *refused_u_shaped(
+        "what tells packed samples apart does not cross to the cloud",
+        "--reset-attention-mask",
+        "--dataloader-inter-document-masking",
+        "--sft",
+    ),
+    *refused_u_shaped("it counts the samples of data that the cloud does not have", "--full-validation"),
+)
+
 RULES: tuple[OptionRule, ...] = (
     *_PIPELINE,
     *_TENSOR_AND_SEQUENCE,
@@ -487,13 +514,31 @@ RULES: tuple[OptionRule, ...] = (
     *_STEP,
     *_CHECKPOINT_RULES,
     *_INPUT,
+    *_ORDERS,
 )
 """The table, by subject. Attributes are those of Megatron's parsed arguments."""
 
-CONFIG_RULES: tuple[OptionRule, ...] = refused_unequal(
-    "its gradients are summed over the pipeline group, which hangs between stages of different sizes",
-    case("config.has_cond_embedder", on, "has_cond_embedder"),
-    case("config.flextron", on, "flextron"),
-    way_out="switch it off or give every stage the same size",
+CONFIG_RULES: tuple[OptionRule, ...] = (
+    *refused_unequal(
+        "its gradients are summed over the pipeline group, which hangs between stages of different sizes",
+        case("config.has_cond_embedder", on, "has_cond_embedder"),
+        case("config.flextron", on, "flextron"),
+        way_out="switch it off or give every stage the same size",
+    ),
+    *refused_planned(
+        "Megatron's schedules do it besides computing and exchanging, and the plugin's executor does not",
+        "config.num_microbatches_with_partial_activation_checkpoints",
+        "config.overlap_moe_expert_parallel_comm",
+        "config.moe_paged_stash",
+        "config.defer_embedding_wgrad_compute",
+        "config.fine_grained_activation_offloading",
+        "config.hybrid_context_parallel",
+        "config.cuda_graph_impl local",
+    ),
 )
-"""Switches that have no flag: a script sets them on the model's configuration."""
+"""Of the model's configuration: switches that have no flag, and those that a script without a command line sets."""
+
+STEP_RULES: tuple[OptionRule, ...] = refused_planned(
+    "the plugin's executor has channels and shapes of its own", "p2p_communicator", "adjust_tensor_shapes_fn"
+)
+"""Arguments of the function that runs a step."""

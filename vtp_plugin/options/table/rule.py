@@ -18,6 +18,8 @@ class Verdict(TextEnum):
     SUPPORTED = "supported"
     REFUSED_UNEQUAL_DP = "refused when data-parallel sizes differ"
     REFUSED_UNEQUAL = "refused when sizes differ"
+    REFUSED_PLANNED = "refused with a planned schedule"
+    REFUSED_U_SHAPED = "refused in a U-shape"
     REFUSED = "refused"
 
 
@@ -53,13 +55,21 @@ class OptionRule:
             args: Megatron's parsed arguments.
             context: The run.
         """
-        if self.verdict is Verdict.SUPPORTED or (context.is_uniform and not context.forced):
-            return False
-        if self.verdict is Verdict.REFUSED_UNEQUAL and context.is_uniform:
-            return False
-        if self.verdict is Verdict.REFUSED_UNEQUAL_DP and not context.has_unequal_dp:
-            return False
-        return self.applies(args, context)
+        is_met = {
+            Verdict.SUPPORTED: False,
+            Verdict.REFUSED_UNEQUAL_DP: context.has_unequal_dp,
+            Verdict.REFUSED_UNEQUAL: not context.is_uniform,
+            Verdict.REFUSED_PLANNED: context.is_planned,
+            Verdict.REFUSED_U_SHAPED: context.is_u_shaped,
+            Verdict.REFUSED: context.forced or not context.is_uniform,
+        }
+        return is_met[self.verdict] and self.applies(args, context)
+
+    def situation(self, context: OptionContext) -> str:
+        """Say, as the user would, what the option does not go with."""
+        if self.verdict is Verdict.REFUSED_U_SHAPED:
+            return "--layerwise-disaggregated-training"
+        return "a planned schedule" if self.verdict is Verdict.REFUSED_PLANNED else context.size_list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,18 @@ def refused_unequal_dp(
 ) -> tuple[OptionRule, ...]:
     """Rows for options that are refused when data-parallel sizes differ. A plain string is ``case(string)``."""
     return _rules(Verdict.REFUSED_UNEQUAL_DP, reason, cases, way_out=way_out)
+
+
+def refused_u_shaped(reason: str, *cases: Case | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:
+    """Rows for options that do not work in a U-shape. A plain string stands for ``case(string)``."""
+    return _rules(Verdict.REFUSED_U_SHAPED, reason, cases, way_out=way_out)
+
+
+def refused_planned(reason: str, *names: str) -> tuple[OptionRule, ...]:
+    """Rows for what planned schedules leave out; a name is one of the configuration, or of an argument of the step."""
+    way_out = "leave it out, or use --vtp-schedule stock where all layers of a stage lie in a row"
+    cases = (case(name, attribute=name.partition(" ")[0].removeprefix("config.")) for name in names)
+    return _rules(Verdict.REFUSED_PLANNED, reason, tuple(cases), way_out=way_out)
 
 
 def refused(reason: str, *cases: Case | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:

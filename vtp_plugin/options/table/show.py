@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 
-from vtp_plugin.options.table.rows import CONFIG_RULES, RULES
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule
 
 _COLUMNS = 100
@@ -24,7 +24,7 @@ def format_table() -> str:
     """
     blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
     for (verdict, reason, next_step), rules in itertools.groupby(
-        (*RULES, *CONFIG_RULES), key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
+        (*RULES, *CONFIG_RULES, *STEP_RULES), key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
     ):
         options = "\n".join(f"    {rule.option}" for rule in rules)
         blocks.append(f"{verdict}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
@@ -38,7 +38,7 @@ def format_markdown() -> str:
         A sentence and a Markdown table, without a final newline, in the order of the table.
     """
     lines = [_LEGEND, "", "| Option | Verdict | Why | Shown by, or way out |", "|---|---|---|---|"]
-    for rule in (*RULES, *CONFIG_RULES):
+    for rule in (*RULES, *CONFIG_RULES, *STEP_RULES):
         cells = (f"`{rule.option}`", rule.verdict.value, rule.reason, _next_step(rule))
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)
