@@ -405,7 +405,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("simulate", *U, "--num-microbatches", "8", "--vtp-dp-list", "1,3,3"), "8 mod 3 = 2 must be 0"),
         (
             ("simulate", *U[:2], "--num-virtual-stages-per-pipeline-rank", "2", "--vtp-dp-list", "1,2,2"),
-            "does not work with --vtp-dp-list 1,2,2",
+            "with --vtp-size-list 1,2,2 --vtp-dp-list 1,2,2; no interleaved order",
         ),
         (("simulate", *U, "--output", "x.png"), "--output x.png: the name must end in .svg (picture) or .json (trace"),
         (
