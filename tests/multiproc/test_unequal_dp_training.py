@@ -174,7 +174,10 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
         pytest.param(
             "1,2",
             ["--num-virtual-stages-per-pipeline-rank", "2"],
-            ["--num-virtual-stages-per-pipeline-rank 2 with --vtp-size-list", "--vtp-dp-list 1,2; no interleaved order"],
+            [
+                "--num-virtual-stages-per-pipeline-rank 2 with --vtp-size-list",
+                "--vtp-dp-list 1,2; no interleaved order",
+            ],
             id="interleaving",
         ),
         pytest.param(
