@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, CollectiveKind, plan_header
@@ -77,13 +76,14 @@ class ChannelSpec:
         """
         if self.tensor_bytes is None:
             return None
-        return math.ceil(self.prototype.largest_share * self.tensor_bytes)
+        largest, whole = self.prototype.largest_of_whole
+        return -(-largest * self.tensor_bytes // whole)
 
     def plan_header(self, length: int) -> BoundaryPlan:
         """Plan how a small vector reaches every receiving rank."""
         return plan_header(self.probe, length)
 
-    @functools.cached_property
+    @property
     def members(self) -> tuple[int, ...]:
         """Ranks of both sides, in the plan's order; each has the channel."""
         return self.src.ranks + self.dst.ranks
@@ -91,12 +91,16 @@ class ChannelSpec:
     @property
     def participants(self) -> tuple[int, ...]:
         """Ranks that send or receive a transfer, ascending: the members of the channel's group."""
-        return tuple(sorted([self.members[place] for place in self.prototype.participants]))
+        return tuple(sorted(self._members_at(self.prototype.participants)))
 
     @property
     def gathering_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of the receiving side that complete their copies by an all-gather; empty where none do."""
-        return tuple(tuple([self.members[place] for place in group]) for group in self.prototype.gathering_groups)
+        return tuple(map(self._members_at, self.prototype.gathering_groups))
+
+    def _members_at(self, places: Sequence[int]) -> tuple[int, ...]:
+        members = self.members
+        return tuple([members[place] for place in places])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +132,10 @@ class Prototype:
         return self.plan.finish.groups if self.plan.finish.kind is CollectiveKind.ALL_GATHER else ()
 
     @functools.cached_property
-    def largest_share(self) -> Fraction:
-        """Share of the tensor that the largest message has."""
+    def largest_of_whole(self) -> tuple[int, int]:
+        """Elements of the largest message, and of the tensor."""
         largest = max(transfer.num_elements for transfer in self.plan.transfers)
-        return Fraction(largest, math.prod(self.plan.src.shape))
+        return largest, math.prod(self.plan.src.shape)
 
 
 @functools.cache

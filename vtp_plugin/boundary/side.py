@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
 from vtp_plugin.errors import ConfigError
@@ -30,7 +31,7 @@ class Side:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, the leader first."""
-        return tuple(rank for ranks in self.ranks_by_cp for rank in ranks)
+        return self.ranks_by_cp[0] if len(self.ranks_by_cp) == 1 else tuple(chain.from_iterable(self.ranks_by_cp))
 
     @property
     def sizes(self) -> Sizes:

@@ -68,9 +68,9 @@ class LayoutRankGenerator:
         self._layout = layout
         tp_sizes = _expert_tp_sizes(layout, ep, expert_tensor_parallel_size) if expert else layout.tp_sizes
         sizes = zip(range(layout.num_stages), tp_sizes, strict=True)
-        self._stages = [_expert_ranks(layout, *size, ep) if expert else _dense_ranks(layout, size[0]) for size in sizes]
+        self.stages = [_expert_ranks(layout, *size, ep) if expert else _dense_ranks(layout, size[0]) for size in sizes]
         self._widest = max(tp_sizes)
-        axes = [axis for stage in self._stages for axis in stage.axes]
+        axes = [axis for stage in self.stages for axis in stage.axes]
         self._axes = {"tp", "pp", *(axis.name for axis in axes if axis.length > 1)}
         self._lists: dict[frozenset[str], list[list[int]]] = {}
 
@@ -97,12 +97,12 @@ class LayoutRankGenerator:
 
     def _groups_along(self, masked: frozenset[str]) -> list[list[int]]:
         width = self._widest if "pp" in masked and "tp" not in masked else None
-        by_stage = [stage.groups(masked, width) for stage in self._stages]
+        by_stage = [stage.groups(masked, width) for stage in self.stages]
         if "pp" in masked:
             return [sorted(chain.from_iterable(parts)) for parts in zip(*by_stage, strict=True)]
-        if self._layout.order is RankOrder.REPLICA_MAJOR and "dp" not in masked:
+        if self._layout.order is RankOrder.REPLICA_MAJOR and "dp" not in masked and len(by_stage) > 1:
             # Here a replica counts more than a stage, for the order of the groups as for the numbering of the ranks.
-            by_replica = [_cut(groups, self._stages[0].axes[0].length) for groups in by_stage]
+            by_replica = [_cut(groups, self._layout.stages[0].dp) for groups in by_stage]
             by_stage = list(chain.from_iterable(zip(*by_replica, strict=True)))
         return list(chain.from_iterable(by_stage))
 
@@ -145,7 +145,7 @@ class _StageRanks(NamedTuple):
 
     Attributes:
         first: the first rank.
-        axes: the slowest first; those that are left out have one place.
+        axes: the slowest first, tp last; those that are left out have one place.
     """
 
     first: int
@@ -197,8 +197,7 @@ def _cut(groups: list[list[int]], parts: int) -> list[list[list[int]]]:
 
 def _dense_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
     grid = layout.stages[stage]
-    dp = _Axis("dp", grid.dp, layout.dp_stride(stage))
-    return _StageRanks(layout.leader(stage), (dp, _Axis("cp", grid.cp, grid.tp), _Axis("tp", grid.tp, 1)))
+    return _stage_ranks(layout, stage, dp=(grid.dp, layout.dp_stride(stage)), cp=(grid.cp, grid.tp), tp=(grid.tp, 1))
 
 
 def _expert_ranks(layout: PipelineLayout, stage: int, tp: int, ep: int) -> _StageRanks:
@@ -206,8 +205,24 @@ def _expert_ranks(layout: PipelineLayout, stage: int, tp: int, ep: int) -> _Stag
     grid = layout.stages[stage]
     # With as many expert replicas as dense ones the two are the same blocks, which need not be neighbours.
     stride = layout.dp_stride(stage) if tp * ep == grid.tp * grid.cp else tp * ep
-    dp = _Axis("dp", grid.size // (tp * ep), stride)
-    return _StageRanks(layout.leader(stage), (dp, _Axis("ep", ep, tp), _Axis("tp", tp, 1)))
+    return _stage_ranks(layout, stage, dp=(grid.size // (tp * ep), stride), ep=(ep, tp), tp=(tp, 1))
+
+
+def _stage_ranks(layout: PipelineLayout, stage: int, **axes: tuple[int, int]) -> _StageRanks:
+    kept = tuple(_Axis(name, *axis) for name, axis in axes.items() if axis[0] > 1 or name == "tp")
+    return _StageRanks(layout.leader(stage), kept)
+
+
+def rank_generators(
+    layout: PipelineLayout, *, ep: int = 1, expert_tensor_parallel_size: int | None = None
+) -> tuple[LayoutRankGenerator, LayoutRankGenerator]:
+    """Give the dense generator and the expert one, which are one object where experts have no sizes of their own.
+
+    Arguments and errors as for :class:`LayoutRankGenerator`.
+    """
+    dense = LayoutRankGenerator(layout)
+    expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
+    return dense, dense if dense.stages == expert.stages else expert
 
 
 def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> tuple[int, ...]:
