@@ -83,6 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
     options = parser.parse_args()
+    sys.path.insert(0, str(DOCS.parent))  # for the rules in tests/
     texts = render()
     if options.check:
         names = stale(texts, DOCS)
@@ -110,6 +111,7 @@ def render() -> dict[str, str]:
         "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
+        "architecture.md": _filled("architecture.md", {"layers": _layers()}),
         "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
         "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
         "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
@@ -139,6 +141,18 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
             raise ValueError(f"no markers {begin.strip()} and {end} for the generated part {part!r}")
         text = f"{before}{begin}\n{content}\n\n{end}{after}"
     return text
+
+
+def _layers() -> str:
+    """Return the layers of the import rules, the highest first; rooms of a part in braces, the highest first."""
+    from tests.import_rules import LAYERS, PURE_PARTS, ROOMS
+
+    def show(part: str) -> str:
+        rooms = " > ".join(", ".join(sorted(layer)) for layer in reversed(ROOMS.get(part, ())))
+        return f"{part}{'*' if part in PURE_PARTS else ''}" + (f" {{{rooms}}}" if rooms else "")
+
+    lines = ["   ".join(map(show, sorted(layer))) for layer in reversed(LAYERS)]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def _flags() -> str:

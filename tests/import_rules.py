@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
-    {"advance", "errors", "log", "text_enum", "undo", "values", "config", "layout", "boundary", "schedule"}
+    {"advance", "errors", "log", "text_enum", "undo", "values", "config", "layout", "boundary", "schedule", "options"}
 )
 
 

@@ -3,7 +3,7 @@
 Callers give whole tensors of their side and take whole tensors of theirs. How a tensor is cut, whose links it uses,
 whether a header with its shape goes before it, and in which order all of it is posted and waited for is decided here.
 
-A channel has a process group of its own, which carries point-to-point messages only (docs/architecture.md, contracts).
+A channel has a process group of its own, which carries point-to-point messages only (docs/architecture.md, contract 3).
 The collectives of a plan run in the stage's own tensor-parallel group: the start when a send is posted, the finish when
 a receive is waited for. Every member of the stage sends, posts and waits at the same program point.
 """

@@ -95,9 +95,10 @@ def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channe
 class PipelineCommunicator:
     """Moves activations and gradients between this rank's stage and its neighbours.
 
-    Contract (design section 5): all receives and sends of an exchange are posted before anything is waited for (with
-    variable shapes a tensor's receive is posted when its header has come); handles are waited for in one fixed order on
-    all ranks of the stage; sends still under way are drained by :meth:`finish_step`. Used from the main thread only.
+    All receives and sends of an exchange are posted before anything is waited for (docs/architecture.md, contract 5;
+    with variable shapes a tensor's receive is posted when its header has come); handles are waited for in one fixed
+    order on all ranks of the stage; sends still under way are drained by :meth:`finish_step`. Used from the main thread
+    only.
     """
 
     def __init__(self, channels: Mapping[str, Channel]) -> None:
