@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 
@@ -11,53 +11,41 @@ PlatformName = Literal["cpu", "cuda", "npu"]
 BackendName = Literal["gloo", "nccl", "hccl"]
 
 
-@runtime_checkable
-class Platform(Protocol):
+class Platform:
     """The device that this process trains on and the backend that its tensors travel on.
 
     One object per process, made by :func:`vtp_plugin.platform.detect`. It is not a registry and owns no process group.
+
+    Attributes:
+        name: the device type, as in ``torch.device(name)``.
+        backend: the process-group backend for tensors of this device.
+        reason: why this platform was chosen, one phrase for the start-up log line.
+        host_blocking_wait: whether ``Work.wait()`` blocks the host until the data is there (gloo), or only orders
+            streams.
+        gathers_by_messages: whether slices inside a stage are exchanged by messages, not by the backend's all-gather.
+            Gloo's own takes up to five times as long (``benchmarks/finish.py``). Devices take their all-gather.
     """
 
-    @property
-    def name(self) -> PlatformName:
-        """The device type, as in ``torch.device(name)``."""
-        ...
+    name: PlatformName
+    backend: BackendName
+    host_blocking_wait = False
+    gathers_by_messages = False
 
-    @property
-    def backend(self) -> BackendName:
-        """The process-group backend for tensors of this device."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why this platform was chosen, one phrase for the start-up log line."""
-        ...
-
-    @property
-    def host_blocking_wait(self) -> bool:
-        """Whether ``Work.wait()`` blocks the host until the data is there (gloo) or only orders streams."""
-        ...
-
-    @property
-    def gathers_by_messages(self) -> bool:
-        """Whether slices inside a stage are exchanged by messages, not by the backend's all-gather.
-
-        Gloo's own takes up to five times as long (``benchmarks/finish.py``). Devices take their all-gather.
-        """
-        ...
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
     @property
     def is_installed(self) -> bool:
         """Whether :meth:`install` has changed torch and :meth:`uninstall` has not yet restored it."""
-        ...
+        return False
 
     def device(self) -> torch.device:
         """Return the current device, with its index where the device type has one."""
-        ...
+        return torch.device(self.name, self.module().current_device())
 
     def module(self) -> ModuleType:
         """Return ``torch.cpu``, ``torch.cuda`` or ``torch.npu``, looked up at the time of the call."""
-        ...
+        return torch.get_device_module(self.name)
 
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return the ``pg_options`` for the process group of a point-to-point channel, or None for the defaults.
@@ -65,12 +53,10 @@ class Platform(Protocol):
         Args:
             buffer_size_bytes: The largest message of the channel in bytes. Only HCCL sizes a buffer from it.
         """
-        ...
+        return None
 
     def install(self) -> None:
         """Make Megatron's device calls work on this platform. Only the CPU platform changes anything."""
-        ...
 
     def uninstall(self) -> None:
         """Restore what :meth:`install` changed; without a preceding :meth:`install` it does nothing."""
-        ...

@@ -8,21 +8,20 @@ is: the backend is the caller's choice.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import ModuleType
 
 import torch
 import torch._dynamo.trace_rules
 import torch.compiler
 
 from vtp_plugin.errors import ConfigError, PatchError
-from vtp_plugin.platform.base import BackendName, PlatformName
+from vtp_plugin.platform.base import BackendName, Platform, PlatformName
 from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
 from vtp_plugin.platform.cpu_tensors import map_tensors
 from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
 from vtp_plugin.undo import UndoStack
 
 
-class CpuPlatform:
+class CpuPlatform(Platform):
     """Training on the host with gloo; see :class:`vtp_plugin.platform.base.Platform` for what is not told here."""
 
     name: PlatformName = "cpu"
@@ -31,7 +30,7 @@ class CpuPlatform:
     gathers_by_messages = True
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
+        super().__init__(reason)
         self._undo = UndoStack()
         self._device = CpuDevice()
         self._compiler_stance: AbstractContextManager[None] | None = None
@@ -44,14 +43,6 @@ class CpuPlatform:
     def device(self) -> torch.device:
         """Return the CPU."""
         return torch.device("cpu")
-
-    def module(self) -> ModuleType:
-        """Return ``torch.cpu``."""
-        return torch.cpu
-
-    def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
-        """Return None: gloo has no options."""
-        return None
 
     def device_random(self) -> AbstractContextManager[None]:
         """Return a context in which dropout and in-place initialisers draw from the device's generator.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.cuda.profiler
@@ -21,35 +21,26 @@ from vtp_plugin.undo import UndoStack
 _CAPABILITY: Final = (10, 0)
 
 _NOTHING_TO_DO: Final = [
-    "check_error",
-    "empty_cache",
-    "init",
-    "ipc_collect",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_per_process_memory_fraction",
-    "synchronize",
-    "_lazy_init",
-    "_sleep",
-]
+    "check_error", "empty_cache", "init", "ipc_collect", "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "set_device",
+    "set_per_process_memory_fraction", "synchronize", "_lazy_init", "_sleep",
+]  # fmt: skip
 _ZERO: Final = [
-    "clock_rate",
-    "current_device",
-    "device_memory_used",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_usage",
-    "power_draw",
-    "temperature",
-    "utilization",
-]
+    "clock_rate", "current_device", "device_memory_used", "max_memory_allocated", "max_memory_cached",
+    "max_memory_reserved", "memory_allocated", "memory_cached", "memory_reserved", "memory_usage", "power_draw",
+    "temperature", "utilization",
+]  # fmt: skip
+_ANSWERS: Final[dict[str, object]] = {
+    "is_initialized": True,  # so that torch runs what it would queue until the driver is up
+    "device_count": 1,  # 0 would make Megatron skip its parallel groups
+    "get_device_capability": _CAPABILITY,
+    "get_device_name": "cpu",
+    "memory_summary": "no device memory: the CPU stands in for CUDA",
+    "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
+    # True in a fork of a process that has asked for a driver; torch.manual_seed() would leave the device out.
+    "_is_in_bad_fork": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,73 +84,33 @@ class CpuDevice:
         """Return True: Megatron refuses to start otherwise."""
         return True
 
-    def is_initialized(self) -> bool:
-        """Return True, so that torch runs what it would queue until the driver is up."""
-        return True
-
-    def device_count(self) -> int:
-        """Return 1; 0 would make Megatron skip its parallel groups."""
-        return 1
-
     def get_device_properties(self, device: object = None) -> DeviceProperties:
         """Return the host's memory and cores."""
         return DeviceProperties(
             total_memory=self._memory_bytes("SC_PHYS_PAGES"), multi_processor_count=os.cpu_count() or 1
         )
 
-    def get_device_capability(self, device: object = None) -> tuple[int, int]:
-        """Return the compute capability that the properties state."""
-        return _CAPABILITY
-
-    def get_device_name(self, device: object = None) -> str:
-        """Return "cpu"."""
-        return "cpu"
-
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """Return the host's free and total memory in bytes."""
         return self._memory_bytes("SC_AVPHYS_PAGES"), self._memory_bytes("SC_PHYS_PAGES")
-
-    def memory_stats(self, device: object = None) -> dict[str, int]:
-        """Return counters that are all 0, whatever the key."""
-        return defaultdict(int)
-
-    def memory_snapshot(self, *args: object, **kwargs: object) -> list[object]:
-        """Return no segments."""
-        return []
-
-    def memory_summary(self, device: object = None, abbreviated: bool = False) -> str:
-        """Return one line instead of the table."""
-        return "no device memory: the CPU stands in for CUDA"
-
-    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        """Return True."""
-        return True
-
-    def is_current_stream_capturing(self) -> bool:
-        """Return False: there are no graphs."""
-        return False
-
-    def cudart(self) -> _Cudart:
-        """Return the stand-in of the CUDA runtime library."""
-        return _Cudart()
 
     def torch_cuda_attributes(self) -> dict[str, object]:
         """Return name -> replacement for ``torch.cuda``."""
         generator, streams = self.generator, self._streams
         methods = (
-            self.is_available, self.is_initialized, self.device_count, self.get_device_properties,
-            self.get_device_capability, self.get_device_name, self.mem_get_info, self.memory_stats,
-            self.memory_snapshot, self.memory_summary, self.is_bf16_supported, self.is_current_stream_capturing,
-            self.cudart, streams.current_stream, streams.default_stream, streams.set_stream, streams.stream,
-            generator.get_rng_state, generator.get_rng_state_all, generator.set_rng_state,
-            generator.set_rng_state_all, generator.manual_seed, generator.seed, generator.initial_seed,
+            self.is_available, self.get_device_properties, self.mem_get_info, streams.current_stream,
+            streams.default_stream, streams.set_stream, streams.stream, generator.get_rng_state,
+            generator.get_rng_state_all, generator.set_rng_state, generator.set_rng_state_all, generator.manual_seed,
+            generator.seed, generator.initial_seed,
         )  # fmt: skip
         return {
             **{method.__name__: method for method in methods},
             **{name: _returning(None) for name in _NOTHING_TO_DO},
             **{name: _returning(0) for name in _ZERO},
-            # True in a fork of a process that has asked for a driver; torch.manual_seed() would leave the device out.
-            "_is_in_bad_fork": _returning(False),
+            **{name: _returning(answer) for name, answer in _ANSWERS.items()},
+            "memory_stats": lambda device=None: defaultdict[str, int](int),  # 0, whatever the key
+            "memory_snapshot": lambda *args, **kwargs: [],
+            "cudart": _Cudart,
             "manual_seed_all": lambda seed: generator.manual_seed(seed),
             "seed_all": lambda: generator.seed(),
             "default_generators": DefaultGenerators(generator),
@@ -205,14 +156,14 @@ def _nvtx_range(msg: str, *args: object, **kwargs: object) -> Generator[None]:
     yield
 
 
-def _returning(value: int | None) -> Callable[..., int | None]:
+def _returning(value: object) -> Callable[..., Any]:
     """Return a new function that takes anything and returns ``value``.
 
     A new one for each name: torch._dynamo collects torch's functions by name whenever it first compiles something, and
     raises if it meets one function under two names that it treats differently.
     """
 
-    def stand_in(*args: object, **kwargs: object) -> int | None:
+    def stand_in(*args: object, **kwargs: object) -> object:
         return value
 
     return stand_in

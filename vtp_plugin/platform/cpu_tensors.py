@@ -21,27 +21,10 @@ from vtp_plugin.undo import UndoStack
 _CPU: Final = torch.device("cpu")
 
 _FACTORIES: Final = [
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "ones",
-    "ones_like",
-    "sparse_coo_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-]
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full",
+    "full_like", "linspace", "logspace", "ones", "ones_like", "sparse_coo_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros", "zeros_like",
+]  # fmt: skip
 _RANDOM_FACTORIES: Final = ["normal", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"]
 _TENSOR_FACTORIES: Final = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"]
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Final
 
-import torch
-
-from vtp_plugin.platform.base import BackendName, PlatformName
+from vtp_plugin.platform.base import BackendName, Platform, PlatformName
 
 _MIB: Final = 1 << 20
 
 
-class NpuPlatform:
+class NpuPlatform(Platform):
     """Training on Ascend devices; see :class:`vtp_plugin.platform.base.Platform`.
 
     Needs ``torch_npu`` imported. What Megatron calls on ``torch.cuda`` is mapped by ``transfer_to_npu`` or MindSpeed,
@@ -22,20 +19,6 @@ class NpuPlatform:
 
     name: PlatformName = "npu"
     backend: BackendName = "hccl"
-    host_blocking_wait = False
-    gathers_by_messages = False
-    is_installed = False
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def device(self) -> torch.device:
-        """Return the current NPU."""
-        return torch.device("npu", self.module().current_device())
-
-    def module(self) -> ModuleType:
-        """Return ``torch.npu``."""
-        return torch.get_device_module("npu")
 
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return HCCL options with a buffer for one message, or None for HCCL's default buffer.
@@ -54,12 +37,6 @@ class NpuPlatform:
         options = options_class()
         options.hccl_config = {"hccl_buffer_size": buffer_size_mb(buffer_size_bytes)}
         return options
-
-    def install(self) -> None:
-        """Do nothing: see the class."""
-
-    def uninstall(self) -> None:
-        """Do nothing."""
 
 
 def buffer_size_mb(buffer_size_bytes: int) -> int:
