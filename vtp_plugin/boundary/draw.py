@@ -96,30 +96,30 @@ def draw_pipeline(
         dp_mode=dp_mode,
         head_height=len(head) * LINE_HEIGHT,
     )
-    body = [_text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
-    body += [*_headers(picture), *_rows(picture)]
-    # Arrows are painted last, over the frames.
-    lines: list[Sequence[Point]] = []
-    for drawn in picture.boundaries:
-        body += [*_transfers(picture, drawn, lines), *_finish(picture, drawn)]
-    body += _labels(picture, lines, is_u_shaped)
     legend = _legend(picture)
+    body = [_text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
+    body += [*_headers(picture), *_rows(picture), *_arrows(picture, is_u_shaped)]
     for index, (kind, text) in enumerate(legend):
         body += _legend_entry(picture.bottom + index * _LEGEND_STEP, kind, text)
-    longest = max(_LETTER_WIDTH * len(subtitle), *(_LETTER_WIDTH * (len(text) + 6) for _, text in legend))
-    longest = max(longest, *(_TITLE_LETTER_WIDTH * len(text) for text, kind in head if kind))
-    width = max(picture.frames_right + picture.wrap_room, MARGIN + longest) + MARGIN
+    # The width of a text is the most that its letters can take, in the legend beside a mark of six letters' width.
+    widths = [(_TITLE_LETTER_WIDTH if kind else _LETTER_WIDTH) * len(text) for text, kind in head]
+    widths += [_LETTER_WIDTH * (len(text) + 6) for _, text in legend]
+    width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
     height = picture.bottom + len(legend) * _LEGEND_STEP + MARGIN // 2
-    text = [
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img">',
-        f"<title>{title}: {_counts(layout)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        f"<defs>{_head('transfer', 5)}{_head('finish', 6)}</defs>",
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(text) + "\n"
+        f'role="img">\n<title>{title}: {_counts(layout)}</title>\n<style>\n{_STYLE}\n</style>\n'
+        f"<defs>{_head('transfer', 5)}{_head('finish', 6)}</defs>\n" + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _arrows(picture: Picture, is_u_shaped: bool) -> Iterator[str]:
+    """Draw what crosses. Arrows come after all boxes, since what is painted last lies above."""
+    lines: list[Sequence[Point]] = []
+    for drawn in picture.boundaries:
+        yield from _transfers(picture, drawn, lines)
+        yield from _finish(picture, drawn)
+    yield from _labels(picture, lines, is_u_shaped)
 
 
 def _titles(layout: PipelineLayout, dp_mode: DpMode, is_u_shaped: bool) -> tuple[str, str]:

@@ -137,44 +137,23 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     """
     check_unknown(args.unknown)
     config = read_flags(args, VtpConfig())
-    sizes = config.size_list
-    if sizes is None:
+    if config.size_list is None:
         raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
-    if not isinstance(sizes, tuple):
+    if not isinstance(config.size_list, tuple):
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
-    layout = _layout(args, config, sizes)
-    num_stages = layout.num_stages
+    layout = _layout(args, config, config.size_list)
     replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode(config.dp_mode))
-    replicas.check(stage_boundaries(config, num_stages))
-    num_chunks = _num_chunks(args, num_stages)
-    if config.layerwise_disaggregated and args.num_layer_list is not None:
-        layers = parse_layer_list(args.num_layer_list)
-        num_layers = args.num_layers or sum(layers)
-        check_layers(layers, num_stages=num_stages, num_layers=num_layers, option="--num-layer-list")
-    context = OptionContext(
-        tp_sizes=layout.tp_sizes,
-        cp_sizes=layout.cp_sizes,
-        dp_sizes=layout.dp_sizes,
-        num_virtual=num_chunks,
-        forced=config.force or config.has_planned_schedule,
-        is_u_shaped=config.layerwise_disaggregated,
-    )
-    batches = () if replicas.is_equal else check_batches(args, replicas)
-    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
-    itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
-    given = (args.seq_length, args.micro_batch_size, args.hidden_size)
-    if any(number is not None and number < 1 for number in given):
-        raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")
-    shape = given if all(given) else None
+    num_chunks = _num_chunks(args, layout.num_stages)
+    _check(args, config, layout, replicas, num_chunks)
+    shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
     if takes_all_costs and config.costs is not None and not config.layerwise_disaggregated:
         costs = parse_costs(config.costs, placement, message_bytes=tensor_bytes)
-        schedule_options = replace(
-            read_schedule_options(replace(config, costs=None), num_stages, tensor_bytes), costs=costs
-        )
+        free = read_schedule_options(replace(config, costs=None), layout.num_stages, tensor_bytes)
+        schedule_options = replace(free, costs=costs)
     else:
-        schedule_options = read_schedule_options(config, num_stages, tensor_bytes)
+        schedule_options = read_schedule_options(config, layout.num_stages, tensor_bytes)
     return Run(
         config=config,
         layout=layout,
@@ -254,6 +233,35 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
         cp=cp,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
+
+
+def _check(
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap, num_chunks: int
+) -> None:
+    """Refuse what a run would refuse when it starts."""
+    replicas.check(stage_boundaries(config, layout.num_stages))
+    if config.layerwise_disaggregated and args.num_layer_list is not None:
+        layers = parse_layer_list(args.num_layer_list)
+        num_layers = args.num_layers or sum(layers)
+        check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
+    context = OptionContext(
+        tp_sizes=layout.tp_sizes,
+        cp_sizes=layout.cp_sizes,
+        dp_sizes=layout.dp_sizes,
+        num_virtual=num_chunks,
+        forced=config.force or config.has_planned_schedule,
+        is_u_shaped=config.layerwise_disaggregated,
+    )
+    batches = () if replicas.is_equal else check_batches(args, replicas)
+    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
+
+
+def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
+    """Return S, B and H of what crosses, None where a flag is missing, and the bytes of one of its numbers."""
+    given = (args.seq_length, args.micro_batch_size, args.hidden_size)
+    if any(number is not None and number < 1 for number in given):
+        raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")
+    return given if all(given) else None, 2 if args.fp16 or args.bf16 else 4
 
 
 def _num_chunks(args: argparse.Namespace, num_stages: int) -> int:

@@ -6,6 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
@@ -114,7 +115,7 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
             return f"order: Megatron's interleaved 1F1B, {flags.num_chunks} model chunks on each stage", None
         return (
             "order: Megatron's 1F1B, each stage runs forwards and backwards in turn once the first gradient is there",
-            (None),
+            None,
         )
     placement = request.placement
     limits, _ = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
@@ -135,7 +136,7 @@ def _unit_text(flags: Run, unit: str) -> str:
     return f"no --vtp-costs: model durations (a forward takes {forward}; a backward twice that; messages no time)"
 
 
-def _rows(timeline: Timeline) -> Iterator[dict[str, object]]:
+def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     placement = timeline.placement
     for worker, in_flight in enumerate(timeline.in_flight):
         stage, replica = placement.stage_and_replica(worker)
@@ -158,12 +159,8 @@ def _table(timeline: Timeline) -> Iterator[str]:
     for name, share, in_flight, row in zip(
         names, timeline.utilization, timeline.in_flight, _rows(timeline), strict=True
     ):
-        kept = row["kept_activations"]
-        assert isinstance(kept, list)
-        yield (
-            f"{name:>{width}}  {100 * share:7.1f} %  {100 - 100 * share:3.0f} %  {in_flight:22}  "
-            f"{', '.join(map(str, kept))}"
-        )
+        kept = ", ".join(map(str, row["kept_activations"]))
+        yield f"{name:>{width}}  {100 * share:7.1f} %  {100 - 100 * share:3.0f} %  {in_flight:22}  {kept}"
 
 
 def _as_json(
