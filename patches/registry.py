@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
 from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
+
+PINS: Final = Path(__file__).with_name("pins.json")
+"""Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
 
 
 def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Record, ...]:

@@ -505,11 +505,13 @@ def test_doctor_is_content_without_a_launcher(tmp_path: Path) -> None:
     report = json.loads(process_output("doctor", "--json", cwd=tmp_path))
     assert report["exit_code"] == 0 and report["problems"] == [] and report["platform"].startswith("cpu, backend gloo")
     assert {patch["state"] for patch in report["patches"]} == {"applied", "ready"}
+    assert report["warnings"] == []
 
 
 # Doctor where a record does not fit the installed version, and what it leaves behind.
 TROUBLE = """\
 import dataclasses
+import inspect
 import sys
 import vtp_plugin.patches.core.pipeline_parallel.utils as utils
 from vtp_plugin.cli import main
@@ -520,6 +522,8 @@ records = utils.records
 utils.records = lambda session: tuple(
     dataclasses.replace(record, versions=">=9", aliases=()) for record in records(session)
 )
+read = inspect.getsource
+inspect.getsource = lambda value: read(value) + "# changed" * (value.__name__ == "validate_args")
 try:
     main(["doctor", "--device", "cpu"])
 except SystemExit as left:
@@ -539,6 +543,8 @@ def test_doctor_leaves_nothing_behind_and_names_what_does_not_apply(tmp_path: Pa
     *_, state = done.stdout.splitlines()
     assert state == "1 True True", (done.stdout, done.stderr)
     problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: megatron-core: megatron.training.arguments:validate_args is not as in 0.")
     assert any("patch U1 (megatron.core.pipeline_parallel.utils:" in p and "was not applied" in p for p in problems)
 
 

@@ -39,7 +39,7 @@ _LAUNCHER_VARIABLES = (
 )
 _KEYS = (
     "Keys of --json: versions; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
-    "skipped, foreign_wrapper; problems; exit_code."
+    "skipped, foreign_wrapper; warnings; problems; exit_code."
 )
 
 
@@ -81,6 +81,7 @@ class _Report:
         self.rendezvous: list[str] = []
         self.patches: tuple[PatchStatus, ...] = ()
         self.problems: list[str] = []
+        self.warnings: list[str] = []
         self.is_complete = False
 
     @property
@@ -142,6 +143,16 @@ class _Report:
                 self.problems.append(f"patch {patch.id} does not reach {', '.join(patch.aliases_missing)}")
             if _is_replaced(patch.target):
                 self.problems.append(f"patch {patch.id} ({patch.target}) is still there after revert()")
+        self._compare_targets()
+
+    def _compare_targets(self) -> None:
+        """Name the functions that are not those which the patches were written for."""
+        from vtp_plugin.patches.registry import PINS
+        from vtp_plugin.patching.pins import changed_targets, pins_of, read_pins
+
+        found = pins_of(patch.target for patch in self.patches if not patch.skipped)
+        changed = changed_targets(read_pins(PINS), self.versions["megatron-core"], found)
+        self.warnings = [f"megatron-core: {line}; look whether the patch still fits it" for line in changed]
 
     def lines(self, *, is_verbose: bool) -> Iterator[str]:
         """Write the report for people; the verdict comes last."""
@@ -170,6 +181,7 @@ class _Report:
             yield from (
                 f"    {patch.id}: wrapped before by {w}" for patch in self.patches if (w := patch.foreign_wrapper)
             )
+        yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"problem: {problem}" for problem in self.problems)
         number = len(self.problems)
         yield f"verdict: {number} problem{'s' if number > 1 else ''}, see above" if number else "verdict: fine"
@@ -192,6 +204,7 @@ class _Report:
                 }
                 for patch in self.patches
             ],
+            "warnings": self.warnings,
             "problems": self.problems,
             "exit_code": self.exit_code,
         }

@@ -1,0 +1,77 @@
+"""Pins: digests of the sources that patches replace, so that a changed host is seen.
+
+A pin file is JSON: version of the host -> target -> digest. ``scripts/make_pins.py`` adds the installed version. A
+changed target is a reason to look whether its patch still fits, not an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from vtp_plugin.patching.objects import functions
+from vtp_plugin.patching.record import resolve_target
+
+Pins = Mapping[str, Mapping[str, str]]
+"""Version -> target -> digest."""
+
+
+def pin_of(value: Any) -> str:
+    """Digest the source text of a function, class or descriptor; of anything else return the empty string.
+
+    Blank lines, trailing blanks and the depth of the whole definition do not count; comments do. What wraps a function
+    as :func:`functools.wraps` does has the digest of that function.
+
+    >>> len(pin_of(textwrap.dedent)), pin_of(textwrap.dedent) == pin_of(textwrap.indent), pin_of(3)
+    (16, False, '')
+    """
+    try:
+        sources = [textwrap.dedent(inspect.getsource(function).expandtabs()) for function in functions(value)]
+    except (OSError, TypeError):
+        return ""
+    lines = (line.rstrip() for source in sources for line in source.splitlines())
+    return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
+
+
+def pins_of(targets: Iterable[str], host_prefix: str = "megatron") -> dict[str, str]:
+    """Digest those targets, as installed, that are the host's own code.
+
+    Raises:
+        LookupError: A target does not exist.
+    """
+    values = {target: resolve_target(target).value for target in targets}
+    homes = {target: str(getattr(functions(value)[0], "__module__", "")) for target, value in values.items()}
+    pins = {target: pin_of(value) for target, value in values.items() if homes[target].startswith(f"{host_prefix}.")}
+    return {target: pin for target, pin in sorted(pins.items()) if pin}
+
+
+def read_pins(path: Path) -> Pins:
+    """Read a pin file."""
+    return json.loads(path.read_text(encoding="ascii"))
+
+
+def changed_targets(pins: Pins, version: str, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Name the targets that are not what they were when the patches were written.
+
+    Args:
+        pins: As read from a pin file.
+        version: Of the installed host; if it has no pins, the newest version that has some counts.
+        found: The digests of what is installed, as from :func:`pins_of`.
+
+    >>> changed_targets({"1.9": {"a:f": "0", "a:g": "1"}}, "1.10", {"a:f": "0", "a:g": "2", "a:h": "3"})
+    ('a:g is not as in 1.9', 'a:h has no pin for 1.9')
+    """
+    base = version if version in pins else max(pins, key=Version)
+    known = pins[base]
+    return tuple(
+        f"{target} is not as in {base}" if target in known else f"{target} has no pin for {base}"
+        for target, pin in found.items()
+        if known.get(target) != pin
+    )
