@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from tests.multiproc.core_cases import HIDDEN, MICRO_BATCH, Case, RankResult
 from tests.multiproc.core_job import Trainer, applied, model_parallel
@@ -54,6 +55,9 @@ class ByHand(Trainer):
         self._groups = p2p.pipeline_groups()
         parts = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
         self._shape = (case.seq // parts, MICRO_BATCH, HIDDEN)
+        if dist.get_rank() == 0:
+            # On one rank alone: making Megatron's communicator is no exchange and no agreement.
+            p2p_communication.P2PCommunicator(self._groups[0], self.config)
 
     def _pass(self, step: int, *, forward_only: bool) -> list[float]:
         num_microbatches = self.case.num_microbatches_at(self._stage, step)
