@@ -85,7 +85,7 @@ def model_parallel_groups(
     return tuple(specs)
 
 
-def _embedding_groups(lane: list[int]) -> tuple[GroupSpec, GroupSpec]:
+def _embedding_groups(group: list[int]) -> tuple[GroupSpec, GroupSpec]:
     """Groups that Megatron makes from each pipeline group: both ends tie the embedding, the first has positions."""
-    ends = (lane[0],) if len(lane) == 1 else (lane[0], lane[-1])
-    return GroupSpec("EMBEDDING_GROUP", ends), GroupSpec("POSITION_EMBEDDING_GROUP", (lane[0],))
+    ends = (group[0],) if len(group) == 1 else (group[0], group[-1])
+    return GroupSpec("EMBEDDING_GROUP", ends), GroupSpec("POSITION_EMBEDDING_GROUP", (group[0],))

@@ -23,7 +23,7 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 _MODULE = "megatron.core.parallel_state"
 _TORCH = "torch.distributed.distributed_c10d"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
-_LANE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
+_PIPELINE_GROUP = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
 _EMBEDDING = (
     "_EMBEDDING_GROUP",
     "_EMBEDDING_GLOBAL_RANKS",
@@ -34,7 +34,11 @@ _REGISTRY = ("_pg_map", "_pg_group_ranks")
 _WRITTEN = (
     (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set while it makes its groups only"),
     (_MODULE, _GROUPS, "stages with different numbers of replicas, and sites, need a sum of our own (ModelGroup)"),
-    (_MODULE, _LANE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
+    (
+        _MODULE,
+        _PIPELINE_GROUP,
+        "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one",
+    ),
     (
         _MODULE,
         _EMBEDDING,
@@ -135,8 +139,8 @@ def _initialize(session: Session, writes: _Writes, original: Callable[..., None]
             _set_counts(session.planned, options)
             with writes["RankGenerator"].during(_planned_generator(layout, options)):
                 original(*bound.args, **bound.kwargs)
-            pipeline_groups = _choose_own_lane(session.planned, writes)
-            if not layout.has_replicas or len(set(session.config.sites or ())) > 1:
+            pipeline_groups = _choose_own_pipeline_group(session.planned, writes)
+            if not layout.has_equal_replicas or len(set(session.config.sites or ())) > 1:
                 _unite_replicas(session.planned, writes)
         else:
             original(*bound.args, **bound.kwargs)
@@ -160,7 +164,7 @@ def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
     such group then, the world.
     """
     layout, own = planned.layout, planned.own
-    if layout.has_replicas:
+    if layout.has_equal_replicas:
         options["local_world_size"] = layout.uniform_world_size(dist.get_rank())
         return
     options["context_parallel_size"] = 1
@@ -220,24 +224,26 @@ def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Calla
     return generator
 
 
-def _choose_own_lane(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
-    """Set the pipeline globals of a rank that Megatron found in several lanes, and drop unequal embedding groups.
+def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
+    """Set the pipeline globals of a rank that has several pipeline groups, and drop unequal embedding groups.
 
     Returns:
         The own pipeline group in each replica of the pipeline that this rank works in.
     """
     layout = planned.layout
-    lanes: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
-    by_ranks = {tuple(ranks): group for group, ranks in zip(*lanes, strict=True)} if isinstance(lanes[0], list) else {}
+    known: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    by_ranks = {tuple(ranks): group for group, ranks in zip(*known, strict=True)} if isinstance(known[0], list) else {}
     own = layout.coord(dist.get_rank())
-    served = (layout.lane(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0)
-    pipeline_groups = tuple(by_ranks[lane] for lane in served if lane in by_ranks) or (lanes[0],)
-    if isinstance(lanes[0], list):
-        for name, values in zip(_LANE, lanes, strict=True):
+    served = (
+        layout.pipeline_group(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0
+    )
+    pipeline_groups = tuple(by_ranks[ranks] for ranks in served if ranks in by_ranks) or (known[0],)
+    if isinstance(known[0], list):
+        for name, values in zip(_PIPELINE_GROUP, known, strict=True):
             writes[name].put(values[0])  # the own one comes first
-    found, lane = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.lane_of(dist.get_rank())
-    if found != lane:
-        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {lane}")
+    found, ranks = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.pipeline_group_of(dist.get_rank())
+    if found != ranks:
+        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {ranks}")
     if not planned.has_stock_ends:
         for name in _EMBEDDING:
             writes[name].put(None)

@@ -65,18 +65,18 @@ def test_tp_ranks_are_neighbours_and_start_with_the_leader(layout: PipelineLayou
 def test_lanes(layout: PipelineLayout) -> None:
     seen: set[int] = set()
     for dp_rank, cp_rank in layout.replicas:
-        for t in range(layout.num_lanes):
-            lane = layout.lane(t, dp_rank, cp_rank)
-            assert list(lane) == sorted(lane)
-            seen.update(lane)
-            places = [layout.coord(rank) for rank in lane]
+        for t in range(layout.num_pipeline_groups):
+            group = layout.pipeline_group(t, dp_rank, cp_rank)
+            assert list(group) == sorted(group)
+            seen.update(group)
+            places = [layout.coord(rank) for rank in group]
             assert [place.stage for place in places] == list(range(layout.num_stages))
             assert all(
                 (place.tp_rank, place.cp_rank, place.dp_rank) == (t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
                 for place, grid in zip(places, layout.stages, strict=True)
             )
-    assert seen == set(range(layout.world_size)), "a rank is in no lane"
-    assert all(layout.lane_of(rank)[layout.stage_of(rank)] == rank for rank in range(layout.world_size))
+    assert seen == set(range(layout.world_size)), "a rank is in no pipeline group"
+    assert all(layout.pipeline_group_of(rank)[layout.stage_of(rank)] == rank for rank in range(layout.world_size))
 
 
 @given(free_layouts())
@@ -111,20 +111,24 @@ def test_groups_without_pp_partition_the_world_inside_stages(layout: PipelineLay
 
 @given(free_layouts())
 def test_pipeline_groups_are_the_lanes_and_a_ranks_first_is_its_own(layout: PipelineLayout) -> None:
-    lanes = [list(layout.lane(t, *replica)) for replica in layout.replicas for t in range(layout.num_lanes)]
+    expected = [
+        list(layout.pipeline_group(t, *replica))
+        for replica in layout.replicas
+        for t in range(layout.num_pipeline_groups)
+    ]
     # Megatron asks both generators and compares.
     for is_expert in (False, layout.order is RankOrder.STAGE_MAJOR):
         groups = LayoutRankGenerator(layout, expert=is_expert).get_ranks("pp")
-        assert groups == lanes
+        assert groups == expected
     # The last one written is the first in order.
-    first = {rank: lane for lane in reversed(lanes) for rank in lane}
-    assert first == {rank: list(layout.lane_of(rank)) for rank in range(layout.world_size)}
+    first = {rank: group for group in reversed(expected) for rank in group}
+    assert first == {rank: list(layout.pipeline_group_of(rank)) for rank in range(layout.world_size)}
 
 
 @given(free_layouts())
 def test_model_groups_partition_the_world(layout: PipelineLayout) -> None:
     groups = LayoutRankGenerator(layout).get_ranks("tp-gtp_remat-pp")
-    if layout.has_replicas:
+    if layout.has_equal_replicas:
         assert groups == [list(layout.model_ranks(*replica)) for replica in layout.replicas]
     else:
         assert (

@@ -182,7 +182,7 @@ def test_layout_by_hand_in_both_orders() -> None:
     assert stage_major.stage_ranks(0) == (0, 1, 2, 3)
     assert stage_major.coord(11) == Coord(1, 1, 1, 1)
     assert stage_major.tp_ranks(1, dp_rank=1, cp_rank=0) == (8, 9)
-    assert stage_major.lane_of(9) == (2, 9)
+    assert stage_major.pipeline_group_of(9) == (2, 9)
     assert stage_major.replicas == ((0, 0), (0, 1), (1, 0), (1, 1))
     replica_major = PipelineLayout.from_sizes([1, 2], world_size=12, cp=2, order=RankOrder.REPLICA_MAJOR)
     assert replica_major.stage_ranks(0) == (0, 1, 6, 7)
@@ -194,7 +194,7 @@ def test_layout_by_hand_in_both_orders() -> None:
 
 def test_sizes_of_a_layout() -> None:
     layout = PipelineLayout.from_sizes([4, 1, 6], world_size=22)
-    assert (layout.world_size, layout.num_stages, layout.tp_sizes, layout.num_lanes) == (22, 3, (4, 1, 6), 6)
+    assert (layout.world_size, layout.num_stages, layout.tp_sizes, layout.num_pipeline_groups) == (22, 3, (4, 1, 6), 6)
     assert layout.vocab_multiple() == 12
     assert layout.vocab_multiple(stages=(0, 1)) == 4
     assert not layout.is_uniform
@@ -207,9 +207,13 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
     assert layout.stage_ranks(1) == (1, 2, 3, 4)
     assert layout.coord(4) == Coord(1, 1, 0, 1)
     assert layout.replicas == ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert layout.lane(0) == (0, 1, 5)
-    assert layout.lane(1, dp_rank=1, cp_rank=1) == (0, 4, 6)
-    assert (layout.lane_of(0), layout.lane_of(4), layout.lane_of(6)) == ((0, 1, 5), (0, 4, 5), (0, 1, 6))
+    assert layout.pipeline_group(0) == (0, 1, 5)
+    assert layout.pipeline_group(1, dp_rank=1, cp_rank=1) == (0, 4, 6)
+    assert (layout.pipeline_group_of(0), layout.pipeline_group_of(4), layout.pipeline_group_of(6)) == (
+        (0, 1, 5),
+        (0, 4, 5),
+        (0, 1, 6),
+    )
     assert layout.model_ranks(1, 1) == (0, 3, 4, 6)
     generator = LayoutRankGenerator(layout)
     assert generator.get_ranks("dp") == [[0], [1, 3], [2, 4], [5], [6]]
@@ -248,7 +252,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: list[int], world_size: int, cp
 def test_data_parallel_sizes_of_stages() -> None:
     layout = PipelineLayout.from_sizes([1, 2], world_size=5, dp=[1, 2])
     assert layout.stages == (StageGrid(1), StageGrid(2, dp=2))
-    assert layout.dp_sizes == (1, 2) and not layout.has_replicas and not layout.is_uniform
+    assert layout.dp_sizes == (1, 2) and not layout.has_equal_replicas and not layout.is_uniform
     assert [layout.uniform_world_size(rank) for rank in range(5)] == [2, 8, 8, 8, 8]
     assert PipelineLayout.from_sizes([1, 2], world_size=6, dp=[2, 2]) == PipelineLayout.from_sizes([1, 2], world_size=6)
 

@@ -22,6 +22,8 @@ RETIRED = {
     r"\bUPlan\b": "UOrder",
     r"\bplan_step\b": "make_schedule",
     r"\bplan_orders\b": "read_schedule_options",
+    r"\b[Ll]anes?\b|\blane_of\b|\bnum_lanes\b": "pipeline group, or channel",
+    r"\bhas_replicas\b": "has_equal_replicas",
     r"\bneed_by_stage\b": "in_flight_needed_on",
     r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, copy_and_replica",
     r"\b(?:train_job|training_job|training_cases)\b": "core_job, script_job, script_cases",

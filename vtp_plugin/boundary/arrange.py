@@ -222,7 +222,7 @@ def arrange(
     """
     replicas = layout.replicas
     if len(replicas) > _MAX_REPLICAS_DRAWN:
-        replicas = replicas[:1] if layout.has_replicas else replicas[: max(layout.cp_sizes)]
+        replicas = replicas[:1] if layout.has_equal_replicas else replicas[: max(layout.cp_sizes)]
     boundaries = tuple(
         DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)

@@ -31,7 +31,7 @@ class LayoutRankGenerator:
     stages' ranks of a replica; where cp or dp sizes differ a rank is in several replicas, and there is one such group:
     the world. A token with "pp" and without "tp" would find no partner for the higher ranks of a large stage in a small
     one: a rank of stage ``i`` therefore stands for all places that are its own modulo the sizes of its stage. For "pp"
-    these are the lanes of the layout; the first list that contains a rank is its own lane.
+    these are the pipeline groups of the layout; the first list that contains a rank is its own group.
 
     >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
     >>> generator.get_ranks("tp")
@@ -87,7 +87,7 @@ class LayoutRankGenerator:
         masked = token.split("-")
         if unknown := set(masked) - set(_AXES):
             raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {_AXES}")
-        if "pp" in masked and not self._layout.has_replicas:
+        if "pp" in masked and not self._layout.has_equal_replicas:
             return self._groups_over_replicas(masked)
         # Many tokens differ only in axes of one place, and some are asked for several times.
         axes = frozenset(masked) & self._axes
@@ -119,7 +119,7 @@ class LayoutRankGenerator:
         return self.get_ranks("gtp_remat")
 
     def _groups_over_replicas(self, masked: list[str]) -> list[list[int]]:
-        """Return the groups through stages of different cp or dp sizes, also for the experts: the world, or lanes."""
+        """Give the groups through stages of unequal cp or dp sizes, also for experts: the world, or pipeline groups."""
         layout = self._layout
         if "tp" in masked:
             return [list(range(layout.world_size))]
@@ -128,8 +128,10 @@ class LayoutRankGenerator:
                 f"groups along {'-'.join(masked)} need equal cp and dp sizes on all stages, got {layout.stages}: "
                 "use equal sizes"
             )
-        lanes = [layout.lane(t, *replica) for replica in layout.replicas for t in range(layout.num_lanes)]
-        return [list(lane) for lane in lanes]
+        groups = [
+            layout.pipeline_group(t, *replica) for replica in layout.replicas for t in range(layout.num_pipeline_groups)
+        ]
+        return [list(group) for group in groups]
 
 
 class _Axis(NamedTuple):

@@ -5,9 +5,10 @@ where" by arithmetic (a binary search over the stages, never a scan over the ran
 ranks as for three. It creates no process groups and knows nothing of torch or Megatron.
 
 Words used here: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader*
-of a stage in a replica is its tp rank 0; *lane* ``t`` of a replica holds one rank of every stage. Where sizes differ, a
-rank of a smaller stage stands for every place of the largest one that equals its own modulo its stage's sizes: stage
-``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in lane ``t`` of replica ``(dp_rank, cp_rank)``.
+of a stage in a replica is its tp rank 0; pipeline group ``t`` of a replica holds one rank of every stage. Where sizes
+differ, a rank of a smaller stage stands for every place of the largest one that equals its own modulo its stage's
+sizes: stage ``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in pipeline group ``t`` of replica
+``(dp_rank, cp_rank)``.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class PipelineLayout:
     >>> layout = PipelineLayout.from_sizes([1, 2], world_size=6)
     >>> layout.stage_ranks(1), layout.coord(5)
     ((2, 3, 4, 5), Coord(stage=1, tp_rank=1, cp_rank=0, dp_rank=1))
-    >>> layout.lane(0), layout.lane(1), layout.lane(1, dp_rank=1)
+    >>> layout.pipeline_group(0), layout.pipeline_group(1), layout.pipeline_group(1, dp_rank=1)
     ((0, 2), (0, 3), (1, 5))
     """
 
@@ -102,7 +103,7 @@ class PipelineLayout:
     def __post_init__(self) -> None:
         if not self.stages:
             raise LayoutError("a pipeline layout needs at least one stage, got none: give one tp size per stage")
-        if self.order is RankOrder.REPLICA_MAJOR and not self.has_replicas:
+        if self.order is RankOrder.REPLICA_MAJOR and not self.has_equal_replicas:
             raise LayoutError(
                 f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
                 f"use the order {RankOrder.STAGE_MAJOR} or equal sizes"
@@ -182,13 +183,13 @@ class PipelineLayout:
         return len(set(self.stages)) == 1
 
     @property
-    def has_replicas(self) -> bool:
+    def has_equal_replicas(self) -> bool:
         """Whether all stages have the same cp and dp sizes, so that every rank is in one replica only."""
         return len({(stage.cp, stage.dp) for stage in self.stages}) == 1
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes of one replica: the largest tp size."""
+    def num_pipeline_groups(self) -> int:
+        """Pipeline groups of one replica: the largest tp size."""
         return max(self.tp_sizes)
 
     @property
@@ -271,28 +272,29 @@ class PipelineLayout:
         """Return tp rank 0 of a stage in one replica."""
         return self.rank_of(stage, 0, cp_rank, dp_rank)
 
-    def lane(self, t: int, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
-        """Return lane ``t`` of a replica: one rank per stage, index ``i`` being rank ``t mod tp_i`` of stage ``i``.
+    def pipeline_group(self, t: int, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
+        """Return pipeline group
+        ``t`` of a replica: one rank per stage, index ``i`` being rank ``t mod tp_i`` of stage ``i``.
 
         The ranks ascend, so a process group made of them (torch sorts its ranks) keeps the stage as its group rank.
 
-        >>> PipelineLayout.from_sizes([1, 1], world_size=3, cp=[1, 2]).lane(0, cp_rank=1)
+        >>> PipelineLayout.from_sizes([1, 1], world_size=3, cp=[1, 2]).pipeline_group(0, cp_rank=1)
         (0, 2)
         """
-        if not 0 <= t < self.num_lanes:
-            raise PlanError(f"lane {t} is none of {self.num_lanes}")
+        if not 0 <= t < self.num_pipeline_groups:
+            raise PlanError(f"pipeline group {t} is none of {self.num_pipeline_groups}")
         return tuple(
             self.rank_of(stage, t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
             for stage, grid in enumerate(self.stages)
         )
 
-    def lane_of(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's own lane, the one of its own tp rank and replica; ``lane[stage_of(rank)] == rank``.
+    def pipeline_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's own pipeline group, of its tp rank and replica; ``group[stage_of(rank)] == rank``.
 
-        A rank of a small stage is also in other lanes (``t + tp_i``, ...); its own one is the first of them.
+        A rank of a small stage is also in others (``t + tp_i``, ...); its own one is the first of them.
         """
         place = self.coord(rank)
-        return self.lane(place.tp_rank, place.dp_rank, place.cp_rank)
+        return self.pipeline_group(place.tp_rank, place.dp_rank, place.cp_rank)
 
     def model_ranks(self, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
         """Return the ranks that together hold the model once: all tp ranks of all stages of a replica, ascending."""

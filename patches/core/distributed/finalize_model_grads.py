@@ -25,7 +25,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
             build=functools.partial(_finalize, session),
             why="it broadcasts the token count over the pipeline group and all-reduces the tied embedding's gradient "
-            "over the ends of a lane: the first hangs and the second mixes rows when stages differ",
+            "over the ends of a pipeline group: the first hangs and the second mixes rows when stages differ",
             versions=">=0.19,<0.20",
             remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
             aliases=(
