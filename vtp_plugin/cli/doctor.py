@@ -29,14 +29,9 @@ _REQUIRED_PACKAGES = {"torch": "torch", "megatron-core": "'megatron-core>=0.19,<
 _OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # they change what Megatron does
 # A launcher's: with them the plugin would wait for the other ranks.
 _LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
     "Keys of --json: versions; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
     "skipped, foreign_wrapper; warnings; problems; exit_code."
@@ -194,17 +189,7 @@ class _Report:
             "interfaces": self.interfaces,
             "listening": self.listening,
             "rendezvous": self.rendezvous,
-            "patches": [
-                {
-                    "id": patch.id,
-                    "state": patch.state,
-                    "target": patch.target,
-                    "skipped": patch.skipped,
-                    "foreign_wrapper": patch.foreign_wrapper,
-                }
-                for patch in self.patches
-            ],
-            "warnings": self.warnings,
+            "patches": [{name: getattr(patch, name) for name in _PATCH_KEYS} for patch in self.patches],
             "problems": self.problems,
             "exit_code": self.exit_code,
         }

@@ -62,14 +62,13 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
     return tuple(problems)
 
 
-def require_valid(schedule: Schedule, *, limits: Sequence[int] | None = None) -> None:
+def require_valid(schedule: Schedule) -> None:
     """Stop the run if a schedule has a problem.
 
     Raises:
         PlanError: It has; the message shows the first problems.
     """
-    problems = check(schedule, limits=limits)
-    if problems:
+    if problems := check(schedule):
         raise PlanError.listing(f"invalid schedule {schedule.name}", problems)
 
 
