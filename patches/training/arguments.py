@@ -124,39 +124,12 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 def _validate(session: Session, activate: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        def prepare() -> dict[str, object]:
-            platform = session.choose_platform()
-            if platform.name == "cpu":
-                args.distributed_backend = platform.backend
-            session.open_log()
-            session.resolve_auto(args.context_parallel_size)
-            session.plan(
-                world_size=args.world_size,
-                pipeline_size=args.pipeline_model_parallel_size,
-                tensor_size=args.tensor_model_parallel_size,
-                cp=args.context_parallel_size,
-                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            )
-            planned = session.planned
-            layout = planned.layout
-            learn_site(session, args.rank)
-            refuse(check_site(args.vtp_site, args.rank, layout, session.config.sites or ()), LayoutError)
-            session.open_audit(args.rank)
-            if session.config.layerwise_disaggregated:
-                _set_u_shape(layout.num_stages, args)
-            shared = shared_arguments(vars(args), has_edge=session.config.layerwise_disaggregated)
-            statement = {**planned.statement(), **shared}
-            _set_own_sizes(session, args)
-            activate()
-            _call(original, args, defaults, layout.uniform_world_size(args.rank))
-            return statement
-
-        def read() -> None:
-            _read_flags(session, args)
-
+        check = functools.partial(original, args, {} if defaults is None else defaults)
         if not _asks_for_stages(session, args):
-            return _validate_uniform(session, activate, original, args, defaults)
+            return _validate_uniform(session, activate, check, args)
         session.watch_failures()
+        read = functools.partial(_read_flags, session, args)
+        prepare = functools.partial(_prepare, session, activate, check, args)
         if args.world_size == 1:
             read()
             prepare()
@@ -180,12 +153,58 @@ def _validate(session: Session, activate: Callable[[], None], original: Callable
     return validate_args
 
 
+def _prepare(
+    session: Session, activate: Callable[[], None], check: Callable[[], Any], args: argparse.Namespace
+) -> dict[str, object]:
+    """Plan the run, run all checks, Megatron's own last, and say what all ranks must have been told.
+
+    Args:
+        session: the applied plugin.
+        activate: applies the patches that need the list.
+        check: Megatron's checks.
+        args: Megatron's arguments; they say the own stage's sizes afterwards.
+
+    Raises:
+        ConfigError: the arguments do not fit the list.
+    """
+    _choose_backend(session, args)
+    session.open_log()
+    session.resolve_auto(args.context_parallel_size)
+    session.plan(
+        world_size=args.world_size,
+        pipeline_size=args.pipeline_model_parallel_size,
+        tensor_size=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+    config, layout = session.config, session.planned.layout
+    learn_site(session, args.rank)
+    refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
+    session.open_audit(args.rank)
+    if config.layerwise_disaggregated:
+        _set_u_shape(layout.num_stages, args)
+    shared = shared_arguments(vars(args), has_edge=config.layerwise_disaggregated)
+    statement = {**session.planned.statement(), **shared}
+    _set_own_sizes(session, args)
+    activate()
+    # Megatron sees the world that it would have if all stages were like the own one.
+    world_size, args.world_size = args.world_size, layout.uniform_world_size(args.rank)
+    try:
+        check()
+    finally:
+        args.world_size = world_size
+    return statement
+
+
+def _choose_backend(session: Session, args: argparse.Namespace) -> None:
+    """Let Megatron open its groups on the platform's backend; it knows those of accelerators only."""
+    platform = session.choose_platform()
+    if platform.name == "cpu":
+        args.distributed_backend = platform.backend
+
+
 def _validate_uniform(
-    session: Session,
-    activate: Callable[[], None],
-    original: Callable[..., Any],
-    args: argparse.Namespace,
-    defaults: dict[str, Any] | None,
+    session: Session, activate: Callable[[], None], check: Callable[[], Any], args: argparse.Namespace
 ) -> Any:
     """Leave a run without a list to Megatron: no store, no thread, no exception hook, no line in the log.
 
@@ -196,23 +215,12 @@ def _validate_uniform(
     try:
         _read_flags(session, args)
         refuse(check_without_stages(session.config), LayoutError)
-        platform = session.choose_platform()
-        if platform.name == "cpu":
-            args.distributed_backend = platform.backend
+        _choose_backend(session, args)
         activate()
     except VtpError:
         session.watch_failures()
         raise
-    return original(args, {} if defaults is None else defaults)
-
-
-def _call(original: Callable[..., Any], args: argparse.Namespace, defaults: Any, seen_world_size: int) -> None:
-    """Run Megatron's checks while they see another world size."""
-    world_size, args.world_size = args.world_size, seen_world_size
-    try:
-        original(args, {} if defaults is None else defaults)
-    finally:
-        args.world_size = world_size
+    return check()
 
 
 def _read_flags(session: Session, args: argparse.Namespace) -> None:
@@ -259,7 +267,7 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
         ConfigError: an option or a size of the model does not fit the list.
     """
     layout, replicas = session.planned.layout, session.planned.replicas
-    context = session.planned.option_context(args.num_virtual_stages_per_pipeline_rank or 1)
+    context = session.planned.option_context
     batches = () if replicas.is_equal else check_batches(args, replicas)
     refuse((*check_options(args, context), *check_sizes(args, context), *batches))
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))

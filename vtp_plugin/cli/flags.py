@@ -144,7 +144,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     layout = _layout(args, config, config.size_list)
     replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode(config.dp_mode))
     num_chunks = _num_chunks(args, layout.num_stages)
-    _check(args, config, layout, replicas, num_chunks)
+    _check(args, config, layout, replicas)
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
@@ -235,9 +235,7 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
     )
 
 
-def _check(
-    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap, num_chunks: int
-) -> None:
+def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:
     """Refuse what a run would refuse when it starts."""
     replicas.check(stage_boundaries(config, layout.num_stages))
     if config.layerwise_disaggregated and args.num_layer_list is not None:
@@ -248,7 +246,6 @@ def _check(
         tp_sizes=layout.tp_sizes,
         cp_sizes=layout.cp_sizes,
         dp_sizes=layout.dp_sizes,
-        num_virtual=num_chunks,
         forced=config.force or config.has_planned_schedule,
         is_u_shaped=config.layerwise_disaggregated,
     )

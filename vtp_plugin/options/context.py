@@ -13,7 +13,6 @@ class OptionContext:
         tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
         cp_sizes: Context-parallel size of every stage; empty stands for 1 on all.
         dp_sizes: Data-parallel size of every stage; empty stands for one size for all.
-        num_virtual: Chunks per stage, 1 without interleaving.
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
         is_u_shaped: The first stage holds both ends of the model.
@@ -23,7 +22,6 @@ class OptionContext:
     tp_sizes: tuple[int, ...]
     cp_sizes: tuple[int, ...] = ()
     dp_sizes: tuple[int, ...] = ()
-    num_virtual: int = 1
     forced: bool = False
     is_planned: bool = False
     is_u_shaped: bool = False

@@ -128,23 +128,18 @@ class PlannedRun:
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")
         return "\n".join([*lines, *self.notes])
 
-    def option_context(self, num_virtual: int) -> OptionContext:
-        """Say what Megatron's options are checked against.
-
-        Args:
-            num_virtual: chunks per stage.
-        """
-        layout, platform = self.layout, self.platform
-        assert layout is not None and platform is not None
+    @property
+    def option_context(self) -> OptionContext:
+        """What Megatron's options are checked against."""
+        layout = self.layout
         return OptionContext(
             tp_sizes=layout.tp_sizes,
             cp_sizes=layout.cp_sizes,
             dp_sizes=layout.dp_sizes,
-            num_virtual=num_virtual,
             forced=self.config.force or self.config.has_planned_schedule,
             is_planned=self.config.has_planned_schedule and layout.num_stages > 1,
             is_u_shaped=self.config.layerwise_disaggregated,
-            device=platform.name,
+            device=self.platform.name,
         )
 
     def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:

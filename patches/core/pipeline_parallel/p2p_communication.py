@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.options.table.check import check_config
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.channel import TensorFormat
@@ -59,9 +59,7 @@ def tensor_format(session: Session, config: Any, refuse: Callable[[], None] = la
 def _read_format(session: Session, config: Any) -> TensorFormat:
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
     session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
-    num_virtual = config.virtual_pipeline_model_parallel_size or 1
-    if problems := check_config(config, session.planned.option_context(num_virtual)):
-        raise ConfigError(" | ".join(problems))
+    refuse(check_config(config, session.planned.option_context))
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
     has_variable_shapes = config.variable_seq_lengths or config.mtp_standalone

@@ -152,7 +152,7 @@ def forward_backward(
     config = get_model_config(chunks[0])
     arguments = SimpleNamespace(p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
     # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
-    problems = check_step(arguments, session.planned.option_context(len(chunks)))
+    problems = check_step(arguments, session.planned.option_context)
     form = tensor_format(session, config, functools.partial(refuse, problems))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
     shape = _local_shape(config, groups, seq_length, micro_batch_size, decoder_seq_length)
