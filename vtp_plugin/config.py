@@ -328,7 +328,7 @@ def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
 
 
 def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
-    """Add the flags that were given (value not ``None``) to what ``apply()`` was told.
+    """Add the flags that were given (value not ``None``) to what ``apply()`` was given.
 
     >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
     'cpu'

@@ -53,7 +53,7 @@ _Neighbour = Literal["prev", "next"]
 
 
 def pipeline_groups() -> list[dist.ProcessGroup]:
-    """Return the own pipeline group in every replica of the pipeline that this rank works in.
+    """Return this rank's pipeline group in every replica of the pipeline that this rank works in.
 
     One, except on a stage that has fewer replicas than another: with ``--vtp-dp-list 1,2`` its ranks work in two.
     """
@@ -61,7 +61,7 @@ def pipeline_groups() -> list[dist.ProcessGroup]:
 
 
 def vtp_send_forward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
-    """Send an activation ``[S, B, H]``, the own part, to the next stage; from the last one of a U to the edge.
+    """Send an activation ``[S, B, H]``, this rank's part, to the next stage; from the last one of a U to the edge.
 
     Args:
         tensor: keeps its memory until the work is waited for or the step ends.
@@ -128,7 +128,7 @@ def recv_forward_with_reqs(
     group: Group = None,
     wait_on_reqs: bool = True,
 ) -> tuple[torch.Tensor | None, Requests | None]:
-    """Receive an activation unless the own part of the model is the first one.
+    """Receive an activation unless this rank's part of the model is the first one.
 
     Args:
         tensor_shape: local shape.
@@ -154,7 +154,7 @@ def recv_backward_with_reqs(
     group: Group = None,
     wait_on_reqs: bool = True,
 ) -> tuple[torch.Tensor | None, Requests | None]:
-    """Receive a gradient unless the own part of the model is the last one; as :func:`recv_forward_with_reqs`."""
+    """Receive a gradient unless this rank's part of the model is the last one; as :func:`recv_forward_with_reqs`."""
     if _ends_the_model(open_session(), is_end_stage):
         return None, None
     with _timed(config, "backward-recv"):
@@ -169,10 +169,10 @@ def send_forward(
     group: Group = None,
     wait_on_reqs: bool = True,
 ) -> None:
-    """Send an activation to the next stage unless the own part of the model is the last one.
+    """Send an activation to the next stage unless this rank's part of the model is the last one.
 
     Args:
-        output_tensor: the own part.
+        output_tensor: this rank's part.
         config: Megatron's model-parallel configuration.
         is_end_stage: as for :func:`recv_forward_with_reqs`.
         group: as for :func:`vtp_send_forward`.
@@ -191,7 +191,7 @@ def send_backward(
     group: Group = None,
     wait_on_reqs: bool = True,
 ) -> None:
-    """Send a gradient to the previous stage unless the own part of the model is the first one; as `send_forward`."""
+    """Send a gradient to the previous stage unless this rank's part of the model is the first; as `send_forward`."""
     if open_session().planned.own.stage > 0 or is_end_stage:
         with _timed(config, "backward-send"):
             _send("prev", input_tensor_grad, config, group)

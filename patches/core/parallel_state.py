@@ -212,7 +212,7 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
 def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Callable[..., LayoutRankGenerator]:
     """Return what gives Megatron rank lists of the layout: it makes the dense generator first, then the expert one."""
     ep = int(options["expert_model_parallel_size"])
-    # Megatron's default is the own stage's size, which differs between ranks: only a uniform list may name another.
+    # Megatron's default is its stage's size, which differs between ranks: only a uniform list may name another.
     expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
     kinds = iter((False, True))
 
@@ -228,7 +228,7 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[di
     """Set the pipeline globals of a rank that has several pipeline groups, and drop unequal embedding groups.
 
     Returns:
-        The own pipeline group in each replica of the pipeline that this rank works in.
+        This rank's pipeline group in each replica of the pipeline that this rank works in.
     """
     layout = planned.layout
     known: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS

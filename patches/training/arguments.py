@@ -1,4 +1,4 @@
-"""H1 and H2: the plugin's flags, and Megatron's argument checks with the own stage's size, on all ranks together."""
+"""H1 and H2: the plugin's flags, and Megatron's argument checks with its stage's size, on all ranks together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _refuse_yaml(session: Session) -> None:
 
 
 def _asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
-    """Tell whether this rank was told a list of sizes."""
+    """Tell whether a list of sizes was asked for."""
     return session.config.size_list is not None or getattr(args, "vtp_size_list", None) is not None
 
 
@@ -208,7 +208,7 @@ def _validate_uniform(
 ) -> Any:
     """Leave a run without a list to Megatron: no store, no thread, no exception hook, no line in the log.
 
-    So ranks that were told a list are not met here by ranks that were not. The former wait for the latter at the
+    So ranks that were given a list are not met here by ranks that were not. The former wait for the latter at the
     start-up check and end with a line that names them, within their timeout; the latter wait in torch's own start for
     the former, and end when the launcher or the lost store ends them: no step is ever run by such a mixture.
     """
@@ -224,7 +224,7 @@ def _validate_uniform(
 
 
 def _read_flags(session: Session, args: argparse.Namespace) -> None:
-    """Add the flags to what ``apply()`` was told."""
+    """Add the flags to what ``apply()`` was given."""
     told = session.config
     session.config = read_flags(args, told)
     if session.is_activated and session.config.layerwise_disaggregated and not told.layerwise_disaggregated:
@@ -261,7 +261,7 @@ def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
 
 
 def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
-    """Check Megatron's options against all stages, then let the arguments say the own stage's size.
+    """Check Megatron's options against all stages, then let the arguments say its stage's size.
 
     Raises:
         ConfigError: an option or a size of the model does not fit the list.

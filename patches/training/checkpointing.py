@@ -20,7 +20,7 @@ from vtp_plugin.session import Session
 # No stage has this size, so Megatron's comparison says "another layout" on every rank.
 _OTHER_LAYOUT = -1
 
-# Arguments whose values follow the own stage's sizes.
+# Arguments whose values follow its stage's sizes.
 _PER_STAGE = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -41,7 +41,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H9",
             target="megatron.training.checkpointing:_load_base_checkpoint",
             build=functools.partial(_load, session),
-            why="the caller compares the size stored by rank 0 with the own one: ranks of other stages disagree, take "
+            why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
             "different branches and hang",
             versions=">=0.19,<0.20",
             remove_when="Megatron stores and compares all stages' sizes",
@@ -138,7 +138,7 @@ def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callabl
         try:
             result = original(load_dir, args, rank0=rank0, **kwargs)
         except SystemExit:
-            # Megatron leaves so, with exit code 0, when it cannot read the own file; the one of rank 0 may tell why.
+            # Megatron leaves so, with exit code 0, when it cannot read its file; the one of rank 0 may tell why.
             is_read, result = False, _read_of_rank_0(load_dir)
             if result is None:
                 raise

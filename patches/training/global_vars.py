@@ -23,7 +23,7 @@ def records(session: Session) -> tuple[Record, ...]:
             id=f"U7{suffix}",
             target=f"megatron.training.global_vars:{name}",
             build=functools.partial(_on_writer, session),
-            why="it compares the own rank with the world's last one, a cloud rank here, which has no loss",
+            why="it compares this rank with the world's last one, a cloud rank here, which has no loss",
             versions=">=0.19,<0.20",
             remove_when="with U1",
         )

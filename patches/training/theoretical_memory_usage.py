@@ -18,7 +18,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H2b",
             target="megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory",
             build=functools.partial(_compute, session),
-            why="it divides the world by the own tensor-parallel size times the stages, which gives 0 replicas on a "
+            why="it divides the world by one tensor-parallel size times the stages, which gives 0 replicas on a "
             "wide stage beside narrow ones, and divides by that: rank 0 ended after the first steps",
             versions=">=0.19,<0.20",
             remove_when="with H2",

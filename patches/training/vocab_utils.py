@@ -16,7 +16,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H3b",
             target="megatron.training.vocab_utils:calculate_padded_vocab_size",
             build=functools.partial(_pad, session),
-            why="model builders pad by the own size when the tokenizer did not",
+            why="model builders pad by their stage's size when the tokenizer did not",
             versions=">=0.19,<0.20",
             remove_when="with H3",
             aliases=(

@@ -77,7 +77,7 @@ def test_one_number_counts_between_edge_and_cloud() -> None:
         ("latency_ms=2", "forward_ms has 0 entries; this pipeline has 3 virtual stages"),
         ("forward_ms=4,8", "forward_ms has 2 entries; this pipeline has 3 virtual stages"),
         ("forward_ms=4,8,4 backward_ms=8", "backward_ms has 1 entries"),
-        ("forward_ms=4,8,4 latency_ms=1,2,3", "latency_ms has 3 entries; this pipeline has 2 ways"),
+        ("forward_ms=4,8,4 latency_ms=1,2,3", "latency_ms has 3 entries; this pipeline has 2 links"),
         ("forward_ms=4,8,x", "forward_ms=4,8,x is not a list of numbers"),
         ("forward_ms=4,8,-1", "forward_ms=4,8,-1: no time"),
         ("forward_ms=4,8,inf", "forward_ms=4,8,inf: no time"),

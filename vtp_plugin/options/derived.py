@@ -44,7 +44,7 @@ def plan_layout(
         world_size: number of ranks.
         pipeline_size: Megatron's pipeline size; 1 counts as not given.
         tensor_size: Megatron's tensor size; None counts as not given.
-        cp: Megatron's context-parallel size; with a list of our own, 1 counts as not given.
+        cp: Megatron's context-parallel size; with --vtp-cp-list, 1 counts as not given.
         order: Megatron's rank order.
 
     Raises:
@@ -103,7 +103,7 @@ def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *
 
 
 def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """List the neighbouring stages, the way from the end of a U back to its edge included.
+    """List the neighbouring stages, with the boundary from the end of a U back to its edge.
 
     >>> stage_boundaries(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=True), 3)
     ((0, 1), (1, 2), (2, 0))

@@ -55,17 +55,17 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def read_flags(args: argparse.Namespace, told: VtpConfig) -> VtpConfig:
-    """Add the flags to what ``apply()`` was told.
+def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
+    """Add the flags to what ``apply()`` was given.
 
     Args:
         args: as parsed, with the flags of :func:`add_vtp_arguments`; those that were not given may be missing.
-        told: to ``apply()``.
+        given: to ``apply()``.
 
     Raises:
-        ConfigError: a flag's value is wrong, contradicts what was told, or needs another flag.
+        ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
     """
-    config = merge(told, {flag.field: flag.read(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field})
+    config = merge(given, {flag.field: flag.read(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field})
     if getattr(args, "num_layer_list", None) is not None and not config.layerwise_disaggregated:
         raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
     return config

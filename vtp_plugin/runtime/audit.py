@@ -66,7 +66,7 @@ class Audit:
 
     Args:
         path: as given by the user; the rank's number is put into it.
-        rank: own rank.
+        rank: this rank.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -99,7 +99,7 @@ class Channel:
         self._num_sent = self._num_received = 0
 
     def send(self, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
-        """Send the own part of a tensor; with variable shapes a header goes before it.
+        """Send this rank's part of a tensor; with variable shapes a header goes before it.
 
         Args:
             tensor: `[S, B, H]`, the part that this rank holds. It keeps its memory until the work is waited for.
@@ -154,12 +154,12 @@ class Channel:
         return self._transfers.memory.num_allocations
 
     def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
-        """Give the shape of the whole tensor for the own part `[S, B, ...]`."""
+        """Give the shape of the whole tensor for this rank's part `[S, B, ...]`."""
         side, is_sharded = self._own_side(form)
         return side.whole_shape(local, is_sharded=is_sharded)
 
     def local_shape(self, whole: Sequence[int], form: TensorFormat) -> Shape:
-        """Give the shape of the own part; inverse of :meth:`whole_shape`."""
+        """Give the shape of this rank's part; inverse of :meth:`whole_shape`."""
         side, is_sharded = self._own_side(form)
         return side.local_shape(whole, is_sharded=is_sharded)
 
@@ -309,7 +309,7 @@ class RecvWork:
         What was sent before it on the same channel is waited for first.
 
         Raises:
-            PeerError: the connection to the sender, or to a member of the own stage, broke.
+            PeerError: the connection to the sender, or to a member of this rank's stage, broke.
             ConfigError: a header does not fit what this rank expects.
         """
         self._channel.complete(self)

@@ -17,11 +17,11 @@ from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 
 class StageCollectives:
-    """Collectives of the own stage for one channel. Every member of the stage calls them at the same program point.
+    """Collectives of this rank's stage for one channel. Every member of the stage calls them at the same program point.
 
     Args:
         name: of the channel.
-        stage_group: tensor-parallel group of the own stage; None where it has one rank.
+        stage_group: tensor-parallel group of this rank's stage; None where it has one rank.
         pieces_group: group of the receiving stage for point-to-point messages only, for an all-gather by messages;
             None where the backend's own is used.
         waits: times the collectives.
@@ -49,7 +49,7 @@ class StageCollectives:
 
         Args:
             plan: of the exchange.
-            tensor: the own part.
+            tensor: this rank's part.
             place: for error messages.
         """
         ranks = plan.start.group_of(self._rank)

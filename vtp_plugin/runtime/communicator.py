@@ -142,7 +142,7 @@ class PipelineCommunicator:
 
         Args:
             form: of all tensors.
-            send_next: activation ``[S, B, H]``, the own part, for the next stage.
+            send_next: activation ``[S, B, H]``, this rank's part, for the next stage.
             send_prev: gradient for the previous stage.
             recv_prev: take an activation from the previous stage.
             recv_next: take a gradient from the next stage.
@@ -199,7 +199,7 @@ def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[P
 
     Args:
         channels: of this rank.
-        worker: own number in the schedule.
+        worker: this rank's number in the schedule.
     """
     forward = sorted(
         (name for name in channels if name.direction is Direction.FORWARD), key=lambda n: channels[n].order

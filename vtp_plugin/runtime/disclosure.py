@@ -58,7 +58,7 @@ class Disclosure:
     """What this rank may tell.
 
     Attributes:
-        is_one_site: all ranks were told the same, and it names at most one site; False also while that is not known.
+        is_one_site: all ranks were asked for the same, which names at most one site; False while that is not known.
         is_opted_in: the user lets full texts and values cross between sites.
         site: of this rank, once known.
 

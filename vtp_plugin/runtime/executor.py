@@ -54,7 +54,7 @@ class Executor:
 
     Args:
         schedule: lowered; every virtual stage's result crosses to another stage.
-        worker: the own replica of the own stage; without replicas that is the stage.
+        worker: this rank's replica of its stage; without replicas that is the stage.
         channels: of this rank, by the schedule's names.
         form: of all tensors that cross.
         shape: local shape of what is received; not used with variable shapes.

@@ -27,7 +27,7 @@ class GradSync:
 
     Args:
         config: Megatron's configuration.
-        chunks: model chunks of the own stage.
+        chunks: model chunks of this rank's stage.
         forward_only: the pass has no backward.
         is_first_stage: this is the first pipeline stage.
     """

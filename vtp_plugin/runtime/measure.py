@@ -42,7 +42,7 @@ def share_reports(
         store: reaches all ranks.
         own: report of this rank.
         combine: gets the reports in the order of the ranks.
-        rank: own rank.
+        rank: this rank.
         world_size: number of ranks.
         timeout_s: how long to wait for the others.
 

@@ -40,8 +40,8 @@ class ModelGroup(dist.ProcessGroup):
 
         Args:
             layout: who is where.
-            rank: the own one.
-            whole_stage_group: all ranks of the own stage.
+            rank: this rank.
+            whole_stage_group: all ranks of this rank's stage.
             leaders_group: the first rank of every stage; None on other ranks.
             has_shares: what is summed differs between the replicas of a stage, so all count.
         """

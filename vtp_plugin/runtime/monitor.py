@@ -56,14 +56,14 @@ class Wait:
     """A wait of this rank for a peer. On device backends it ends when the stream has passed, not when the host has.
 
     Attributes:
-        place: boundary, direction and microbatch.
+        position: boundary, direction and microbatch.
         peer: who is waited for.
         begin_s: start, on the monitor's clock.
         event: recorded behind the wait on the device's stream; None while the host has not come so far.
         ended: the host knows that the wait is over.
     """
 
-    place: str
+    position: str
     peer: str
     begin_s: float
     event: DeviceEvent | None = None
@@ -162,14 +162,14 @@ class Monitor:
         if self._rank == 0:
             self._await_farewells(None if self._failing_s is None else self._linger_s)
 
-    def begin(self, place: str, peer: str) -> Wait:
+    def begin(self, position: str, peer: str) -> Wait:
         """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed.
 
         Args:
-            place: boundary, direction and microbatch.
+            position: boundary, direction and microbatch.
             peer: who is waited for.
         """
-        wait = Wait(place, peer, self._clock_s)
+        wait = Wait(position, peer, self._clock_s)
         self._waits = [w for w in self._waits if not w.is_over()]
         self._waits.append(wait)
         self._last_wait = wait
@@ -218,10 +218,10 @@ class Monitor:
         open_waits = [w for w in self._waits if not w.is_over()]
         if open_waits:
             wait = open_waits[0]
-            return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.place} for {wait.peer}"
+            return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}"
         if self._last_wait is not None:
             ago_s = now_s - self._last_wait.begin_s
-            return f"this rank was not waiting at a boundary (last: {self._last_wait.place}, {ago_s:.1f} s ago)"
+            return f"this rank was not waiting at a boundary (last: {self._last_wait.position}, {ago_s:.1f} s ago)"
         return "this rank had not used any boundary yet"
 
     @property
@@ -290,7 +290,7 @@ class Monitor:
         if not waits:
             return None
         wait = waits[0]
-        reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.place} for {wait.peer}: no answer"
+        reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}: no answer"
         self._run_bounded(lambda: self._post(f"rank {self._rank} {reason}"), 1.0)
         return f"{reason}; look for a rank that ended, stopped or runs another schedule"
 

@@ -41,7 +41,7 @@ class RollCall:
 
     Args:
         store: of the monitors.
-        rank: own rank.
+        rank: this rank.
         world_size: number of ranks.
     """
 

@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
 
 class ScheduleRunner:
-    """Plans every kind of step once and runs steps over the own channels.
+    """Plans every kind of step once and runs steps over this rank's channels.
 
     A U's order depends on durations and links. Where they are not stated, the first steps run in the order for the
     model U-shape; training steps 2 to 4 are timed and the links are tried at their end; then all ranks make one set of
@@ -51,11 +51,11 @@ class ScheduleRunner:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: own worker, see :class:`~vtp_plugin.schedule.order.placement.Placement`; without replicas the own stage.
-        channels: of the own worker, by the schedule's names.
+        worker: of this rank, see :class:`~vtp_plugin.schedule.order.placement.Placement`; without replicas its stage.
+        channels: of this worker, by the schedule's names.
         ranks: all ranks of the run.
         platform: where this rank computes.
-        planning: what the orders are planned for.
+        options: what the orders are planned for.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class ScheduleRunner:
         channels: Mapping[ChannelId, Channel],
         ranks: Ranks,
         platform: Platform,
-        planning: ScheduleOptions,
+        options: ScheduleOptions,
     ) -> None:
         self.placement = placement
-        self.costs = planning.costs
-        self._in_flight = planning.in_flight
+        self.costs = options.costs
+        self._in_flight = options.in_flight
         self._worker = worker
         self._stage = placement.stage_of(worker)
         self._channels = channels
@@ -81,15 +81,15 @@ class ScheduleRunner:
         self._timed: TimedCompute | None = None
         self._num_left = NUM_MEASURED_STEPS if self.costs is None and is_u_shaped(placement) else 0
         self._num_replans = 0
-        self._has_stated_costs = planning.costs is not None
+        self._has_stated_costs = options.costs is not None
         self._has_warned = False
         self._times = StepTimes(
-            platform, ranks.share_reports, interval=planning.report_interval_steps, share=planning.replan_share
+            platform, ranks.share_reports, interval=options.report_interval_steps, share=options.replan_share
         )
 
     @property
     def num_chunks(self) -> int:
-        """Number of model chunks on the own stage."""
+        """Number of model chunks on this rank's stage."""
         return len(self.placement.vstages(self._stage))
 
     def schedule(
@@ -101,7 +101,7 @@ class ScheduleRunner:
             num_microbatches: of the step, on this rank; the schedule has those of all replicas that share them.
             forward_only: no backward pass.
             group_size: Megatron's ``microbatch_group_size_per_vp_stage``; used by interleaved orders only.
-            batch: samples of the step on all replicas of the own stage; None leaves them unchecked.
+            batch: samples of the step on all replicas of its stage; None leaves them unchecked.
 
         Raises:
             ConfigError: no such order exists, or ranks planned different ones, or for different batches.

@@ -101,7 +101,7 @@ class Agreement:
 
     Args:
         store: reaches all ranks.
-        rank: own rank.
+        rank: this rank.
         world_size: number of ranks.
         timeout_s: says how long to wait for the others; asked at every check, since one may change it.
         disclosure: what this rank may tell the others; asked once a check's ``prepare`` has run, in which this rank may

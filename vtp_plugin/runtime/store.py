@@ -46,6 +46,6 @@ def open_round(store: dist.Store, rank: int) -> dist.Store:
 
     Args:
         store: for exchanges of one kind.
-        rank: own rank.
+        rank: this rank.
     """
     return dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)

@@ -27,7 +27,7 @@ class ChannelGroups:
 
     Attributes:
         messages: point-to-point group of the participants; None on ranks that only take part in collectives.
-        stage: tensor-parallel group of the own stage, for the start and the finish; None where it has one rank.
+        stage: tensor-parallel group of this rank's stage, for the start and the finish; None where it has one rank.
         pieces: group of the receiving stage for point-to-point messages only, for an all-gather by messages; None where
             the backend's own is used.
     """

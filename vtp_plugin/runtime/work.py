@@ -105,7 +105,7 @@ class SendWork:
 
 
 class Landing:
-    """Memory that messages fill: the own transfers, then the deferred finish inside the stage.
+    """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.
 
     All tensor-parallel ranks of the receiving stage have one, also those that receive nothing themselves, and wait for
     it at the same program point.
@@ -132,7 +132,7 @@ class Landing:
         """Return the tensor when it holds the local part of what was sent; called once.
 
         Raises:
-            PeerError: the connection to the sender, or to a member of the own stage, broke.
+            PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
         if self._works:
             self._wait_for(self._works)

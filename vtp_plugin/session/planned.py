@@ -146,7 +146,7 @@ class PlannedRun:
         """Refuse a model configuration that was made for another stage's sizes.
 
         Raises:
-            ConfigError: the configuration does not say the own stage's size.
+            ConfigError: the configuration does not say its stage's size.
         """
         own_size = self.layout.tp_sizes[self.own.stage]
         if tensor_model_parallel_size != own_size:

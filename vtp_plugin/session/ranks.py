@@ -42,14 +42,14 @@ class AllRanks:
         return None if self._agreement is None else self._agreement.store
 
     def meet(self, environment: Mapping[str, str], prepare: Callable[[], Mapping[str, object]]) -> None:
-        """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
+        """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were asked.
 
         Args:
             environment: of this process.
-            prepare: returns what this rank was told.
+            prepare: returns what this rank was asked for.
 
         Raises:
-            ConfigError: a rank was told something else.
+            ConfigError: a rank was asked for something else.
             PeerError: a rank did not come within the timeout.
         """
         rank, world_size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
@@ -64,7 +64,7 @@ class AllRanks:
 
         Args:
             store: reaches all ranks.
-            rank: own rank.
+            rank: this rank.
             world_size: number of ranks.
         """
         self._agreement = Agreement(

@@ -1,4 +1,4 @@
-"""What the ranks were told is compared before anything is derived from it; then it is known who may read what."""
+"""What the ranks were asked for is compared before anything is derived from it; then it is known who may read what."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def meet(session: Session, prepare: Callable[[], None]) -> None:
-    """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were told.
+    """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were asked for.
 
     Args:
         session: of this rank.
         prepare: what this rank has to do before; if it raises, all ranks leave.
 
     Raises:
-        ConfigError: a rank was told something else, or could not prepare.
+        ConfigError: a rank was asked for something else, or could not prepare.
         PeerError: a rank did not come within the timeout.
     """
     is_unsure = may_name_sites(sys.argv)
@@ -62,18 +62,18 @@ def agree_on_request(
     world_size: int,
     timeout_s: float | None = None,
 ) -> None:
-    """Compare what all ranks were told, and note from then on what this one may tell the others.
+    """Compare what all ranks were asked for, and note from then on what this one may tell the others.
 
     Args:
         session: of this rank.
         store: reaches all ranks.
-        read: adds to the session's ``config`` what else this rank was told.
-        rank: own rank.
+        read: adds to the session's ``config`` what else this rank was asked for.
+        rank: this rank.
         world_size: number of ranks.
         timeout_s: for the check; default is the configured one.
 
     Raises:
-        ConfigError: a rank was told something else, or something wrong.
+        ConfigError: a rank was asked for something else, or something wrong.
         PeerError: a rank did not come within the timeout.
     """
 

@@ -30,10 +30,10 @@ class RunningPipeline:
     """A run whose process groups and channels are open on this rank.
 
     Attributes:
-        stage_group: tensor-parallel group of the own stage.
-        pipeline_groups: own pipeline group in each replica of the pipeline that this rank works in.
+        stage_group: tensor-parallel group of this rank's stage.
+        pipeline_groups: this rank's pipeline group in each replica of the pipeline that this rank works in.
         communicators: they move activations, one for each of these replicas; several only where a neighbour has more
-            replicas than the own stage, none while Megatron's own is in use.
+            replicas than this rank's stage, none while Megatron's own is in use.
         schedule_runner: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
     """
@@ -79,8 +79,8 @@ def open_pipeline(
     Args:
         planned: the run.
         ranks: all of them.
-        stage_group: tensor-parallel group of the own stage.
-        pipeline_groups: own pipeline group in each replica that this rank works in.
+        stage_group: tensor-parallel group of this rank's stage.
+        pipeline_groups: this rank's pipeline group in each replica that this rank works in.
         num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
         audit: record of what crosses; None unless asked for.
 

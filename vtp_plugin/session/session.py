@@ -53,7 +53,7 @@ class Session:
     """
 
     def __init__(self, config: VtpConfig) -> None:
-        """Start with what ``apply()`` was told."""
+        """Start with what ``apply()`` was given."""
         self.config = config
         self.watch_failures: Callable[[], None] = lambda: None
         self.platform: Platform | None = None
@@ -198,7 +198,7 @@ class Session:
         """Let the plugin's records be seen, of INFO those of one rank a site; may be called again when more is known.
 
         Args:
-            rank: own rank, once the layout is known.
+            rank: this rank, once the layout is known.
         """
         if self.close_log is None:
             self.close_log = log.install(self.config.log_level)

@@ -51,7 +51,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
 
 
 def digest_of(statement: Mapping[str, object]) -> str:
-    """Give a short mark of a statement: two logs that show the same one come from ranks that were told the same.
+    """Give a short mark of a statement: two logs that show the same one come from ranks that were asked for the same.
 
     >>> digest_of({"vtp_size_list": "1,2"})
     '936e500c'

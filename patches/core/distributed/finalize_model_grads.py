@@ -73,7 +73,7 @@ def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., 
 def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> None:
     """Divide the sum of the gradients by the number of ranks that share the loss, as its stage has done.
 
-    Megatron has divided it by the number of those that share the own stage's weights.
+    Megatron has divided it by the number of those that share its stage's weights.
     """
     layout, own = planned.layout, planned.own
     here, loss = layout.stages[own.stage], layout.stages[planned.loss_stage]
@@ -110,7 +110,7 @@ def _tied_gradient(chunk: Any) -> torch.Tensor | None:
 
 
 def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:
-    """Gather a gradient that the distributed optimizer's reduce-scatter left valid in the own shard only.
+    """Gather a gradient that the distributed optimizer's reduce-scatter left valid in its shard only.
 
     The shards of the two ends cut [V / tp, H] at different places, so they cannot be added as they are. Megatron gives
     a shared embedding a bucket of its own, so no more than the embedding is gathered.

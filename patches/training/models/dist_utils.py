@@ -27,7 +27,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 
 def keep_full_chunks(session: Session, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap a function that returns the chunks of the own stage: the edge has two, every cloud stage one."""
+    """Wrap a function that returns the chunks of this rank's stage: the edge has two, every cloud stage one."""
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> list[Any]:

@@ -26,7 +26,7 @@ def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int
     Args:
         args: Megatron's arguments as parsed.
         replicas: of the stages.
-        stage: the own one.
+        stage: this rank's.
 
     >>> from types import SimpleNamespace
     >>> from vtp_plugin.layout.replicas import DpMode
@@ -35,11 +35,11 @@ def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int
     {'micro_batch_size': 4, 'global_batch_size': 4}
     """
     given = {name: getattr(args, name, None) for name in ("micro_batch_size", "eval_micro_batch_size")}
-    own = {name: replicas.micro_batch(stage, size) for name, size in given.items() if size}
+    sizes = {name: replicas.micro_batch(stage, size) for name, size in given.items() if size}
     size = given["micro_batch_size"]
     if size and not getattr(args, "global_batch_size", None):
-        own["global_batch_size"] = replicas.batch_unit(size)
-    return own
+        sizes["global_batch_size"] = replicas.batch_unit(size)
+    return sizes
 
 
 def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:

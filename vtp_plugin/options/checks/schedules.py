@@ -12,8 +12,8 @@ def check_u_layers(args: object) -> tuple[str, ...]:
     Returns:
         One line if it is not said once which layers a stage holds.
     """
-    ways = ("num_layer_list", "pipeline_model_parallel_layout")
-    if sum(getattr(args, name, None) is not None for name in ways) == 1:
+    options = ("num_layer_list", "pipeline_model_parallel_layout")
+    if sum(getattr(args, name, None) is not None for name in options) == 1:
         return ()
     return (
         "--layerwise-disaggregated-training needs --num-layer-list, such as 1,3,3,1, or "

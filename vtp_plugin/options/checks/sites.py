@@ -13,7 +13,7 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 
 LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "own number": ("rank", "local_rank"),
+        "its number": ("rank", "local_rank"),
         "checkpoint folders": (
             "save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir",
             "non_persistent_local_ckpt_dir",
@@ -54,7 +54,7 @@ EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )  # fmt: skip
 """Arguments that the cloud of a U-shaped pipeline need not know, for it has neither tokenizer nor data."""
 
-# What a rank does with them is its own affair, but whether they are given decides about collective operations.
+# What a rank does with them is its affair, but whether they are given decides about collective operations.
 _SAVING_AND_LOADING = ("save", "load", "pretrained_checkpoint")
 
 
@@ -70,13 +70,13 @@ def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict
     """
     groups = (*LOCAL_ARGUMENTS.values(), *(EDGE_ARGUMENTS.values() if has_edge else ()))
     left_out = {name for names in groups for name in names}
-    told: dict[str, object] = {
+    stated: dict[str, object] = {
         "--" + name.replace("_", "-"): value if isinstance(value, int | float | str | None) else str(value)
         for name, value in sorted(arguments.items())
         if name not in left_out and not name.startswith("vtp_")
     }
     given = {name: arguments[name] is not None for name in _SAVING_AND_LOADING if name in arguments}
-    return told | {f"whether --{name.replace('_', '-')} is given": is_given for name, is_given in given.items()}
+    return stated | {f"whether --{name.replace('_', '-')} is given": is_given for name, is_given in given.items()}
 
 
 def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Sequence[str]) -> tuple[str, ...]:
@@ -84,12 +84,12 @@ def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Seque
 
     Args:
         site: Of this machine; None leaves it unchecked.
-        rank: The own one.
+        rank: This rank.
         layout: Says which stage it belongs to.
         sites: Of every stage; empty if none were named.
 
     Returns:
-        A line if the site is unknown, or is not the own stage's.
+        A line if the site is unknown, or is not its stage's.
     """
     stage = layout.stage_of(rank)
     if site is None or (site in sites and sites[stage] == site):

@@ -329,7 +329,7 @@ _STEP = (
         "--calculate-per-token-loss",
     ),
     *supported(
-        "the batch arithmetic uses the data-parallel size of the own stage, and every batch is checked against all",
+        "the batch arithmetic uses the data-parallel size of this rank's stage, and every batch is checked against all",
         _OPTIONS,
         case("--rampup-batch-size", given),
     ),

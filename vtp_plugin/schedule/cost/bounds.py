@@ -63,19 +63,19 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
     heads, tails = chain.heads, chain.reversed().heads[::-1]
     firsts = chain.first_workers
     for stage, (first, num_replicas) in enumerate(zip(firsts, chain.num_replicas, strict=True)):
-        own, legs = num_microbatches // num_replicas, chain.legs(stage)
-        own_limits = [min(limit, own) for limit in limits[first : first + num_replicas]]
+        share, legs = num_microbatches // num_replicas, chain.legs(stage)
+        share_limits = [min(limit, share) for limit in limits[first : first + num_replicas]]
         reach = heads[legs[0]] + tails[legs[-1]]
-        work = own * sum(chain.durations[q] for q in legs)
-        idle = min(_idle(chain, stage, own, limit) for limit in set(own_limits))
+        work = share * sum(chain.durations[q] for q in legs)
+        idle = min(_idle(chain, stage, share, limit) for limit in set(share_limits))
         bounds.append(reach + work + idle + _stagger(chain, stage))
-        bounds.append(reach + math.ceil(own / min(own_limits)) * _round_trip(chain, stage))
+        bounds.append(reach + math.ceil(share / min(share_limits)) * _round_trip(chain, stage))
     for boundary in set(chain.boundaries) - {-1}:
         messages = [q for q, crossed in enumerate(chain.boundaries) if crossed == boundary]
         before = min(heads[q] + chain.durations[q] for q in messages)
         after = min(chain.latency[q] + chain.durations[q + 1] + tails[q + 1] for q in messages)
-        own = num_microbatches // len(chain.channels[messages[0]])
-        bounds.append(before + own * sum(chain.occupancy[q] for q in messages) + after)
+        share = num_microbatches // len(chain.channels[messages[0]])
+        bounds.append(before + share * sum(chain.occupancy[q] for q in messages) + after)
     return max(bounds)
 
 
@@ -97,7 +97,7 @@ def _stagger(chain: Chain, stage: int) -> float:
 def _delays(chain: Chain, stage: int) -> list[float]:
     """Return how much later than a single microbatch allows the replicas of a stage start, at least; the first one 0.
 
-    When j of them have started, each leg before has run for j microbatches, shared by the replicas of its own stage.
+    When j of them have started, each leg before has run for j microbatches, shared by the replicas of its stage.
     """
     before = range(chain.legs(stage)[0])
     return [

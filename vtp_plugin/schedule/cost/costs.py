@@ -21,7 +21,7 @@ class Costs:
         forward: Duration of one microbatch's forward, by virtual stage.
         backward: The same of the backward.
         latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used where both lie on one stage.
-        bandwidth: Bytes per unit of time on the same way, in each direction; `math.inf` for no limit.
+        bandwidth: Bytes per unit of time on the same link, in each direction; `math.inf` for no limit.
         message_bytes: Size of an activation from v to v + 1, and of its gradient.
 
     Raises:

@@ -40,10 +40,10 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
         "backward_ms": CostKey(unit="milliseconds", meaning="its backward, likewise; default twice the forward"),
         "latency_ms": CostKey(
             unit="milliseconds",
-            meaning="one way, from each part to the next; or one number for the ways from and to the edge; default 0",
+            meaning="one way, from each part to the next; or one number for the links of the edge; default 0",
         ),
         "mbit": CostKey(
-            unit="Mbit/s", meaning="bandwidth of the same ways, written likewise; default, and from 1e6 on, no limit"
+            unit="Mbit/s", meaning="bandwidth of the same links, written likewise; default, and from 1e6 on, no limit"
         ),
         "message_kib": CostKey(unit="KiB", meaning="size of an activation, one number; default as in the run"),
     }
@@ -57,9 +57,9 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     Args:
         words: `name=value,value,...` each:
             `forward_ms`: duration of a microbatch's forward, by virtual stage; the only one that must be there;
-            `backward_ms`: of its backward, the same way; default twice the forward;
-            `latency_ms`: one way, from each virtual stage to the next, or one number for the ways from and to stage 0;
-            `mbit`: bandwidth of these ways in Mbit/s, written the same way; default, and from 1e6 on, no limit;
+            `backward_ms`: of its backward, likewise; default twice the forward;
+            `latency_ms`: one way, from each virtual stage to the next, or one number for the links from and to stage 0;
+            `mbit`: bandwidth of these links in Mbit/s, written likewise; default, and from 1e6 on, no limit;
             `message_kib`: size of an activation in KiB; one number.
         placement: Which stage holds which virtual stage.
         message_bytes: Size of an activation where the words do not say it; None if it is not known.
@@ -98,7 +98,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
 def format_costs(costs: Costs) -> str:
     """Write costs in ms so that :func:`parse_costs` reads them, four digits each; the inverse but for rounding.
 
-    Where no way has a limit of bandwidth, `mbit` is left out; where some have, the others get 1,000,000 Mbit/s.
+    Where no link has a limit of bandwidth, `mbit` is left out; where some have, the others get 1,000,000 Mbit/s.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
@@ -177,5 +177,5 @@ def _by_link(
     links = list(zip(placement.stages, placement.stages[1:], strict=False))
     found = values.get(name, (nothing,))
     if len(found) != 1:
-        return _entries(values, name, len(links), "ways between virtual stages")
+        return _entries(values, name, len(links), "links between virtual stages")
     return tuple(found[0] if 0 in link else nothing for link in links)

@@ -31,7 +31,7 @@ class Op(TextEnum):
 
     @cached_property
     def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass: the gradient's way, not the activation's."""
+        """Whether it belongs to the backward pass: of the gradient, not of the activation."""
         return self.value.endswith("B")
 
 

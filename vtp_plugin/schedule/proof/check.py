@@ -168,7 +168,7 @@ def _message_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _order_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield actions that come too early on their own worker, and channels whose ends disagree."""
+    """Yield actions that come too early on their worker, and channels whose ends disagree."""
     for worker, order in enumerate(schedule.orders):
         index_of = {action: index for index, action in enumerate(order)}
         for action in order:

@@ -18,7 +18,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H3",
             target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
             build=functools.partial(_pad, session),
-            why="it pads to a multiple of the own size, so stages would disagree about the vocabulary",
+            why="it pads to a multiple of its stage's size, so stages would disagree about the vocabulary",
             versions=">=0.19,<0.20",
             remove_when="the padded vocabulary is computed from all stages",
         ),
