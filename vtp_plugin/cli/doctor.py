@@ -190,6 +190,7 @@ class _Report:
             "listening": self.listening,
             "rendezvous": self.rendezvous,
             "patches": [{name: getattr(patch, name) for name in _PATCH_KEYS} for patch in self.patches],
+            "warnings": self.warnings,
             "problems": self.problems,
             "exit_code": self.exit_code,
         }
