@@ -124,7 +124,10 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 def _validate(session: Session, activate: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        check = functools.partial(original, args, {} if defaults is None else defaults)
+        def check() -> Any:
+            # No partial object: the engine would find the original in it and replace it there too.
+            return original(args, {} if defaults is None else defaults)
+
         if not _asks_for_stages(session, args):
             return _validate_uniform(session, activate, check, args)
         session.watch_failures()
