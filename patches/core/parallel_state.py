@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _pg_map
 
 from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.layout.groups import LayoutRankGenerator
+from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
@@ -23,25 +23,23 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 _MODULE = "megatron.core.parallel_state"
 _TORCH = "torch.distributed.distributed_c10d"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
-_PIPELINE_GROUP = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
-_EMBEDDING = (
-    "_EMBEDDING_GROUP",
-    "_EMBEDDING_GLOBAL_RANKS",
-    "_POSITION_EMBEDDING_GROUP",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS",
-)
+_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
+_EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
+_EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
 _REGISTRY = ("_pg_map", "_pg_group_ranks")
 _WRITTEN = (
     (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set while it makes its groups only"),
     (_MODULE, _GROUPS, "stages with different numbers of replicas, and sites, need a sum of our own (ModelGroup)"),
     (
         _MODULE,
-        _PIPELINE_GROUP,
-        "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one",
+        ("create_group",),
+        "leaves out the embedding groups of unequal ends: nobody may use them, and a rank of a narrow stage would be "
+        "in one for every rank of the widest; set while Megatron makes its groups only",
     ),
+    (_MODULE, _PIPELINE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
     (
         _MODULE,
-        _EMBEDDING,
+        _EMBEDDING_RANKS,
         "the ends of a pipeline hold different slices of the embedding, or the last one holds none: an all-reduce over "
         "them would mix rows",
     ),
@@ -137,7 +135,13 @@ def _initialize(session: Session, writes: _Writes, original: Callable[..., None]
         options["pipeline_model_parallel_size"] = layout.num_stages
         if session.is_active:
             _set_counts(session.planned, options)
-            with writes["RankGenerator"].during(_planned_generator(layout, options)):
+            create_group = parallel_state.create_group
+            if not session.planned.has_stock_ends:
+                create_group = _without_embedding_groups(create_group)
+            with (
+                writes["RankGenerator"].during(_planned_generator(layout, options)),
+                writes["create_group"].during(create_group),
+            ):
                 original(*bound.args, **bound.kwargs)
             pipeline_groups = _choose_own_pipeline_group(session.planned, writes)
             if not layout.has_equal_replicas or len(set(session.config.sites or ())) > 1:
@@ -211,41 +215,43 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
 
 def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Callable[..., LayoutRankGenerator]:
     """Return what gives Megatron rank lists of the layout: it makes the dense generator first, then the expert one."""
-    ep = int(options["expert_model_parallel_size"])
     # Megatron's default is its stage's size, which differs between ranks: only a uniform list may name another.
     expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
-    kinds = iter((False, True))
+    ep = int(options["expert_model_parallel_size"])
+    generators = iter(rank_generators(layout, ep=ep, expert_tensor_parallel_size=expert_tp))
+    return lambda **_sizes: next(generators)
 
-    def generator(**_sizes: Any) -> LayoutRankGenerator:
-        if not next(kinds):
-            return LayoutRankGenerator(layout)
-        return LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tp)
 
-    return generator
+def _without_embedding_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make no embedding group, on all ranks alike: torch counts the groups that are made."""
+
+    @functools.wraps(original)
+    def create_group(*args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
+        return None if group_desc in _EMBEDDING_GROUPS else original(*args, group_desc=group_desc, **kwargs)
+
+    return create_group
 
 
 def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
-    """Set the pipeline globals of a rank that has several pipeline groups, and drop unequal embedding groups.
+    """Set the pipeline globals of a rank that Megatron found in several groups, and forget unequal embedding ranks.
 
     Returns:
         This rank's pipeline group in each replica of the pipeline that this rank works in.
     """
-    layout = planned.layout
-    known: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
-    by_ranks = {tuple(ranks): group for group, ranks in zip(*known, strict=True)} if isinstance(known[0], list) else {}
-    own = layout.coord(dist.get_rank())
-    served = (
-        layout.pipeline_group(own.tp_rank, dp_rank, own.cp_rank) for dp_rank, cp_rank in layout.replicas if cp_rank == 0
-    )
-    pipeline_groups = tuple(by_ranks[ranks] for ranks in served if ranks in by_ranks) or (known[0],)
-    if isinstance(known[0], list):
-        for name, values in zip(_PIPELINE_GROUP, known, strict=True):
+    layout, rank = planned.layout, dist.get_rank()
+    found: tuple[Any, Any] = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, parallel_state._PIPELINE_GLOBAL_RANKS
+    by_ranks = {tuple(ranks): group for group, ranks in zip(*found, strict=True)} if isinstance(found[0], list) else {}
+    own = layout.coord(rank)
+    served = [layout.pipeline_group(own.tp_rank, dp, own.cp_rank) for dp, cp in layout.replicas if cp == 0]
+    pipeline_groups = tuple(by_ranks[ranks] for ranks in served if ranks in by_ranks) or (found[0],)
+    if isinstance(found[0], list):
+        for name, values in zip(_PIPELINE, found, strict=True):
             writes[name].put(values[0])  # the own one comes first
-    found, ranks = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.pipeline_group_of(dist.get_rank())
-    if found != ranks:
-        raise PlanError(f"Megatron put rank {dist.get_rank()} into the pipeline group of ranks {found}, not {ranks}")
+    chosen, wanted = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.pipeline_group_of(rank)
+    if chosen != wanted:
+        raise PlanError(f"Megatron put rank {rank} into the pipeline group of ranks {chosen}, not {wanted}")
     if not planned.has_stock_ends:
-        for name in _EMBEDDING:
+        for name in _EMBEDDING_RANKS:
             writes[name].put(None)
     return pipeline_groups
 

@@ -62,14 +62,14 @@ def test_tp_ranks_are_neighbours_and_start_with_the_leader(layout: PipelineLayou
 
 
 @given(free_layouts())
-def test_lanes(layout: PipelineLayout) -> None:
+def test_pipeline_groups(layout: PipelineLayout) -> None:
     seen: set[int] = set()
     for dp_rank, cp_rank in layout.replicas:
         for t in range(layout.num_pipeline_groups):
-            group = layout.pipeline_group(t, dp_rank, cp_rank)
-            assert list(group) == sorted(group)
-            seen.update(group)
-            places = [layout.coord(rank) for rank in group]
+            ranks = layout.pipeline_group(t, dp_rank, cp_rank)
+            assert list(ranks) == sorted(ranks)
+            seen.update(ranks)
+            places = [layout.coord(rank) for rank in ranks]
             assert [place.stage for place in places] == list(range(layout.num_stages))
             assert all(
                 (place.tp_rank, place.cp_rank, place.dp_rank) == (t % grid.tp, cp_rank % grid.cp, dp_rank % grid.dp)
@@ -110,8 +110,8 @@ def test_groups_without_pp_partition_the_world_inside_stages(layout: PipelineLay
 
 
 @given(free_layouts())
-def test_pipeline_groups_are_the_lanes_and_a_ranks_first_is_its_own(layout: PipelineLayout) -> None:
-    expected = [
+def test_pipeline_groups_come_as_the_layout_says_and_a_ranks_first_is_its_own(layout: PipelineLayout) -> None:
+    wanted = [
         list(layout.pipeline_group(t, *replica))
         for replica in layout.replicas
         for t in range(layout.num_pipeline_groups)
@@ -119,9 +119,9 @@ def test_pipeline_groups_are_the_lanes_and_a_ranks_first_is_its_own(layout: Pipe
     # Megatron asks both generators and compares.
     for is_expert in (False, layout.order is RankOrder.STAGE_MAJOR):
         groups = LayoutRankGenerator(layout, expert=is_expert).get_ranks("pp")
-        assert groups == expected
+        assert groups == wanted
     # The last one written is the first in order.
-    first = {rank: group for group in reversed(expected) for rank in group}
+    first = {rank: ranks for ranks in reversed(wanted) for rank in ranks}
     assert first == {rank: list(layout.pipeline_group_of(rank)) for rank in range(layout.world_size)}
 
 

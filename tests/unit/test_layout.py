@@ -16,7 +16,8 @@ from tests.group_order import GroupSpec, model_parallel_groups
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.groups import LayoutRankGenerator
-from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid, format_ranks
+from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid
+from vtp_plugin.layout.show import describe_layout, format_ranks
 
 MEGATRON_ORDER = {RankOrder.STAGE_MAJOR: "tp-cp-ep-dp-pp", RankOrder.REPLICA_MAJOR: "tp-cp-ep-pp-dp"}
 # Every token that initialize_model_parallel and create_all_gather_groups ask for, and a few more.
@@ -296,7 +297,7 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_describe_shows_stages_and_stays_short() -> None:
-    text = PipelineLayout.from_sizes([1, 4], world_size=5000, order=RankOrder.REPLICA_MAJOR).describe()
+    text = describe_layout(PipelineLayout.from_sizes([1, 4], world_size=5000, order=RankOrder.REPLICA_MAJOR))
     lines = text.splitlines()
     assert lines[0].split() == ["stage", "tp", "cp", "dp", "ranks", "leaders"]
     assert lines[2].split()[:4] == ["1", "4", "1", "1000"]

@@ -1,8 +1,9 @@
-"""Start-up plans what a rank needs: the number of plans does not grow with the number of replicas."""
+"""Start-up plans what a rank needs, and makes the groups that somebody uses."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -58,3 +59,21 @@ def test_replicas_cost_no_plans(plans: list[str], sizes: list[int], is_last: boo
         counts.append(len(plans))
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
+
+
+@pytest.mark.parametrize(("sizes", "has_embedding_groups"), [([2, 2], True), ([1, 4], False)])
+def test_unequal_ends_have_no_embedding_groups(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], *, has_embedding_groups: bool
+) -> None:
+    made: list[str] = []
+    original = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, **options: Any) -> Any:
+        made.append(options["group_desc"])
+        return original(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    start(sizes, sum(sizes), 0)
+    assert made.count("PIPELINE_MODEL_PARALLEL_GROUP") == max(sizes)
+    for name in ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP"):
+        assert made.count(name) == max(sizes) * has_embedding_groups

@@ -12,7 +12,7 @@ from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, T
 from vtp_plugin.boundary.spread import Box
 from vtp_plugin.cli.flags import Run
 from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import format_ranks
+from vtp_plugin.layout.show import format_ranks
 
 _MAX_TRANSFERS_SHOWN = 4
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -10,7 +10,8 @@ from itertools import groupby
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import print_json
-from vtp_plugin.layout.pipeline import RankOrder, StageGrid, format_ranks
+from vtp_plugin.layout.pipeline import RankOrder, StageGrid
+from vtp_plugin.layout.show import format_ranks
 from vtp_plugin.options.checks.batch import describe_batches
 
 _MAX_STAGES_UNFOLDED = 12

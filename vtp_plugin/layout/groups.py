@@ -31,7 +31,11 @@ class LayoutRankGenerator:
     stages' ranks of a replica; where cp or dp sizes differ a rank is in several replicas, and there is one such group:
     the world. A token with "pp" and without "tp" would find no partner for the higher ranks of a large stage in a small
     one: a rank of stage ``i`` therefore stands for all places that are its own modulo the sizes of its stage. For "pp"
-    these are the pipeline groups of the layout; the first list that contains a rank is its own group.
+    these are the pipeline groups of the layout; the first list that contains a rank is its own.
+
+    That a rank of a narrow stage is in several pipeline groups cannot be helped: Megatron reads a rank's stage and the
+    number of stages from its pipeline group, so every rank of a wide stage needs one with a rank of each stage, and a
+    stage of T ranks beside one of W has no more than T to give: each is in W / T of them.
 
     >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
     >>> generator.get_ranks("tp")
@@ -119,7 +123,7 @@ class LayoutRankGenerator:
         return self.get_ranks("gtp_remat")
 
     def _groups_over_replicas(self, masked: list[str]) -> list[list[int]]:
-        """Give the groups through stages of unequal cp or dp sizes, also for experts: the world, or pipeline groups."""
+        """Return the groups through stages of different cp or dp sizes: the world, or pipeline groups."""
         layout = self._layout
         if "tp" in masked:
             return [list(range(layout.world_size))]
@@ -128,10 +132,14 @@ class LayoutRankGenerator:
                 f"groups along {'-'.join(masked)} need equal cp and dp sizes on all stages, got {layout.stages}: "
                 "use equal sizes"
             )
-        groups = [
-            layout.pipeline_group(t, *replica) for replica in layout.replicas for t in range(layout.num_pipeline_groups)
-        ]
-        return [list(group) for group in groups]
+        by_stage = []
+        for stage, grid in enumerate(layout.stages):
+            places = [
+                layout.leader(stage) + layout.dp_stride(stage) * (dp_rank % grid.dp) + grid.tp * (cp_rank % grid.cp)
+                for dp_rank, cp_rank in layout.replicas
+            ]
+            by_stage.append([place + t % grid.tp for place in places for t in range(layout.num_pipeline_groups)])
+        return list(map(list, zip(*by_stage, strict=True)))
 
 
 class _Axis(NamedTuple):

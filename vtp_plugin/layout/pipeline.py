@@ -5,9 +5,9 @@ where" by arithmetic (a binary search over the stages, never a scan over the ran
 ranks as for three. It creates no process groups and knows nothing of torch or Megatron.
 
 Words used here: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader*
-of a stage in a replica is its tp rank 0; pipeline group ``t`` of a replica holds one rank of every stage. Where sizes
+of a stage in a replica is its tp rank 0; *pipeline group* ``t`` of a replica holds one rank of every stage. Where sizes
 differ, a rank of a smaller stage stands for every place of the largest one that equals its own modulo its stage's
-sizes: stage ``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in pipeline group ``t`` of replica
+sizes: stage ``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in group ``t`` of replica
 ``(dp_rank, cp_rank)``.
 """
 
@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from vtp_plugin.errors import LayoutError, PlanError
 from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
 from vtp_plugin.text_enum import TextEnum
-
-_MAX_RUNS_SHOWN = 6
 
 
 class RankOrder(TextEnum):
@@ -273,8 +271,7 @@ class PipelineLayout:
         return self.rank_of(stage, 0, cp_rank, dp_rank)
 
     def pipeline_group(self, t: int, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
-        """Return pipeline group
-        ``t`` of a replica: one rank per stage, index ``i`` being rank ``t mod tp_i`` of stage ``i``.
+        """Return group ``t`` of a replica: one rank per stage, index ``i`` being rank ``t mod tp_i`` of stage ``i``.
 
         The ranks ascend, so a process group made of them (torch sorts its ranks) keeps the stage as its group rank.
 
@@ -289,7 +286,7 @@ class PipelineLayout:
         )
 
     def pipeline_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's own pipeline group, of its tp rank and replica; ``group[stage_of(rank)] == rank``.
+        """Return a rank's own pipeline group, that of its tp rank and replica; the rank is at index ``stage_of(rank)``.
 
         A rank of a small stage is also in others (``t + tp_i``, ...); its own one is the first of them.
         """
@@ -303,40 +300,6 @@ class PipelineLayout:
             for stage, grid in enumerate(self.stages)
             for rank in self.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
         )
-
-    def describe(self, *, writer_rank: int | None = None) -> str:
-        """Return a table for people: one line per stage, then one line about the world.
-
-        Args:
-            writer_rank: rank that reports, where it is not :attr:`writer_rank`.
-
-        >>> print(PipelineLayout.from_sizes([1, 2], world_size=6).describe())
-        stage  tp  cp  dp  ranks  leaders
-            0   1   1   2  0-1    0-1
-            1   2   1   2  2-5    2,4
-        world size 6, rank order tp-cp-dp-pp, writer rank 5
-        """
-        rows = [("stage", "tp", "cp", "dp", "ranks", "leaders")]
-        for stage, grid in enumerate(self.stages):
-            ranks = format_ranks(self.stage_ranks(stage))
-            rows.append((str(stage), str(grid.tp), str(grid.cp), str(grid.dp), ranks, self._leaders_text(stage)))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [
-                    *(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)),
-                    row[4].ljust(widths[4]),
-                    row[5],
-                ]
-            )
-            for row in rows
-        ]
-        writer_rank = self.writer_rank if writer_rank is None else writer_rank
-        return "\n".join([*lines, f"world size {self.world_size}, rank order {self.order}, writer rank {writer_rank}"])
-
-    def _leaders_text(self, stage: int) -> str:
-        grid = self.stages[stage]
-        return format_ranks(self.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
 
     def _block_sizes(self) -> tuple[int, ...]:
         """Length of the contiguous block of ranks that each stage has (per replica in replica-major order)."""
@@ -352,25 +315,3 @@ class PipelineLayout:
 
     def _cp_dp_text(self) -> str:
         return f"cp {','.join(map(str, self.cp_sizes))} and dp {','.join(map(str, self.dp_sizes))}"
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Compress ranks for people: runs of neighbours become ranges, and a long text is cut with the total count.
-
-    >>> format_ranks([0, 1, 2, 5, 8, 9])
-    '0-2,5,8-9'
-    >>> format_ranks(range(0, 40, 2))
-    '0,2,4,6,8,10,... (20 ranks)'
-    """
-    runs: list[list[int]] = []
-    total = 0
-    for rank in ranks:
-        total += 1
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS_SHOWN]]
-    if len(runs) > _MAX_RUNS_SHOWN:
-        shown.append(f"... ({total} ranks)")
-    return ",".join(shown)

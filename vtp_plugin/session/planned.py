@@ -12,6 +12,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.layout.show import describe_layout
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import read_schedule_options, reporting_ranks, stage_boundaries, stage_sites
 from vtp_plugin.platform.base import Platform
@@ -116,7 +117,7 @@ class PlannedRun:
         lines = [
             f"vtp_plugin {vtp_plugin.__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
             f"digest {digest_of(self.statement())}",
-            self.layout.describe(writer_rank=self.writer_rank),
+            describe_layout(self.layout, writer_rank=self.writer_rank),
         ]
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")

@@ -1,0 +1,64 @@
+"""A layout for people: its table, and ranks as short texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vtp_plugin.layout.pipeline import PipelineLayout
+
+_MAX_RUNS_SHOWN = 6
+
+
+def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -> str:
+    """Return a table: one line per stage, then one line about the world.
+
+    Args:
+        layout: the stages.
+        writer_rank: rank that reports, where it is not :attr:`PipelineLayout.writer_rank`.
+
+    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=6)))
+    stage  tp  cp  dp  ranks  leaders
+        0   1   1   2  0-1    0-1
+        1   2   1   2  2-5    2,4
+    world size 6, rank order tp-cp-dp-pp, writer rank 5
+    """
+    rows = [("stage", "tp", "cp", "dp", "ranks", "leaders")]
+    for stage, grid in enumerate(layout.stages):
+        leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
+        sizes = map(str, (stage, grid.tp, grid.cp, grid.dp))
+        rows.append((*sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            [
+                *(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)),
+                row[4].ljust(widths[4]),
+                row[5],
+            ]
+        )
+        for row in rows
+    ]
+    writer_rank = layout.writer_rank if writer_rank is None else writer_rank
+    return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Compress ranks for people: runs of neighbours become ranges, and a long text is cut with the total count.
+
+    >>> format_ranks([0, 1, 2, 5, 8, 9])
+    '0-2,5,8-9'
+    >>> format_ranks(range(0, 40, 2))
+    '0,2,4,6,8,10,... (20 ranks)'
+    """
+    runs: list[list[int]] = []
+    total = 0
+    for rank in ranks:
+        total += 1
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS_SHOWN]]
+    if len(runs) > _MAX_RUNS_SHOWN:
+        shown.append(f"... ({total} ranks)")
+    return ",".join(shown)
