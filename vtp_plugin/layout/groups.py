@@ -175,10 +175,11 @@ class _StageRanks(NamedTuple):
             tp = outside.pop().length
             starts = [start + place % tp for start in _ranks(self.first, outside) for place in range(width)]
         *slow, (_, length, stride) = _joined([axis for axis in self.axes if axis.name in masked]) or [_Axis("", 1, 1)]
-        heads, span = _ranks(0, slow), length * stride
-        return [
-            [rank for head in heads for rank in range(start + head, start + head + span, stride)] for start in starts
-        ]
+        span = length * stride
+        if not slow:
+            return [list(range(start, start + span, stride)) for start in starts]
+        heads = _ranks(0, slow)
+        return [[rank + step for rank in heads for step in range(start, start + span, stride)] for start in starts]
 
 
 def _ranks(first: int, axes: Sequence[_Axis]) -> list[int]:
