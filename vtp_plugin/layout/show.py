@@ -22,11 +22,11 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
         1   2   1   2  2-5    2,4
     world size 6, rank order tp-cp-dp-pp, writer rank 5
     """
-    rows = [("stage", "tp", "cp", "dp", "ranks", "leaders")]
+    rows = [["stage", "tp", "cp", "dp", "ranks", "leaders"]]
     for stage, grid in enumerate(layout.stages):
         leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
         sizes = map(str, (stage, grid.tp, grid.cp, grid.dp))
-        rows.append((*sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)))
+        rows.append([*sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
