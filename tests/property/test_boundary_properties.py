@@ -442,6 +442,7 @@ def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
         upstream=0,
         downstream=1,
         dp_ranks=((0,), (0,)),
+        workers=(0, 1),
         cp_rank=0,
         src=exchange.src,
         dst=exchange.dst,
