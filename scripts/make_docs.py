@@ -152,7 +152,7 @@ def _layers() -> str:
         return f"{part}{'*' if part in PURE_PARTS else ''}" + (f" {{{rooms}}}" if rooms else "")
 
     lines = ["   ".join(map(show, sorted(layer))) for layer in reversed(LAYERS)]
-    return "\n".join(f"    {line}" for line in lines)
+    return "\n".join(["```text", *lines, "```"])
 
 
 def _flags() -> str:
