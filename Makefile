@@ -25,7 +25,7 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py
 
-test: $(STAMP) ## the tests that every change runs (15 minutes on 2 cores)
+test: $(STAMP) ## the tests that every change runs (20 minutes on 2 cores)
 	$(PYTEST) -m "not full"
 
 test-full: $(STAMP) ## all tests, the whole grids included (up to 60 minutes)
