@@ -291,6 +291,11 @@ class VtpConfig:
         return self.schedule == "planned" or self.layerwise_disaggregated or self.has_unequal_dp
 
     @property
+    def is_forced(self) -> bool:
+        """Whether the plugin's groups and communicator are in use for stages of one size, too."""
+        return self.force or self.has_planned_schedule
+
+    @property
     def has_unequal_dp(self) -> bool:
         """Whether stages have different numbers of replicas."""
         return self.dp_list is not None and len(set(self.dp_list)) > 1

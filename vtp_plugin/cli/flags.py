@@ -18,17 +18,20 @@ from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
 from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.sizes import check_sizes
-from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import (
     ScheduleOptions,
     choose_cp_sizes,
+    is_active,
+    option_context,
     plan_layout,
     read_schedule_options,
+    replica_map,
     stage_boundaries,
+    transport_rules,
 )
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.options.table.check import check_options
@@ -91,7 +94,7 @@ class Run:
     @property
     def replicas(self) -> ReplicaMap:
         """Which replicas of the stages work together."""
-        return ReplicaMap(dp_sizes=self.layout.dp_sizes, mode=DpMode(self.config.dp_mode))
+        return replica_map(self.config, self.layout)
 
     @property
     def is_ring(self) -> bool:
@@ -101,7 +104,7 @@ class Run:
     @property
     def is_active(self) -> bool:
         """Whether the plugin's groups and communicator are used at all."""
-        return not self.layout.is_uniform or self.config.force or self.config.has_planned_schedule
+        return is_active(self.config, self.layout)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -142,7 +145,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     if not isinstance(config.size_list, tuple):
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
     layout = _layout(args, config, config.size_list)
-    replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode(config.dp_mode))
+    replicas = replica_map(config, layout)
     num_chunks = _num_chunks(args, layout.num_stages)
     _check(args, config, layout, replicas)
     shape, itemsize_bytes = _tensor(args)
@@ -159,12 +162,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         layout=layout,
         num_chunks=num_chunks,
         placement=placement,
-        rules=TransportRules(
-            transport=config.transport,
-            sites=config.sites or (),
-            tensor_bytes=tensor_bytes,
-            threshold_bytes=config.transport_threshold_bytes,
-        ),
+        rules=transport_rules(config, tensor_bytes),
         schedule_options=schedule_options,
         shape=shape,
         itemsize_bytes=itemsize_bytes,
@@ -242,13 +240,7 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
         layers = parse_layer_list(args.num_layer_list)
         num_layers = args.num_layers or sum(layers)
         check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
-    context = OptionContext(
-        tp_sizes=layout.tp_sizes,
-        cp_sizes=layout.cp_sizes,
-        dp_sizes=layout.dp_sizes,
-        forced=config.force or config.has_planned_schedule,
-        is_u_shaped=config.layerwise_disaggregated,
-    )
+    context = option_context(config, layout)
     batches = () if replicas.is_equal else check_batches(args, replicas)
     refuse((*check_options(args, context), *check_sizes(args, context), *batches))
 

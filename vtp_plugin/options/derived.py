@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.options.context import OptionContext
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.limits import check_in_flight
@@ -81,6 +84,68 @@ def plan_layout(
             "them"
         )
     return layout
+
+
+def replica_map(config: VtpConfig, layout: PipelineLayout) -> ReplicaMap:
+    """Say which replicas of the stages work together.
+
+    >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, dp=(1, 2))
+    >>> replica_map(VtpConfig(size_list=(1, 1), dp_list=(1, 2), dp_mode="split"), layout).is_split
+    True
+    """
+    return ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode(config.dp_mode))
+
+
+def is_active(config: VtpConfig, layout: PipelineLayout) -> bool:
+    """Tell whether the plugin's groups and communicator are in use: stages differ, or something asks for them.
+
+    >>> layout = PipelineLayout.from_sizes((2, 2), world_size=4)
+    >>> [is_active(VtpConfig(size_list=(2, 2), force=force), layout) for force in (False, True)]
+    [False, True]
+    """
+    return config.is_forced or not layout.is_uniform
+
+
+def transport_rules(config: VtpConfig, tensor_bytes: int | None) -> TransportRules:
+    """Say what decides how the boundaries are crossed.
+
+    Args:
+        config: what was asked for.
+        tensor_bytes: size of what crosses; None where it is not known beforehand.
+
+    >>> transport_rules(VtpConfig(size_list=(1, 2), transport="rank0"), None).transport
+    'rank0'
+    """
+    return TransportRules(
+        transport=config.transport,
+        sites=config.sites or (),
+        tensor_bytes=tensor_bytes,
+        threshold_bytes=config.transport_threshold_bytes,
+    )
+
+
+def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "auto") -> OptionContext:
+    """Say what Megatron's options are checked against.
+
+    Args:
+        config: what was asked for.
+        layout: who is where.
+        device: name of the platform.
+
+    >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
+    >>> context = option_context(VtpConfig(size_list=(1, 2), force=True), layout)
+    >>> context.size_list, context.forced, context.is_planned
+    ('--vtp-size-list 1,2', True, False)
+    """
+    return OptionContext(
+        tp_sizes=layout.tp_sizes,
+        cp_sizes=layout.cp_sizes,
+        dp_sizes=layout.dp_sizes,
+        forced=config.is_forced,
+        is_planned=config.has_planned_schedule and layout.num_stages > 1,
+        is_u_shaped=config.layerwise_disaggregated,
+        device=device,
+    )
 
 
 def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:

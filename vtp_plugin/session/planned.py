@@ -11,10 +11,19 @@ from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.show import describe_layout
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import read_schedule_options, reporting_ranks, stage_boundaries, stage_sites
+from vtp_plugin.options.derived import (
+    is_active,
+    option_context,
+    read_schedule_options,
+    replica_map,
+    reporting_ranks,
+    stage_boundaries,
+    stage_sites,
+    transport_rules,
+)
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.session.statement import digest_of, state_run
 
@@ -55,8 +64,7 @@ class PlannedRun:
     @property
     def is_active(self) -> bool:
         """Whether the plugin's groups and communicator are in use: stages differ, or something asks for them."""
-        is_asked = self.config.force or self.config.has_planned_schedule
-        return is_asked or not self.layout.is_uniform
+        return is_active(self.config, self.layout)
 
     @property
     def has_stock_ends(self) -> bool:
@@ -71,7 +79,7 @@ class PlannedRun:
     @property
     def replicas(self) -> ReplicaMap:
         """Which replicas of the stages work together."""
-        return ReplicaMap(dp_sizes=self.layout.dp_sizes, mode=DpMode(self.config.dp_mode))
+        return replica_map(self.config, self.layout)
 
     @property
     def writer_rank(self) -> int:
@@ -86,12 +94,7 @@ class PlannedRun:
     @property
     def transport_rules(self) -> TransportRules:
         """What decides how the boundaries are crossed."""
-        return TransportRules(
-            transport=self.config.transport,
-            sites=self.config.sites or (),
-            tensor_bytes=self.tensor_bytes,
-            threshold_bytes=self.config.transport_threshold_bytes,
-        )
+        return transport_rules(self.config, self.tensor_bytes)
 
     @property
     def own(self) -> Coord:
@@ -132,16 +135,7 @@ class PlannedRun:
     @property
     def option_context(self) -> OptionContext:
         """What Megatron's options are checked against."""
-        layout = self.layout
-        return OptionContext(
-            tp_sizes=layout.tp_sizes,
-            cp_sizes=layout.cp_sizes,
-            dp_sizes=layout.dp_sizes,
-            forced=self.config.force or self.config.has_planned_schedule,
-            is_planned=self.config.has_planned_schedule and layout.num_stages > 1,
-            is_u_shaped=self.config.layerwise_disaggregated,
-            device=self.platform.name,
-        )
+        return option_context(self.config, self.layout, device=self.platform.name)
 
     def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
         """Refuse a model configuration that was made for another stage's sizes.
