@@ -33,11 +33,11 @@ from vtp_plugin.boundary.channel_spec import _prototype, distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.groups import rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.runtime.audit import HEADER_LENGTH
-from vtp_plugin.runtime.tied import tied_weight_specs
 
 _NUM_RUNS = 5
 _MESSAGE_BYTES = 16 << 20

@@ -6,6 +6,7 @@ A field of :class:`VtpConfig` declares an option once: its flag, its keyword, it
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -87,8 +88,7 @@ def _option(default: Any, group: FlagGroup, help: str, metavar: str | None = Non
 
 def _choice(names: Any, default: str, group: FlagGroup, help: str, metavar: str | None = None) -> Any:
     """Declare a field whose value is one of the names of a Literal type."""
-    choices = get_args(names)
-    return _option(default, group, help, metavar or "|".join(choices), choices=choices)
+    return _option(default, group, help, metavar or "|".join(get_args(names)), choices=get_args(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +301,7 @@ class VtpConfig:
         return self.dp_list is not None and len(set(self.dp_list)) > 1
 
 
+@functools.cache
 def flags_of_fields() -> tuple[Flag, ...]:
     """List the flags of all fields, in their order.
 
@@ -310,12 +311,10 @@ def flags_of_fields() -> tuple[Flag, ...]:
     >>> flag.name, flag.keyword, flag.field
     ('--vtp-size-list', 'vtp_size_list', 'size_list')
     """
-    flags: list[Flag] = []
-    for field in dataclasses.fields(VtpConfig):
-        name = f"--vtp-{field.name.replace('_', '-')}"
-        values: dict[str, Any] = {"name": name, "keyword": field.name, "field": field.name, **field.metadata}
-        flags.append(Flag(**values))
-    return tuple(flags)
+    return tuple(
+        Flag(**dict[str, Any](name=f"--vtp-{f.name.replace('_', '-')}", keyword=f.name, field=f.name) | {**f.metadata})
+        for f in dataclasses.fields(VtpConfig)
+    )
 
 
 def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
@@ -341,15 +340,11 @@ def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
     Raises:
         ConfigError: a flag contradicts a keyword argument.
     """
-    default = VtpConfig()
-    changes: dict[str, object] = {}
-    for name, value in flags.items():
-        if value is None:
-            continue
-        told = getattr(base, name)
-        if told != getattr(default, name) and told != value:
-            both = f"apply() was told {name}={format_value(told)}, the command line says {format_value(value)}"
+    default, changes = VtpConfig(), {name: value for name, value in flags.items() if value is not None}
+    for name, value in changes.items():
+        given = getattr(base, name)
+        if given not in (getattr(default, name), value):
+            both = f"apply() was given {name}={format_value(given)}, the command line says {format_value(value)}"
             text = f"{both}; give it in one place"
             raise ConfigError(text, shared=None if name in _LOCAL_FIELDS else text)
-        changes[name] = value
     return dataclasses.replace(base, **changes)

@@ -11,9 +11,9 @@ from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
 from vtp_plugin.options.checks.batch import check_batches, describe_batches, own_batches
-from vtp_plugin.options.checks.schedules import check_u_layers
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.sizes import check_sizes
+from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.table.check import check_options
 from vtp_plugin.options.table.rows import RULES
@@ -232,7 +232,7 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
     session.config = read_flags(args, told)
     if session.is_activated and session.config.layerwise_disaggregated and not told.layerwise_disaggregated:
         raise LayoutError(
-            "apply() was told the list of sizes, the command line says --layerwise-disaggregated-training; give both "
+            "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"
         )
 

@@ -190,8 +190,8 @@ def test_list_without_a_stage_size_that_megatron_refuses_by_leaving(pool: Pool) 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"vtp_size_list": [2, 1]}, ["apply() was told size_list=2,1, the command line says 1,2"]),
-        ({"timeout_s": 44.0}, ["apply() was told timeout_s=44.0, the command line says 33.0"]),
+        ({"vtp_size_list": [2, 1]}, ["apply() was given size_list=2,1, the command line says 1,2"]),
+        ({"timeout_s": 44.0}, ["apply() was given timeout_s=44.0, the command line says 33.0"]),
     ],
 )
 def test_apply_and_flags_that_disagree_are_refused(pool: Pool, kwargs: dict[str, Any], words: list[str]) -> None:

@@ -81,14 +81,14 @@ def test_flags_that_were_not_given_change_nothing() -> None:
 def test_one_place_wins_two_must_agree(told: tuple[int, ...] | None, flag: tuple[int, ...] | None) -> None:
     base = VtpConfig(size_list=told)
     if told is not None and flag is not None and told != flag:
-        with pytest.raises(ConfigError, match="apply\\(\\) was told size_list=.*; give it in one place"):
+        with pytest.raises(ConfigError, match="apply\\(\\) was given size_list=.*; give it in one place"):
             merge(base, {"size_list": flag})
     else:
         assert merge(base, {"size_list": flag}).size_list == (told if flag is None else flag)
 
 
 def test_the_contradiction_names_both_values() -> None:
-    with pytest.raises(ConfigError, match="told timeout_s=5.0, the command line says 6.0"):
+    with pytest.raises(ConfigError, match="given timeout_s=5.0, the command line says 6.0"):
         merge(VtpConfig(timeout_s=5.0), {"timeout_s": 6.0})
 
 

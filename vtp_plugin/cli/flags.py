@@ -35,9 +35,8 @@ from vtp_plugin.options.derived import (
 )
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.options.table.check import check_options
-from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.stated import parse_costs
-from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.placement import Placement, place_workers
 
 MAX_TYPOS = 2
 """Letters by which a word may differ from a flag and still be taken for it."""

@@ -12,7 +12,6 @@ from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.runtime.workers import place_workers
 from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
@@ -20,6 +19,7 @@ from vtp_plugin.schedule.cost.simulate import Timeline, simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.make.limits import choose_limits
 from vtp_plugin.schedule.order.messages import channel_label
+from vtp_plugin.schedule.order.placement import place_workers
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text, summarize
 

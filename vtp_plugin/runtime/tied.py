@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.side import Side
-from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 
 
@@ -65,47 +61,14 @@ def _format(weight: torch.Tensor) -> TensorFormat:
     return TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
 
 
-def tied_weight_specs(layout: PipelineLayout) -> tuple[ChannelSpec, ...]:
-    """Plan the channels between the first and the last stage, in one order for all ranks.
-
-    Every replica of either end hears from one of the other: from that of its own number, modulo how many there are.
-
-    >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
-    >>> [(spec.src.ranks, spec.dst.ranks) for spec in tied_weight_specs(layout)]
-    [((0,), (1,)), ((1,), (0,)), ((0,), (2,))]
-    """
-    first, last = 0, layout.num_stages - 1
-    specs = []
-    for dp_rank, cp_rank in layout.replicas:
-        for src, dst, way in ((first, last, "first->last"), (last, first, "last->first")):
-            if dp_rank < layout.stages[dst].dp and cp_rank < layout.stages[dst].cp:
-                ends = [Side(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
-                name = f"tied embedding, {way}, replica dp {dp_rank} cp {cp_rank}"
-                spec = ChannelSpec(
-                    name=name,
-                    src=ends[0],
-                    dst=ends[1],
-                    strategy="sliced",
-                    unit="step",
-                    cargo=Cargo.TIED_EMBEDDING,
-                )
-                specs.append(spec)
-    return tuple(specs)
-
-
 def join_tied_weight(channels: Sequence[Channel], *, is_first: bool) -> TiedWeight:
     """Make this rank's side of the shared embedding.
 
     Args:
-        channels: of this rank, opened from :func:`tied_weight_specs`.
+        channels: of this rank, opened from :func:`vtp_plugin.boundary.tied.tied_weight_specs`.
         is_first: the rank is in the first stage, not in the last.
     """
     rank = dist.get_rank()
     (incoming,) = (channel for channel in channels if rank in channel.spec.dst.ranks)
     outgoing = tuple(channel for channel in channels if rank in channel.spec.src.ranks)
     return TiedWeight(is_first=is_first, outgoing=outgoing, incoming=incoming)
-
-
-def _tp_ranks(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int) -> tuple[int, ...]:
-    grid = layout.stages[stage]
-    return layout.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
