@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,12 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
         is_leaf = tensor.is_leaf and tensor.requires_grad
         if tensor.dtype != dtype or not is_leaf or not torch.equal(tensor.detach(), wanted):
             problems.append(f"rank {rank} has {tensor.flatten()[:8]}, not {wanted.flatten()[:8]}")
+    # Megatron keeps handles longer than tensors: a handle that was waited for must not hold the memory.
+    alive = [weakref.ref(tensor) for tensor in received]
+    del tensor
+    received.clear()
+    if any(tensor() is not None for tensor in alive):
+        problems.append(f"rank {rank}: handles keep tensors that nobody else has")
     return problems
 
 

@@ -1,7 +1,7 @@
-"""What may leave a rank by the plugin's channels, and a record of what did.
+"""What may leave a rank over the plugin's channels, and a record of what did.
 
 Every message between stages passes :func:`require_allowed`, at the one place where channels post to the backend. With
-``--vtp-audit FILE`` it is also written down there, one JSON object a line.
+``--vtp-audit FILE`` it is also recorded there, one JSON object on each line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo
 
 
 def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
-    """Refuse to ship what is not of the form that its kind of message has.
+    """Refuse to send a tensor that does not have the form of its kind of message.
 
-    Token ids and labels are integers, loss masks and positions have no hidden dimension: neither passes for an
+    Token ids and labels are integers; loss masks and positions have no hidden dimension. So none of them passes for an
     activation or a gradient.
 
     >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4))
@@ -49,7 +49,7 @@ def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
 
 
 def audit_path(path: str, rank: int) -> Path:
-    """Give every rank a file of its own.
+    """Name one rank's file.
 
     >>> str(audit_path("logs/audit.jsonl", 3))
     'logs/audit.rank3.jsonl'
@@ -61,8 +61,8 @@ def audit_path(path: str, rank: int) -> Path:
 class Audit:
     """Record of the messages that this rank exchanged with other stages.
 
-    Lines appear as the messages are posted, so that a run that is killed leaves them. At the end follow the totals of
-    every kind. A file that exists is continued.
+    A line is written when its message is posted, so a run that is killed leaves the record so far. Totals of every kind
+    follow at the end. An existing file is continued.
 
     Args:
         path: as given by the user; the rank's number is put into it.
@@ -86,7 +86,7 @@ class Audit:
         atexit.register(self.close)
 
     def note(self, way: str, cargo: Cargo, tensor: torch.Tensor, peer: int, place: str) -> None:
-        """Write down one message.
+        """Record one message.
 
         Args:
             way: ``"sent"`` or ``"received"``.

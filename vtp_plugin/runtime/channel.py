@@ -1,11 +1,11 @@
 """A channel: one direction between two sides. Tensors go in on one side and come out on the other, in one order.
 
-Callers give whole tensors of their side and take whole tensors of theirs. How a tensor is cut, whose links it uses,
-whether a header with its shape goes before it, and in which order all of it is posted and waited for is decided here.
+A caller gives or takes this rank's part of a tensor. The channel decides how the tensor is cut, whose links it uses,
+whether a header with its shape goes first, and in which order all of it is posted and waited for.
 
-A channel has a process group of its own, which carries point-to-point messages only (docs/architecture.md, contract 3).
-The collectives of a plan run in the stage's own tensor-parallel group: the start when a send is posted, the finish when
-a receive is waited for. Every member of the stage sends, posts and waits at the same program point.
+Each channel has a process group that carries point-to-point messages only (docs/architecture.md, contract 3). The
+collectives of a plan run in the stage's tensor-parallel group: the start when a send is posted, the finish when a
+receive is waited for. Every member of the stage sends, posts and waits at the same program point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFormat:
-    """What both sides of a channel know of its tensors.
+    """What both sides of a channel know about its tensors.
 
     Attributes:
         dtype: of every tensor.
@@ -44,7 +44,7 @@ class TensorFormat:
         has_variable_shapes: a header with the shape crosses before every tensor.
         width: last dimension of every tensor, to check headers against; None if it is not known.
         is_batched: coalesce messages into one call of the backend.
-        requires_grad: what is received is a leaf that autograd needs.
+        requires_grad: the received tensor is a leaf that autograd needs.
     """
 
     dtype: torch.dtype
@@ -62,10 +62,10 @@ class Channel:
     Args:
         spec: what crosses between whom.
         order: number among all channels of the run; exchanges post in this order.
-        groups: that carry it.
+        groups: carry its messages and collectives.
         platform: says how to wait.
         monitor: keeps the time; None in single-process use.
-        audit: writes down every message; None without ``--vtp-audit``.
+        audit: records every message; None without ``--vtp-audit``.
     """
 
     def __init__(
@@ -112,24 +112,14 @@ class Channel:
         position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
         header = self._send_header(whole, form.dtype, position) if form.has_variable_shapes else None
         self._num_sent += 1
-        work = self._transfers.send(
-            tensor,
-            Parcel(
-                plan=self._plan(whole, form),
-                dtype=form.dtype,
-                cargo=self.spec.cargo,
-                position=position,
-                peer=self._destinations,
-                is_batched=form.is_batched,
-            ),
-        )
+        work = self._transfers.send(tensor, self._parcel(whole, form, position, self._destinations))
         return work if header is None else header.joined_with(work)
 
     def post(self, form: TensorFormat, shape: Sequence[int] = ()) -> RecvWork:
         """Post the receive of the next tensor that the other side sends.
 
-        With variable shapes its header is posted; the tensor follows when the header has come, and the next header
-        right behind it, so that both sides use the channel in one order.
+        With variable shapes, the header is posted first. When it has come, the tensor is posted, and right behind it
+        the next header, so that both sides use the channel in one order.
 
         Args:
             form: of the tensor, the same on both sides.
@@ -164,11 +154,11 @@ class Channel:
         return side.local_shape(whole, is_sharded=is_sharded)
 
     def crossed_by(self, strategy: str, *, unit: str | None = None, cargo: Cargo | None = None) -> Channel:
-        """Return a channel over the same groups that crosses by another strategy.
+        """Return a channel over the same groups that uses another strategy.
 
         Args:
-            strategy: whose ranks are among those of the own one: slices join all ranks that the leaders' way joins.
-            unit: what its messages are called; default is as before.
+            strategy: needs no rank that this channel's group lacks; ``rank0`` needs fewer ranks than ``sliced``.
+            unit: what a message counts as; default is as before.
             cargo: what it carries; default is as before.
 
         Raises:
@@ -188,12 +178,12 @@ class Channel:
         self._transfers.warm_up(self.spec.probe)
 
     def post_up_to(self, receive: RecvWork) -> None:
-        """Wait for headers until a receive is posted, those before it first."""
+        """Read headers until a receive is posted, in order."""
         while not receive.is_posted:
             self._read_header()
 
     def complete(self, receive: RecvWork) -> None:
-        """Wait for a receive; those before it are waited for first, since a finish inside the stage has their order."""
+        """Wait for a receive, after all earlier ones: finishes inside the stage keep the order of posting."""
         while not receive.is_done:
             self.post_up_to(self._receives[0])
             self._receives.popleft().finish()
@@ -207,16 +197,18 @@ class Channel:
             self._plans[key] = self.spec.plan(whole, src_sharded=key[1], dst_sharded=key[2])
         return self._plans[key]
 
-    def _post_tensor(self, receive: RecvWork, whole: Shape) -> None:
-        form = receive.form
-        parcel = Parcel(
+    def _parcel(self, whole: Shape, form: TensorFormat, position: str, peer: str) -> Parcel:
+        return Parcel(
             plan=self._plan(whole, form),
             dtype=form.dtype,
             cargo=self.spec.cargo,
-            position=receive.position,
-            peer=self._sources,
+            position=position,
+            peer=peer,
             is_batched=form.is_batched,
         )
+
+    def _post_tensor(self, receive: RecvWork, whole: Shape) -> None:
+        parcel = self._parcel(whole, receive.form, receive.position, self._sources)
         receive.start(self._transfers.receive(parcel))
 
     def _header_parcel(self, position: str, peer: str) -> Parcel:
@@ -236,7 +228,7 @@ class Channel:
         return self._transfers.receive(self._header_parcel(receive.position, self._sources))
 
     def _read_header(self) -> None:
-        """Wait for the header that was posted, and post its tensor and the next header."""
+        """Wait for the posted header, then post its tensor and the next header."""
         if self._header is None:
             raise PlanError(f"{self.spec.name}: no header is under way")
         receive, *later = (receive for receive in self._receives if not receive.is_posted)
@@ -244,7 +236,7 @@ class Channel:
         form = receive.form
         sent = _DTYPES[code] if 0 <= code < len(_DTYPES) else f"type {code}"
         if sent != form.dtype or min(shape) < 1 or (form.width is not None and shape[-1] != form.width):
-            # Receiving it would end the process inside the backend.
+            # To receive it would end the process inside the backend.
             raise ConfigError(
                 f"{receive.position}: {self._sources} would send {sent} {shape}, expected is {form.dtype} [S, B, "
                 f"{form.width or 'H'}]; give all stages one pipeline_dtype and hidden size"
@@ -256,13 +248,13 @@ class Channel:
 class RecvWork:
     """A receive under way.
 
-    All tensor-parallel ranks of the receiving stage have one, also those that receive nothing themselves, and wait for
+    Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
     it at the same program point.
 
-    Args:
-        channel: that it comes by.
+    Attributes:
         form: of the tensor.
         position: boundary, direction and number, for error messages.
+        is_done: it was waited for.
     """
 
     def __init__(self, channel: Channel, form: TensorFormat, position: str) -> None:
@@ -271,24 +263,19 @@ class RecvWork:
         self._channel = channel
         self._landing: Landing | None = None
         self._tensor: torch.Tensor | None = None
-        self._is_done = False
+        self.is_done = False
 
     @property
     def is_posted(self) -> bool:
         """Whether the shape of the tensor is known, and its memory waits for it."""
-        return self._is_done or self._landing is not None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it was waited for."""
-        return self._is_done
+        return self.is_done or self._landing is not None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, not filled before :meth:`wait`; with variable shapes this waits for its header."""
+        """The tensor, to be read before :meth:`wait` fills it; with variable shapes this waits for its header."""
         self._channel.post_up_to(self)
         if self._tensor is None:
-            raise PlanError(f"{self.position}: the tensor was taken already")
+            raise PlanError(f"{self.position}: the tensor was handed out already; read it before wait(), or use take()")
         return self._tensor
 
     def start(self, landing: Landing) -> None:
@@ -298,7 +285,7 @@ class RecvWork:
 
     def finish(self) -> None:
         """Wait for the tensor itself; for the channel."""
-        landing, self._landing, self._is_done = self._landing, None, True
+        landing, self._landing, self.is_done = self._landing, None, True
         if landing is None:
             raise PlanError(f"{self.position}: nothing is posted")
         landing.wait()
@@ -313,9 +300,11 @@ class RecvWork:
             ConfigError: a header does not fit what this rank expects.
         """
         self._channel.complete(self)
+        # Megatron keeps handles longer than tensors: the memory must be free as soon as nobody else needs it.
+        self._tensor = None
 
     def take(self) -> torch.Tensor:
-        """Wait, and return the tensor: a fresh leaf. May be called once; the handle forgets it."""
+        """Wait, and return the tensor: a fresh leaf. May be called once, and not after :meth:`wait`."""
+        tensor = self.tensor
         self.wait()
-        tensor, self._tensor = self.tensor, None
         return tensor

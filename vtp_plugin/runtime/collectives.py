@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,123 +17,117 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StageCollectives:
     """Collectives of this rank's stage for one channel. Every member of the stage calls them at the same program point.
 
-    Args:
+    Attributes:
         name: of the channel.
         stage_group: tensor-parallel group of this rank's stage; None where it has one rank.
-        pieces_group: group of the receiving stage for point-to-point messages only, for an all-gather by messages;
-            None where the backend's own is used.
+        pieces_group: group of the receiving stage that carries point-to-point messages only. An all-gather is made of
+            such messages; None where the backend's all-gather is used.
         waits: times the collectives.
-        empty: gives memory for a tensor.
+        empty: allocates a tensor.
+        rank: this rank.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stage_group: dist.ProcessGroup | None,
-        pieces_group: dist.ProcessGroup | None,
-        waits: TimedWaits,
-        empty: Callable[[Shape, torch.dtype], torch.Tensor],
-    ) -> None:
-        self._name = name
-        self._stage_group = stage_group
-        self._pieces_group = pieces_group
-        self._waits = waits
-        self._empty = empty
-        self._rank = dist.get_rank()
-        self._open_finishes: deque[torch.Tensor] = deque()
+    name: str
+    stage_group: dist.ProcessGroup | None
+    pieces_group: dist.ProcessGroup | None
+    waits: TimedWaits
+    empty: Callable[[Shape, torch.dtype], torch.Tensor]
+    rank: int = field(default_factory=dist.get_rank)
+    _open_finishes: deque[torch.Tensor] = field(init=False, default_factory=deque)
 
-    def start(self, plan: BoundaryPlan, tensor: torch.Tensor, place: str) -> torch.Tensor:
-        """Do the plan's start inside the sending stage and return the memory that the transfers read.
+    def start(self, plan: BoundaryPlan, tensor: torch.Tensor, position: str) -> torch.Tensor:
+        """Run the plan's start inside the sending stage and return the memory that the transfers read.
 
         Args:
             plan: of the exchange.
             tensor: this rank's part.
-            place: for error messages.
+            position: for error messages.
         """
-        ranks = plan.start.group_of(self._rank)
+        ranks = plan.start.group_of(self.rank)
         if ranks is None:
             return tensor
         if plan.start.kind is not CollectiveKind.GATHER:
-            raise PlanError(f"{place}: start {plan.start.kind}: only a gather can come before the transfers")
+            raise PlanError(f"{position}: start {plan.start.kind}: only a gather can come before the transfers")
         root, parts, whole = ranks[0], None, tensor
-        if self._rank == root:
+        if self.rank == root:
             holding = plan.sent_from(root)
-            whole = self._empty(holding.local_shape, tensor.dtype)
+            whole = self.empty(holding.local_shape, tensor.dtype)
             parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
         part = tensor.contiguous()
-        self._run("gather", ranks, place, lambda: dist.gather(part, parts, root, self._stage_group))
+        self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group))
         return whole
 
     def post_finish(
-        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, place: str
+        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str
     ) -> Callable[[], None]:
-        """Prepare the plan's finish inside the receiving stage and return what carries it out, once all has landed.
+        """Prepare the plan's finish inside the receiving stage; return a function that runs it once all has landed.
 
         Args:
             plan: of the exchange.
             landed: memory that the transfers fill.
-            tensor: memory to complete, the same except for the root of a scatter.
-            place: for error messages.
+            tensor: memory to complete: the same, except on the root of a scatter.
+            position: for error messages.
         """
         arriving = self._post_pieces(plan, tensor)
-        return functools.partial(self._finish, plan, landed, tensor, arriving, place)
+        return functools.partial(self._finish, plan, landed, tensor, arriving, position)
 
     def _post_pieces(self, plan: BoundaryPlan, tensor: torch.Tensor) -> list[dist.Work]:
-        """Post the receives of an all-gather by messages: before anything is waited for, so no sender ever waits."""
-        ranks = plan.finish.group_of(self._rank)
-        if ranks is None or plan.finish.kind is not CollectiveKind.ALL_GATHER or self._pieces_group is None:
+        """Post the receives of an all-gather by messages, before anyone waits, so that no sender ever blocks."""
+        ranks = plan.finish.group_of(self.rank)
+        if ranks is None or plan.finish.kind is not CollectiveKind.ALL_GATHER or self.pieces_group is None:
             return []
         self._open_finishes.append(tensor)
         pieces = _pieces(tensor, ranks)
-        sources = [rank for rank in _others(ranks, self._rank, -1) if len(pieces[rank])]
-        works = [dist.irecv(pieces[rank], rank, self._pieces_group) for rank in sources]
+        sources = [rank for rank in _others(ranks, self.rank, -1) if len(pieces[rank])]
+        works = [dist.irecv(pieces[rank], rank, self.pieces_group) for rank in sources]
         return [work for work in works if work is not None]
 
     def _send_pieces(self, tensor: torch.Tensor, ranks: tuple[int, ...], arriving: list[dist.Work]) -> None:
-        """Complete a tensor of which each rank has one even cut of the rows, by messages to all others."""
-        # Messages carry no tags: the finishes of a channel must be done in the order in which they were posted.
+        """Complete a tensor by messages to all others; each rank holds one even cut of the rows."""
+        # Messages carry no tags: a channel's finishes must run in the order in which their receives were posted.
         if self._open_finishes.popleft() is not tensor:
-            raise PlanError(f"{self._name}: receives are waited for out of order")
-        piece = _pieces(tensor, ranks)[self._rank]
-        sends = [dist.isend(piece, rank, self._pieces_group) for rank in _others(ranks, self._rank, 1) if len(piece)]
+            raise PlanError(f"{self.name}: receives are waited for out of order")
+        piece = _pieces(tensor, ranks)[self.rank]
+        sends = [dist.isend(piece, rank, self.pieces_group) for rank in _others(ranks, self.rank, 1) if len(piece)]
         for work in (*sends, *arriving):
             assert work is not None
             work.wait()
 
     def _finish(
-        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, arriving: list[dist.Work], place: str
+        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, arriving: list[dist.Work], position: str
     ) -> None:
-        """Do the finish; arguments as for :meth:`post_finish`, and the receives from :meth:`_post_pieces`."""
-        ranks = plan.finish.group_of(self._rank)
+        """Run the finish; arguments as for :meth:`post_finish`, with the receives from :meth:`_post_pieces`."""
+        ranks = plan.finish.group_of(self.rank)
         if ranks is None:
             return
-        kind, root, group = plan.finish.kind, ranks[0], self._stage_group
+        kind, root, group = plan.finish.kind, ranks[0], self.stage_group
         if kind is CollectiveKind.BROADCAST:
-            self._run(kind, ranks, place, lambda: dist.broadcast(tensor, root, group))
+            self._run(kind, ranks, position, lambda: dist.broadcast(tensor, root, group))
         elif kind is CollectiveKind.SCATTER:
             parts = None
-            if self._rank == root:
+            if self.rank == root:
                 holding = plan.lands_in(root)
                 parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
-            self._run(kind, ranks, place, lambda: dist.scatter(tensor, parts, root, group))
+            self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
         else:
             if kind is not CollectiveKind.ALL_GATHER:
-                raise PlanError(f"{place}: finish {kind}: it completes nothing")
-            if self._pieces_group is not None:
-                self._run(kind, ranks, place, lambda: self._send_pieces(tensor, ranks, arriving))
+                raise PlanError(f"{position}: finish {kind}: it completes nothing")
+            if self.pieces_group is not None:
+                self._run(kind, ranks, position, lambda: self._send_pieces(tensor, ranks, arriving))
             else:
-                index = ranks.index(self._rank)
-                self._run(kind, ranks, place, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+                index = ranks.index(self.rank)
+                self._run(kind, ranks, position, lambda: _all_gather_rows(tensor, index, len(ranks), group))
 
-    def _run(self, kind: str, ranks: Sequence[int], place: str, run: Callable[[], object]) -> None:
+    def _run(self, kind: str, ranks: Sequence[int], position: str, run: Callable[[], object]) -> None:
         """Run a collective, timed."""
-        if self._stage_group is None:
-            raise PlanError(f"{place}: {kind} among {ranks_text(ranks)}, but this stage has no group")
+        if self.stage_group is None:
+            raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
-        with self._waits.timed(place, peer, f"{kind} among {peer}"):
+        with self.waits.timed(position, peer, f"{kind} among {peer}"):
             run()
 
 
@@ -143,16 +138,16 @@ def _pieces(tensor: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tenso
 
 
 def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
-    """List the other ranks round the ring from the own one, so that not all talk to the same one at once."""
+    """List the other ranks round the ring, starting beside this one, so that not all talk to one rank at once."""
     index = ranks.index(own)
     return [ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks))]
 
 
 def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
-    """Complete a tensor of which each rank has one even cut of the rows, in its place.
+    """Complete a tensor in position; each rank holds one even cut of the rows.
 
-    Pieces of equal size are gathered in place. Otherwise they are padded to the largest one: backends gather equal
-    pieces only.
+    Cuts of equal size are gathered straight into the tensor. Others are padded to the largest: backends gather equal
+    sizes only.
     """
     cuts = even_cuts(len(tensor), num_ranks)
     start, stop = cuts[index]

@@ -23,8 +23,8 @@ from vtp_plugin.runtime.work import SendWork
 
 Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
-# More than the microbatches that a schedule has under way between two stages: waiting for the oldest of so many sends
-# cannot deadlock, and keeps a rank that only sends, as in evaluation, from running far ahead.
+# More than a schedule has under way between two stages, so waiting for the oldest of so many sends cannot deadlock.
+# The limit keeps a rank that only sends, as in evaluation, from running far ahead.
 _MAX_OPEN_SENDS = 256
 
 
@@ -82,7 +82,7 @@ def open_channels(
 
 
 def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channel | None]) -> dict[ChannelId, Channel]:
-    """Give the channels of this rank by what they are.
+    """Give this rank's channels by their identity.
 
     Args:
         boundaries: of the run.
@@ -95,14 +95,13 @@ def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channe
 class PipelineCommunicator:
     """Moves activations and gradients between this rank's stage and its neighbours.
 
-    All receives and sends of an exchange are posted before anything is waited for (docs/architecture.md, contract 5;
-    with variable shapes a tensor's receive is posted when its header has come); handles are waited for in one fixed
-    order on all ranks of the stage; sends still under way are drained by :meth:`finish_step`. Used from the main thread
-    only.
+    All receives and sends of an exchange are posted before anything is waited for (docs/architecture.md, contract 5).
+    With variable shapes, a tensor's receive is posted when its header has come. Handles are waited for in one fixed
+    order on all ranks of the stage. :meth:`finish_step` waits for sends still under way. For the main thread only.
     """
 
     def __init__(self, channels: Mapping[str, Channel]) -> None:
-        """Take the channels by what an exchange does on them; a name without a neighbour is left out."""
+        """Take the channels by operation (``recv_prev`` ...); without a neighbour there is no entry."""
         self._channels = channels
         self._open_sends: list[SendWork] = []
 
@@ -116,7 +115,7 @@ class PipelineCommunicator:
         return name in self._channels
 
     def start_step(self) -> None:
-        """Begin a pass over the microbatches: drain the one before, count from 0 for messages about hangs."""
+        """Begin a pass over the microbatches: finish the sends of the last one, and count from 0 again."""
         self.finish_step()
         for channel in self._channels.values():
             channel.start_step()

@@ -1,7 +1,7 @@
-"""What one rank may tell the others of an error, and of what it was started with.
+"""What a rank may tell the others about an error, and about what it was started with.
 
 An exception's text can hold anything: a sample, a path, a line of the user's source. Within one site all ranks read it.
-Between sites there cross only the rank, the site, the type of the exception, what the plugin says about its own layout
+Between sites only these cross: the rank, the site, the type of the exception, what the plugin says about its layout
 flags (:class:`~vtp_plugin.errors.LayoutError`, or the ``shared`` text of another error), and digests of values to
 compare.
 """
@@ -47,7 +47,7 @@ SHARED_NAMES = frozenset(
         "whether --pretrained-checkpoint is given",
     }
 )
-"""What is compared between sites by its value: the plugin's layout flags, versions, and what both sites know anyhow."""
+"""Values that may cross between sites: the plugin's layout flags, versions, and what both sites know anyway."""
 
 HIDDEN = "a value that is shown there only"
 _OPT_IN = "--vtp-share-errors"
@@ -55,10 +55,10 @@ _OPT_IN = "--vtp-share-errors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disclosure:
-    """What this rank may tell.
+    """What this rank may tell the others.
 
     Attributes:
-        is_one_site: all ranks were asked for the same, which names at most one site; False while that is not known.
+        is_one_site: all ranks have the same options, and these name at most one site; False until that is known.
         is_opted_in: the user lets full texts and values cross between sites.
         site: of this rank, once known.
 
@@ -91,8 +91,8 @@ class Disclosure:
     def state(self, statement: Mapping[str, object]) -> dict[str, object]:
         """Give values to compare in the form in which they may be posted.
 
-        Within one site these are the values. Between sites each is ``{"digest": ...}``, with ``"value"`` where it may
-        be read; the digests tell whether two are equal.
+        Within one site these are the values. Between sites each becomes ``{"digest": ...}``, with ``"value"`` if the
+        other site may read it. The digests tell whether two values are equal.
 
         >>> Disclosure().state({"vtp_size_list": "1,2"})["vtp_size_list"]["value"]
         '1,2'
@@ -123,7 +123,7 @@ def show_stated(stated: object) -> str:
 
 
 def is_same_value(one: object, other: object) -> bool:
-    """Compare two values of :meth:`Disclosure.state`, of which one rank may show its own and another may not.
+    """Compare two values of :meth:`Disclosure.state`. One rank may show its value where another hides it.
 
     >>> is_same_value({"digest": "ab", "value": 3}, {"digest": "ab"})
     True
@@ -143,7 +143,7 @@ def names_a_path(text: str) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Give an exception as one line: plugin errors as they are, others with their type, or else where they were raised.
+    """Give an exception as one line: a plugin error's text, another error's type and text, or where it was raised.
 
     >>> describe_error(VtpError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
     ('no stages', "KeyError: 'x'", 'SystemExit')
@@ -154,7 +154,7 @@ def describe_error(error: BaseException) -> str:
     name = type(error).__name__
     if text:
         return f"{name}: {text}"
-    # Many of Megatron's checks are bare asserts: only the source line tells which one it was.
+    # Many of Megatron's checks are bare asserts: only the source line says which check it was.
     frames = traceback.extract_tb(error.__traceback__)
     return f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else name
 

@@ -14,13 +14,13 @@ _LATER_S = 2
 
 
 def write_error_file(line: str, *, is_consequence: bool, environment: Mapping[str, str] = os.environ) -> None:
-    """Tell torchrun why this rank ends, in the form of torch's ``ErrorHandler``, unless the rank has done so before.
+    """Tell torchrun why this rank ends, in the format of torch's ``ErrorHandler``, unless that was done before.
 
     Torch's own handler would show the traceback instead of the line.
 
     Args:
         line: what this rank says.
-        is_consequence: another rank failed before; that one is the root cause.
+        is_consequence: another rank failed first and is the root cause.
         environment: torchrun sets ``TORCHELASTIC_ERROR_FILE`` in it.
     """
     name = environment.get("TORCHELASTIC_ERROR_FILE")

@@ -1,7 +1,7 @@
-"""The executor: walks one rank's lowered actions, computes by injected functions and moves tensors over channels.
+"""The executor: carries out one rank's lowered actions. It computes by injected functions and sends over channels.
 
-One host thread issues everything, in the order of the list. Nothing blocks but the waits for what is received, and at
-the end of a step those for what is sent; :mod:`vtp_plugin.schedule.order.lower` says where they stand and why.
+One host thread issues everything, in the order of the list. Only waits block: for what is received and, at the end of a
+step, for what is sent. :mod:`vtp_plugin.schedule.order.lower` says where these waits stand and why.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vtp_plugin.schedule.order.schedule import Schedule
 
 
 class Compute(Protocol):
-    """What a virtual stage computes; Megatron's own step functions stand behind it."""
+    """What a virtual stage computes, by Megatron's own step functions."""
 
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
-        """Run a forward; the first virtual stage gets no activation, the last one returns the loss."""
+        """Run a forward; the first virtual stage gets no activation, the last returns the loss."""
         ...
 
     def backward(
@@ -38,14 +38,15 @@ class Compute(Protocol):
         *,
         is_last: bool,
     ) -> torch.Tensor | None:
-        """Run a backward and return the activation's gradient; the last virtual stage gets none of its output.
+        """Run a backward and return the activation's gradient.
 
-        ``is_last`` says that it is the last one of its virtual stage in this step.
+        The last virtual stage gets no gradient of its output: its output is the loss. ``is_last`` marks the last
+        backward of this virtual stage in the step.
         """
         ...
 
     def release(self, output: torch.Tensor) -> None:
-        """Let go of an output's data: it is sent, and the backward needs its graph only."""
+        """Free an output's data: it is sent, and the backward needs only its graph."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""When the replicas' gradients are summed and their weights gathered: Megatron's hooks, called per model chunk.
+"""When the replicas' gradients are summed and their weights gathered: Megatron's hooks, called for each model chunk.
 
-The hooks are the fields ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` of Megatron's configuration: each
-None, one function, or a list with one function for each chunk.
+The hooks are the fields ``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` of Megatron's configuration. Each
+is None, one function, or a list with one function for each chunk.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Hook = Callable[..., Any]
 class GradSync:
     """One step's calls of the hooks.
 
-    Gradients of a chunk are complete after its last backward. Without ``grad_sync_func`` Megatron's DDP sums them
-    bucket by bucket inside that backward, as soon as ``no_sync_func`` lets it. With it, the backward stays undisturbed
-    and the hook starts the sum right after it, except for the first chunk of the first stage: behind its last backward
-    there is nothing left to hide the sum.
+    A chunk's gradients are complete after its last backward. Without ``grad_sync_func``, Megatron's DDP sums them
+    bucket by bucket inside that backward, as soon as the context of ``no_sync_func`` is left. With ``grad_sync_func``,
+    that hook starts the sum right after the backward. The first chunk of the first stage is an exception: nothing runs
+    after its last backward that could hide the sum.
 
     A pass without backward calls no hook.
 
@@ -42,7 +42,7 @@ class GradSync:
         )
         self._no_sync: Sequence[Hook] = [] if no_sync is None else [no_sync] if callable(no_sync) else no_sync
         self._grad_sync = self._per_chunk(grad_sync)
-        # Megatron's plain pipeline, too, leaves a single chunk's weights to DDP's own hooks.
+        # As in Megatron's plain pipeline, DDP's own hooks gather the weights of a single chunk.
         self._param_sync = self._per_chunk(param_sync) if len(chunks) > 1 else None
         self._is_first_stage = is_first_stage
         self._num_gathered = 0
@@ -53,7 +53,7 @@ class GradSync:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Sum nothing but what :meth:`backward` lets through."""
+        """Surround a step: gradients are summed only where :meth:`backward` lets them."""
         self._disable()
         yield
         self._open.close()
@@ -68,7 +68,7 @@ class GradSync:
 
     @contextmanager
     def backward(self, chunk: int, *, is_last: bool) -> Iterator[None]:
-        """Surround a backward; the last one of a chunk lets its gradients be summed."""
+        """Surround a backward; the last backward of a chunk lets its gradients be summed."""
         if not is_last:
             yield
             return

@@ -1,6 +1,6 @@
 """RankGrid bound to torch.distributed: a drop-in for Megatron's HyperCommGrid.
 
-No run uses it yet: it is there for the bridges between modules of different parallel sizes, which take such grids.
+No run uses it yet: bridges between modules of different parallel sizes will take such grids.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -66,37 +67,36 @@ def share_reports(
     return posts.get("text").decode()
 
 
+@dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Marks points in the work of this rank; on devices in its stream, without holding up the host.
+    """Marks points in this rank's work; on a device it marks the stream and does not hold up the host.
 
-    Args:
-        platform: tells whether the host computes itself.
+    Attributes:
+        platform: says whether the host computes itself.
     """
 
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
+    platform: Platform
 
     def mark(self) -> Any:
-        """Mark what was issued so far: a time, or an event of the device."""
-        if self._platform.host_blocking_wait:
+        """Mark the end of what was issued so far: a time, or an event of the device."""
+        if self.platform.host_blocking_wait:
             return time.perf_counter()
-        event = self._platform.module().Event(enable_timing=True)
+        event = self.platform.module().Event(enable_timing=True)
         event.record()
         return event
 
     def between_ms(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; waits until the second one is reached."""
-        if self._platform.host_blocking_wait:
+        """Return the time between two marks; waits until the work has reached the second."""
+        if self.platform.host_blocking_wait:
             return 1e3 * (end - start)
         end.synchronize()
         return start.elapsed_time(end)
 
 
 class TimedCompute:
-    """Computes as another one does and notes how long; see :class:`~vtp_plugin.runtime.executor.Compute`.
+    """Lets another object compute and notes how long it takes; see :class:`~vtp_plugin.runtime.executor.Compute`.
 
-    What a device has to wait for before it computes lies before the first mark: the waits of the receives are issued
-    there.
+    Waits for receives do not count: they are issued before the first mark.
 
     Attributes:
         compute: does the work; set before every step that is timed.
@@ -157,12 +157,12 @@ def measure_links(
     outputs: Mapping[int, tuple[int, ...]],
     platform: Platform,
 ) -> Report:
-    """Send messages to and fro on every link of this rank; a collective call, while nothing is under way.
+    """Send messages back and forth on every link of this rank; a collective call, while nothing else is under way.
 
     The links take turns, in one order on all ranks. The upstream side sends a small tensor and gets one back, a few
-    times, then a tensor of the run and gets one back, each as the run does it, completion inside the stage included.
-    The fastest time of the first kind is twice the latency, what the second kind takes more is twice the
-    transfer: the two directions are taken to be alike.
+    times; then it does the same with a tensor of the run's size. Each crosses as in the run, with the collectives
+    inside the stages. The fastest small round trip is twice the latency. What a large one takes on top is twice the
+    transfer time: both directions are assumed to be equally fast.
 
     Args:
         placement: which stage holds which virtual stage.
@@ -185,15 +185,15 @@ def measure_links(
         small_shape = there.local_shape(there.spec.probe.src.shape, small)
         is_asking = dist.get_rank() in there.spec.src.ranks
         if not is_asking:
-            _answer(there, back, small, small_shape)
-            _answer(there, back, form, shape)
+            for sent_form, sent_shape in ((small, small_shape), (form, shape)):
+                for _ in range(_NUM_PINGS):
+                    answer(there, back, sent_form, sent_shape)
             continue
         device = platform.device()
         tensor = torch.zeros(outputs[links[0]], dtype=form.dtype, device=device)
-        small_ms = _round_trip_ms(
-            there, back, torch.zeros(small_shape, dtype=form.dtype, device=device), small, platform
-        )
-        tensor_ms = _round_trip_ms(there, back, tensor, form, platform)
+        small_tensor = torch.zeros(small_shape, dtype=form.dtype, device=device)
+        small_ms = min(ask_ms(there, back, small_tensor, small, platform) for _ in range(_NUM_PINGS))
+        tensor_ms = min(ask_ms(there, back, tensor, form, platform) for _ in range(_NUM_PINGS))
         whole = there.whole_shape(tensor.shape, form)
         for link in map(str, links):
             report["latency_ms"][link] = small_ms / 2
@@ -202,23 +202,17 @@ def measure_links(
     return report
 
 
-def _round_trip_ms(
-    there: Channel, back: Channel, tensor: torch.Tensor, form: TensorFormat, platform: Platform
-) -> float:
-    """Send a tensor and get one back, a few times; return the shortest time in ms."""
-    times_ms: list[float] = []
-    for _ in range(_NUM_PINGS):
-        start = time.perf_counter()
-        sent = there.send(tensor, form)
-        back.post(form, tensor.shape).take()
-        sent.wait()
-        if not platform.host_blocking_wait:
-            platform.module().synchronize()
-        times_ms.append(1e3 * (time.perf_counter() - start))
-    return min(times_ms)
+def ask_ms(there: Channel, back: Channel, tensor: torch.Tensor, form: TensorFormat, platform: Platform) -> float:
+    """Send a tensor, get one back, and return the time of the round trip; the other side calls :func:`answer`."""
+    start = time.perf_counter()
+    sent = there.send(tensor, form)
+    back.post(form, tensor.shape).take()
+    sent.wait()
+    if not platform.host_blocking_wait:
+        platform.module().synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
-def _answer(there: Channel, back: Channel, form: TensorFormat, shape: Sequence[int]) -> None:
-    """Give back all that the other side of a link sends."""
-    for _ in range(_NUM_PINGS):
-        back.send(there.post(form, shape).take(), form).wait()
+def answer(there: Channel, back: Channel, form: TensorFormat, shape: Sequence[int]) -> None:
+    """Send back what the side that asks sends."""
+    back.send(there.post(form, shape).take(), form).wait()

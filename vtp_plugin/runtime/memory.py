@@ -8,10 +8,10 @@ Shape = tuple[int, ...]
 
 
 class HostMemory:
-    """Hands out tensors whose memory is used again once every tensor that shares it has died.
+    """Hands out tensors, and uses their memory again once no living tensor shares it.
 
-    For the host only: its allocator gives large blocks back to the system, and touching fresh pages costs about as much
-    as receiving into them. Devices have torch's caching allocator, which also knows of tensors on other streams.
+    For the host only. Its allocator returns large blocks to the system, and touching fresh pages costs about as much as
+    receiving into them. Devices have torch's caching allocator, which also knows about tensors on other streams.
 
     Attributes:
         num_allocations: how often fresh memory was needed; constant in the steady state of a run with fixed shapes.
@@ -23,7 +23,7 @@ class HostMemory:
         self._storages: list[torch.UntypedStorage] = []
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of any content, with memory that no living tensor has."""
+        """Return an uninitialised tensor in memory that no living tensor uses."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         free = [storage for storage in self._storages if _is_free(storage)]
         for storage in free:
@@ -39,5 +39,5 @@ class HostMemory:
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
-    """Tell whether no tensor has this storage: the only reference left is the one of the object given."""
+    """Tell whether no tensor uses this storage: the argument then holds the only reference."""
     return torch._C._storage_Use_Count(storage._cdata) == 1

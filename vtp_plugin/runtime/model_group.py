@@ -13,18 +13,18 @@ from vtp_plugin.runtime.process_groups import open_group
 
 
 class ModelGroup(dist.ProcessGroup):
-    """Reduces over the stages, each of which counts once, whatever its numbers of cp and dp ranks.
+    """Reduces over the stages. Each stage counts once, whatever its numbers of cp and dp ranks.
 
-    Stock Megatron has one model-parallel group per replica. Where a small stage has one replica for several of a large
-    one, its ranks would have to call such a reduction once for each; here all ranks of the world call it once. A sum
+    Stock Megatron has one model-parallel group per replica. If one replica of a small stage serves several of a large
+    stage, its ranks would have to call such a reduction several times; here all ranks of the world call it once. A sum
     takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
-    equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer every rank
-    has a share of its own of the same numbers; a group for these sums over all ranks, too.
+    equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer each rank
+    holds a different share of these numbers, so then a sum takes all ranks, too.
 
-    It runs inside each stage, once across between their leaders, and back. All three steps are ordinary collectives of
-    ordinary groups, which all members of the group call in this order, so it cannot hang where those would not. It
-    answers ``rank`` and ``size`` like the group of one replica: Megatron names optimizer states by that rank.
-    torch does not know it: who makes one enters it where torch looks up backends and ranks.
+    The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
+    members call these three ordinary collectives of ordinary groups in one order, so this group hangs only where those
+    would. Its ``rank`` and ``size`` are those of one replica's group, because Megatron names optimizer states by that
+    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ModelGroup(dist.ProcessGroup):
             rank: this rank.
             whole_stage_group: all ranks of this rank's stage.
             leaders_group: the first rank of every stage; None on other ranks.
-            has_shares: what is summed differs between the replicas of a stage, so all count.
+            has_shares: replicas of a stage hold different numbers (distributed optimizer), so all count.
         """
         own = layout.coord(rank)
         replica = layout.model_ranks(own.dp_rank, own.cp_rank)

@@ -4,16 +4,16 @@
 in a collective of Megatron's own never comes back to our code. So two small threads keep the time on every rank. They
 issue no communication on a device; they talk to the store over a connection of their own.
 
-* The *poller* shows a sign of life, looks for that of the next rank (a ring: linear cost in the world size), and looks
-  for a failure that some rank posted. A call on the store may block for ever, when its server is stopped.
+* The *poller* shows a sign of life, looks for the next rank's (a ring: linear cost in the world size), and looks for a
+  failure that some rank posted. Its calls may block for ever when the store's server is stopped.
 * The *timer* ends the process when the poller found a failure, when the store itself does not answer, or when this rank
   has waited too long at a boundary. It never waits for the store.
 
-Ending means: one line that names the boundary, direction, microbatch and waiting time, and a non-zero exit.
+To end is to write one line, with the boundary, direction, microbatch and waiting time, and to exit with an error.
 
-Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, a wait of one's own 0.8; telling the
-others and ending takes about 0.1 more. All of it on a clock that stands still while this process does: a suspended
-or overloaded machine accuses nobody.
+Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, a wait of this rank 0.8; to inform the
+others and to end takes about 0.1 more. The clock stands still while this process does, so a suspended or overloaded
+machine accuses nobody.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from vtp_plugin.runtime.waiting import EXIT_CODE, report
 
 # Added to a sign of life by a rank that ends; more than any number of beats.
 _DONE = 1 << 40
-# The store's server is one thread: all ranks together ask for failures at most so often in a second.
+# The store's server is one thread: all ranks together look for failures at most this often.
 _MAX_LOOKS_PER_S = 2000
 # Added to the state, which counts roll calls, when a failure is posted.
 _FAILED = 1 << 40
-# After an error of its own a process may print and clean up for so long.
+# For so long a process may print and clean up after its own error.
 _FAILING_S = 30.0
 
 
 class DeviceEvent(Protocol):
-    """What the monitor needs of ``torch.cuda.Event`` and its kin: has the stream come this far?"""
+    """What the monitor needs of ``torch.cuda.Event`` and its like: whether the stream has come this far."""
 
     def query(self) -> bool:
         """Return whether all work before the event has finished; does not block."""
@@ -53,13 +53,13 @@ class DeviceEvent(Protocol):
 
 @dataclass(slots=True)
 class Wait:
-    """A wait of this rank for a peer. On device backends it ends when the stream has passed, not when the host has.
+    """A wait of this rank for a peer. On a device it ends when the stream has passed it, not when the host has.
 
     Attributes:
         position: boundary, direction and microbatch.
         peer: who is waited for.
         begin_s: start, on the monitor's clock.
-        event: recorded behind the wait on the device's stream; None while the host has not come so far.
+        event: recorded behind the wait on the device's stream; None until the host has come that far.
         ended: the host knows that the wait is over.
     """
 
@@ -74,7 +74,7 @@ class Wait:
         try:
             return self.ended or (self.event is not None and self.event.query())
         except RuntimeError:
-            # The device failed: its stream will not come past the wait.
+            # The device failed: its stream will never pass the wait.
             return False
 
 
@@ -86,9 +86,9 @@ class Monitor:
             agreed: opening one can take seconds, in which this rank would seem silent.
         rank: global rank.
         world_size: number of ranks.
-        timeout_s: every other rank ends within this time after a rank died, stopped or hangs, in seconds.
+        timeout_s: if a rank dies, stops or hangs, all others end within this time.
         keeper: who keeps the store.
-        describe: gives an error as the line that the other ranks may read.
+        describe: turns an error into the line that other ranks may read.
         exit_process: ends the process; replaced in tests.
     """
 
@@ -141,18 +141,16 @@ class Monitor:
         """Say goodbye to the others and end the threads.
 
         Rank 0, which may own the store's server, leaves last: it waits, still watching, until all others are done.
-        After a failure of its own it waits only until they can know, and the timer stays: a process may hang at exit.
+        After its own failure it waits only until they can know, and its timer keeps running: a process may hang at
+        exit.
         """
         if self._stopping.is_set():
             return
         self._try(self._leave_others)
         self._stopping.set()
-        ending = self._threads
         if self._failing_s is None:
             self._timer_ends.set()
-        else:
-            ending = self._threads[:1]
-        for thread in ending:
+        for thread in self._threads if self._failing_s is None else self._threads[:1]:
             # A thread that comes back from the store while the interpreter ends would abort the process.
             thread.join(timeout=2 * self._beat_interval_s + 1.0)
 
@@ -176,10 +174,11 @@ class Monitor:
         return wait
 
     def post_failure(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, so that they need not wait for its silence.
+        """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
 
-        A broken connection may be the consequence of another rank's end: then all are asked whether they live. Takes a
-        second at most, or a quarter of the timeout. This rank then has some time to print the error and to end itself.
+        A broken connection may be the consequence of another rank's end: then all are asked whether they live. This
+        takes at most a second, or a quarter of the timeout. Afterwards this rank has some time to print its error and
+        end.
         """
         if self._failing_s is None:
             self._failing_s = self._clock_s
@@ -204,16 +203,16 @@ class Monitor:
 
     @property
     def is_failing(self) -> bool:
-        """Whether this rank has posted a failure of its own."""
+        """Whether this rank itself has failed."""
         return self._failing_s is not None
 
     @property
     def failure(self) -> str | None:
-        """What a rank posted before this one failed, once known."""
+        """The first failure that was posted, once known; None also if it was this rank's."""
         return self._failure
 
     def describe_position(self) -> str:
-        """Say where this rank stands: the wait that it is in, or the boundary that it used last."""
+        """Say where this rank stands: its current wait, or the boundary that it used last."""
         now_s = self._clock_s
         open_waits = [w for w in self._waits if not w.is_over()]
         if open_waits:
@@ -276,7 +275,7 @@ class Monitor:
         if self._failure is not None:
             return f"{self._failure}; {self.describe_position()}"
         silent_s = now_s - self._contact_s
-        # Whoever loses a peer often loses the store too, and its own error says more than this one.
+        # A rank that loses a peer often loses the store, too, and the error from the peer says more than this one.
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
         if is_cut or silent_s > self._dead_s + self._beat_interval_s:
             return (
@@ -306,7 +305,7 @@ class Monitor:
         self._exit_process(EXIT_CODE)
 
     def _post(self, text: str) -> None:
-        """Post a failure if it is the first, else learn of the first: this one may be a consequence of it."""
+        """Post a failure if it is the first; otherwise read the first, of which this may be a consequence."""
         if self._store.add("failures", 1) == 1:
             self._store.set("failed", text)
             self._store.add("state", _FAILED)
@@ -314,7 +313,7 @@ class Monitor:
             self._failure = self._store.get("failed").decode()
 
     def _say_farewell(self) -> None:
-        """Count this rank, once, among those that need the store no more."""
+        """Say, once, that this rank no longer needs the store."""
         with self._farewell_lock:
             if not self._said_farewell:
                 self._said_farewell = True
@@ -330,7 +329,7 @@ class Monitor:
     def _try(self, action: Callable[[], None]) -> None:
         """Use the store unless its connection is known to be broken: torch reports every failing call at length.
 
-        A broken connection stays broken; the timer ends the process, unless it ends by itself.
+        A broken connection stays broken. The timer ends the process if it does not end by itself.
         """
         if self._cut_s is None:
             try:

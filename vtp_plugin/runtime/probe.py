@@ -1,15 +1,13 @@
-"""Which strategy carries a boundary faster: where the rules leave it open, a run tries them at its start.
+"""Which strategy carries a boundary faster: where the rules leave it open, a run tries both when it starts.
 
-Both go over the groups that the slices need. One replica of each boundary sends zeros to and fro while the others wait,
-one boundary after another in the planned order. The ranks' figures are compared in one place, so all ranks take the
-same strategy.
+Both use the groups that slices need. One replica of each boundary sends zeros back and forth while the others wait, one
+boundary after another in the planned order. Rank 0 compares the figures of all ranks, so all take the same strategy.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,15 +20,15 @@ from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.measure import Report
+from vtp_plugin.runtime.measure import Report, answer, ask_ms
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
 STRATEGIES = ("rank0", "sliced")
-# The first of so many round trips is left out; of the others the fastest counts.
+# The first round trip is a warm-up; the fastest of the others counts.
 _NUM_ROUNDS = 4
-# All are tried with a first size, which tells slow links: these give a larger tensor the same order. Where it crosses
-# within a few ms, a larger one is tried as well. Both are small enough for tenths of a second in all.
+# On a slow link the first size is enough: a larger tensor would rank the strategies alike. Only where it crosses in a
+# few ms, a larger one is tried as well. Both are small enough to take tenths of a second in all.
 _FIRST_BYTES, _MOST_BYTES = 1 << 18, 4 << 20
 _FAST_MS = 5.0
 _WIDTH = 256
@@ -38,7 +36,7 @@ _WIDTH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was found for the boundaries between two stages.
+    """The figures of the boundaries between two stages, and the choice that follows.
 
     Attributes:
         pair: upstream and downstream stage.
@@ -52,7 +50,7 @@ class Choice:
 
     @property
     def strategy(self) -> str:
-        """The faster one; of equal ones the first, which uses fewer links."""
+        """The faster strategy; if both take the same time, the first, which uses fewer links."""
         return min(STRATEGIES, key=lambda name: self.times_ms[name])
 
     def __str__(self) -> str:
@@ -93,9 +91,9 @@ def try_strategies(
     while sizes:
         report: Report = {}
         for pair, num_bytes in sizes.items():
-            ways = [channels.get(first[pair].id(direction)) for direction in Direction]
-            if ways[0] is not None and ways[1] is not None:
-                report[_key(pair)] = _round_trips(ways[0], ways[1], num_bytes, platform, is_sharded=is_sharded)
+            there, back = (channels.get(first[pair].id(direction)) for direction in Direction)
+            if there is not None and back is not None:
+                report[_key(pair)] = _round_trips(there, back, num_bytes, platform, is_sharded=is_sharded)
         found: dict[str, dict[str, float]] = json.loads(share_reports(report, _slowest))
         for pair, num_bytes in sizes.items():
             times_ms = {name: found[_key(pair)][name] / 2 for name in STRATEGIES}
@@ -112,7 +110,7 @@ def try_strategies(
 def settle(
     boundaries: Sequence[PipelineBoundary], channels: Mapping[ChannelId, Channel], choices: Mapping[Pair, Choice]
 ) -> dict[ChannelId, Channel]:
-    """Return the channels of this rank, those of the tried boundaries as they were chosen."""
+    """Return this rank's channels; at the boundaries that were tried, with the strategy that was chosen."""
     settled = dict(channels)
     for boundary in boundaries:
         strategy = choices[boundary.upstream, boundary.downstream].strategy
@@ -127,7 +125,7 @@ def _key(pair: Pair) -> str:
 
 
 def _slowest(reports: Sequence[Report]) -> str:
-    """Take every figure from the rank that saw the longest time."""
+    """Take every figure from the slowest rank."""
     merged: dict[str, dict[str, float]] = {}
     for report in reports:
         for pair, times_ms in report.items():
@@ -139,7 +137,7 @@ def _slowest(reports: Sequence[Report]) -> str:
 def _round_trips(
     there: Channel, back: Channel, num_bytes: int, platform: Platform, *, is_sharded: bool
 ) -> dict[str, float]:
-    """Send zeros to and fro by every strategy in turn; return the fastest round trip in ms, on the side that asks."""
+    """Send zeros back and forth by each strategy in turn; the side that asks returns the fastest round trips in ms."""
     spec = there.spec
     num_samples = math.lcm(spec.src.num_replicas, spec.dst.num_replicas)
     unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (spec.src, spec.dst)))
@@ -157,14 +155,8 @@ def _round_trips(
             require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
     for _ in range(_NUM_ROUNDS):
         for name, (outgoing, incoming) in tried.items():
-            start = time.perf_counter()
             if is_asking:
-                sent = outgoing.send(zeros, form)
-                incoming.post(form, zeros.shape).take()
-                sent.wait()
+                times_ms[name].append(ask_ms(outgoing, incoming, zeros, form, platform))
             else:
-                incoming.send(outgoing.post(form, zeros.shape).take(), form).wait()
-            if not platform.host_blocking_wait:
-                platform.module().synchronize()
-            times_ms[name].append(1e3 * (time.perf_counter() - start))
+                answer(outgoing, incoming, form, zeros.shape)
     return {name: min(times[1:]) for name, times in times_ms.items()} if is_asking else {}

@@ -20,13 +20,13 @@ def open_group(
 ) -> dist.ProcessGroup | None:
     """Open a process group. Every rank of the world calls this for every planned group, in the plan's order.
 
-    torch names groups by a counter of such calls (the names of ``use_local_synchronization`` are salted with it, too,
-    since 2.15), so a rank that leaves out a call meets the wrong peers at its next one. For a rank that is not a member
-    a call costs microseconds: no connection, no barrier.
+    torch names groups by a counter of these calls (since 2.15 also with ``use_local_synchronization``), so a rank that
+    skips a call meets the wrong peers in its next one. A call costs a rank that is not a member microseconds: no
+    connection, no barrier.
 
     Args:
         ranks: global ranks.
-        platform: decides the options; the backend is that of the world (a fake one in dry runs).
+        platform: decides the options; the backend is the world's (a fake one in dry runs).
         timeout_s: limit of every operation, in seconds; torch's own default for a new group is 30 minutes.
         description: shown by torch's debugging tools.
         buffer_size_bytes: largest message, for backends that reserve device memory per communicator.

@@ -27,9 +27,9 @@ _NUM_PINGS = 5
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Join the launcher's rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) before torch.distributed is initialised.
 
-    Does not wait for the other ranks; :func:`~vtp_plugin.runtime.startup.agree` does, and can name those that are
-    missing. ``init_process_group`` later shares the same server: torch opens it as multi-tenant. Where rank 0 keeps the
-    store, its server listens on the one address that ``MASTER_ADDR`` names; torch alone would take all interfaces.
+    Does not wait for the other ranks: :class:`~vtp_plugin.runtime.startup.Agreement` does, and names the missing ones.
+    ``init_process_group`` shares the same server later: torch opens it as multi-tenant. If rank 0 keeps the store, its
+    server listens only on the address that ``MASTER_ADDR`` names; torch alone would listen on all interfaces.
 
     Raises:
         ConfigError: the launcher's variables are missing or wrong.
@@ -47,7 +47,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
     try:
         with time_limit(rank, timeout_s, reason):
-            # Not left to torch, whose attempts together take longer than the timeout that it is given.
+            # Not left to torch, whose attempts together take longer than the timeout that it gets.
             if not serves and not poll(lambda: _is_reachable(host, int(port)), timeout_s, pause_s=0.2, lines=lines):
                 raise TimeoutError("nobody listens there")
             store = _serve(host, int(port), timeout_s) if serves else _attach(host, int(port), timeout_s)
@@ -62,7 +62,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             "the timeout",
             shared=f"{waited} for the store: no answer",
         ) from None
-    # A launcher that restarts the ranks may keep its store.
+    # A launcher that restarts the ranks may keep its store: what an earlier attempt posted must not be read.
     return dist.PrefixStore(f"vtp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -96,7 +96,7 @@ def _attach(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def _bind(address: str, port: int) -> socket.socket | None:
-    """Listen on one address; None where this process or another one listens at that port already: torch then tells."""
+    """Listen on one address; None if somebody listens at that port already: torch then attaches to it, or says so."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +109,7 @@ def _bind(address: str, port: int) -> socket.socket | None:
 
 
 def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Choose the one address on which rank 0 keeps the store, and say why; None stands for all interfaces.
+    """Choose the address on which rank 0 keeps the store, and say why; None stands for all interfaces.
 
     Args:
         host: ``MASTER_ADDR``.
@@ -122,7 +122,7 @@ def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | 
     is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", "1")
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if is_loopback and host not in (address, "localhost") and not is_one_machine:
-        # As Debian writes a machine's own name into /etc/hosts: other machines know it by another address.
+        # Debian maps a machine's name to a loopback address in /etc/hosts; other machines know another address.
         return None, f"MASTER_ADDR {host} is the loopback address {address} here; write the address that others use"
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
@@ -136,7 +136,7 @@ def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | 
 
 
 def describe_listening(environment: Mapping[str, str]) -> list[str]:
-    """Say what would listen where in a run that is started with these variables, one line for each listener.
+    """Say what listens where in a run with these environment variables, one line for each listener.
 
     Args:
         environment: such as ``os.environ``.
@@ -162,9 +162,9 @@ def describe_listening(environment: Mapping[str, str]) -> list[str]:
 
 
 def _interface(environment: Mapping[str, str], default: str, *names: str) -> str:
-    """Say where a backend listens, by the variables that tell it."""
-    told = next((name for name in names if environment.get(name)), None)
-    return f"{default}; {names[0]} sets it" if told is None else f"interface {environment[told]} ({told})"
+    """Say where a backend listens; ``names`` are the variables that decide it."""
+    name = next((name for name in names if environment.get(name)), None)
+    return f"{default}; {names[0]} sets it" if name is None else f"interface {environment[name]} ({name})"
 
 
 def _describe_store(environment: Mapping[str, str]) -> str:
@@ -195,7 +195,7 @@ def _ephemeral_ports() -> str:
 
 
 def test_rendezvous(address: str, timeout_s: float = 10.0) -> tuple[list[str], bool]:
-    """Test from this machine whether a run's store answers, without joining the run: nothing is written to it.
+    """Test from this machine whether a run's store answers, without joining the run. Nothing is written to the store.
 
     Args:
         address: ``HOST:PORT``, as given to torchrun.
@@ -230,7 +230,7 @@ def test_rendezvous(address: str, timeout_s: float = 10.0) -> tuple[list[str], b
 
 
 def _ask_store(host: str, port: int, deadline_s: float) -> tuple[str, bool]:
-    """Speak the store's protocol with whoever listens there."""
+    """Speak the store's protocol with the process that listens there."""
     found_ms: list[float] = []
 
     def ask() -> None:
@@ -241,7 +241,7 @@ def _ask_store(host: str, port: int, deadline_s: float) -> tuple[str, bool]:
                 store.check(["vtp doctor"])
                 found_ms.append(1e3 * (time.monotonic() - begin_s))
 
-    # A thread, which may stay behind: torch waits without limit for a server that takes connections and says nothing.
+    # In a thread, which may stay behind: torch waits for ever for a server that accepts connections and says nothing.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(max(0.0, deadline_s - time.monotonic()))

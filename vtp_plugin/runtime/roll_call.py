@@ -1,7 +1,7 @@
-"""Which ranks still live, asked when a connection broke: of a rank that was killed all others name that rank.
+"""Which ranks still live. This is asked when a connection breaks, so that all ranks name the rank that was killed.
 
-A rank whose peer dies finds its connection closed, ends too, and so breaks connections of its own: without asking, the
-others would name whoever noticed first.
+A rank whose peer dies finds its connection closed and ends, too, which breaks more connections. Without asking, the
+others would name the rank that noticed first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-# Torch and its backends have no common type for this; checkpoints wrap it.
+# Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|connection to .* broke|"
     r"(nccl|hccl)\w* ?error|remote (error|process|peer)",
@@ -37,7 +37,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class RollCall:
-    """Asks all ranks for an answer. The store's ``state`` counts the calls; every rank's monitor looks there.
+    """Asks all ranks for an answer. The store's ``state`` counts the calls, and every rank's monitor looks there.
 
     Args:
         store: of the monitors.
@@ -52,7 +52,7 @@ class RollCall:
         self._num_answered = 0
 
     def answer(self, num_calls: int) -> None:
-        """Answer all calls so far; by the thread that shows that this rank lives."""
+        """Answer all calls so far. Called by the thread that shows the sign of life."""
         if num_calls > self._num_answered:
             self._num_answered = num_calls
             self._store.set(f"here/{self._rank}", str(num_calls))
@@ -63,8 +63,8 @@ class RollCall:
 
         Args:
             limit_s: how long to wait for answers.
-            is_over: tells that the answer is not needed any more.
-            has_left: tells that a rank ended normally, and so cannot answer.
+            is_over: whether the answer is no longer needed.
+            has_left: whether a rank has ended normally, and so cannot answer.
         """
         number = self._store.add("state", 1)
         deadline_s = time.monotonic() + limit_s

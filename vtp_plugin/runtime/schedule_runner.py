@@ -20,15 +20,15 @@ from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_s
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
-# Training steps that are measured together. The first step of a run is not one: it also loads, allocates and compiles.
+# Training steps that are measured together. The first step of a run does not count: it also loads, allocates, compiles.
 NUM_MEASURED_STEPS = 3
 
 
 class Ranks(Protocol):
-    """What all ranks do together outside the pipeline: every call is collective."""
+    """What all ranks do together outside the pipeline. Every call is collective."""
 
     def agree(self, name: str, prepare: Callable[[], Mapping[str, object]]) -> None:
-        """Run a function on all ranks; go on only if it returns the same everywhere."""
+        """Run a function on all ranks; return only if it returns the same on all."""
         ...
 
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
@@ -37,17 +37,17 @@ class Ranks(Protocol):
 
 
 class ScheduleRunner:
-    """Plans every kind of step once and runs steps over this rank's channels.
+    """Makes the schedule of each kind of step once, and runs steps over this rank's channels.
 
-    A U's order depends on durations and links. Where they are not stated, the first steps run in the order for the
-    model U-shape; training steps 2 to 4 are timed and the links are tried at their end; then all ranks make one set of
-    costs of their figures (medians over the steps), and every step from then on is planned for it, once for each number
-    of microbatches. Each chunk's backwards keep their order whatever the order of a stage, so the plan does not change
-    what is computed.
+    The order of a U-shape depends on durations and links. If the user does not state these costs, the run measures
+    them. The first steps run in an order made for assumed costs. Training steps 2 to 4 are timed, and the links are
+    tried after them. All ranks then turn their figures (medians over the steps) into one set of costs, and later steps
+    are planned for these, once for each number of microbatches. A new order does not change what is computed: every
+    chunk keeps the order of its backwards.
 
-    Afterwards the time that steps take is compared with the time that the plan promises. Where they are too far apart,
-    measured costs are measured again and the order is planned anew, a few times at most; of stated costs a warning says
-    so.
+    From then on the time of the steps is compared with the time that the schedule promises. If they are too far apart,
+    measured costs are measured again and the order is planned anew, a few times at most; for stated costs there is a
+    warning.
 
     Args:
         placement: which stage holds which virtual stage.
@@ -108,7 +108,7 @@ class ScheduleRunner:
         """
         if self._report is not None:
             self._combine(self._report)
-        step = ScheduleRequest(
+        request = ScheduleRequest(
             placement=self.placement,
             num_microbatches=num_microbatches * self.placement.num_replicas[self._stage],
             forward_only=forward_only,
@@ -116,33 +116,33 @@ class ScheduleRunner:
             costs=self.costs,
             in_flight=self._in_flight,
         )
-        if step not in self._schedules:
-            self._schedules[step] = self._plan(step, batch)
-        return self._schedules[step]
+        if request not in self._schedules:
+            self._schedules[request] = self._make(request, batch)
+        return self._schedules[request]
 
     def _combine(self, report: Report) -> None:
-        """Take the costs that all ranks measured together."""
+        """Make one set of costs of what all ranks measured, and plan for it from now on."""
 
         def combine(reports: Sequence[Report]) -> str:
             return format_costs(combine_reports(reports, self.placement))
 
         text = self._ranks.share_reports(report, combine)
-        # Through the text, whose rounding is a part of it: the same costs by flag give the same order.
+        # Parse the text instead of using the figures: the same costs, given by flag later, must give the same order.
         self.costs = parse_costs(text.split(), self.placement)
         self._report = None
         first = self._num_trained - NUM_MEASURED_STEPS + 1
         command = log.wrap_command(["--vtp-costs", *text.split()])
         log.info(f"measured in training steps {first} to {self._num_trained}:\n{command}")
 
-    def _plan(self, step: ScheduleRequest, batch: int | None) -> Schedule:
-        plans: list[tuple[Schedule, str]] = []
+    def _make(self, request: ScheduleRequest, batch: int | None) -> Schedule:
+        made: list[tuple[Schedule, str]] = []
 
         def prepare() -> dict[str, object]:
-            plans.append(make_schedule(step))
-            return {"samples of a step": batch, "schedule": plans[0][0].digest}
+            made.append(make_schedule(request))
+            return {"samples of a step": batch, "schedule": made[0][0].digest}
 
         self._ranks.agree("planning of a step", prepare)
-        ((schedule, reason),) = plans
+        ((schedule, reason),) = made
         log.info(reason)
         return schedule
 
@@ -167,7 +167,7 @@ class ScheduleRunner:
             self._compare(time)
 
     def _measured(self, compute: Compute) -> TimedCompute | None:
-        """Let the compute of a training step be timed, if the step is one to measure."""
+        """Return what times the compute of this training step; None if it is not to be measured."""
         if self._num_left == 0 or self._num_trained == 1:
             return None
         self._num_left -= 1
@@ -177,7 +177,7 @@ class ScheduleRunner:
         return self._timed
 
     def _compare(self, time: StepTime) -> None:
-        """Print predicted and real time; where they are too far apart, measure again, or warn of stated costs."""
+        """Print predicted and real time; if they are too far apart, measure again, or warn of stated costs."""
         note = ""
         if time.differs and not self._has_stated_costs and self._num_left == 0 and self._report is None:
             if self._num_replans < MOST_REPLANS:

@@ -1,8 +1,9 @@
 """Start-up checks that all ranks pass or fail together, over the store, before any process group exists.
 
-A check that fails on one rank only leaves the others waiting inside a collective that never comes. So every rank posts
-what it is about to do (its *statement*) or the error it found; rank 0 compares and posts one verdict; all read it, and
-all go on or all leave with the same reason. Cost: one key per rank and one verdict, linear in the world size.
+If a check failed on one rank only, the others would wait inside a collective that never comes. So every rank posts
+what it is about to do (its *statement*) or the error that it found. Rank 0 compares the posts and posts one verdict.
+All ranks read it; then all go on, or all end with the same reason. The cost is linear in the world size: one key per
+rank, and the verdict.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.runtime.disclosure import HIDDEN, Disclosure, describe_error, first_line, is_same_value, show_stated
 from vtp_plugin.runtime.store import Topic, open_round, part_of
-from vtp_plugin.runtime.waiting import POLL_S, WAITED, WaitingLines, poll, time_limit
+from vtp_plugin.runtime.waiting import WAITED, WaitingLines, poll, time_limit
 
 _FAREWELL_S = 5.0
-# Rank 0 judges early enough for its verdict to reach those that came before it.
+# Rank 0 judges after this share of the timeout: a rank that came earlier must read the verdict within its own.
 _JUDGE_SHARE = 0.9
-# Once an error is known, ranks that have not come are waited for no longer than this.
+# Once an error is known, rank 0 waits no longer than this for ranks that have not come.
 _GRACE_S = 5.0
-# How often rank 0 tells the others whom it waits for, at least: before the first of their lines.
-_TELL_S = 1.0
+# Rank 0 posts whom it waits for this soon, so that the first waiting lines of the others can name the ranks.
+_POST_MISSING_S = 1.0
 _UNKNOWN_PEER = (
     "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
 )
@@ -36,7 +37,7 @@ _UNKNOWN_PEER = (
 def gather_node_sizes(
     store: dist.Store, environment: Mapping[str, str], *, divisor: int, timeout_s: float
 ) -> tuple[int, ...]:
-    """Tell every rank how many tensor-parallel ranks each node of the launcher has.
+    """Share how many tensor-parallel ranks each node of the launcher has.
 
     Args:
         store: the run's store.
@@ -66,15 +67,11 @@ def gather_node_sizes(
             f"size {divisor}; start another number of ranks there or write the list"
         )
     keys = [str(i) for i in range(num_nodes)]
-    begin_s = time.monotonic()
-    while not nodes.check(keys):
-        waited_s = time.monotonic() - begin_s
-        if waited_s > timeout_s:
-            missing = [int(key) for key in keys if not nodes.check([key])]
-            raise PeerError(
-                f"{WAITED} {waited_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
-            )
-        time.sleep(POLL_S)
+    if not poll(lambda: nodes.check(keys), timeout_s):
+        missing = [int(key) for key in keys if not nodes.check([key])]
+        raise PeerError(
+            f"{WAITED} {timeout_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
+        )
     sizes = tuple(int(nodes.get(key)) for key in keys)
     if 0 in sizes:
         raise LayoutError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
@@ -83,11 +80,11 @@ def gather_node_sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What rank 0 made of all posts.
+    """What rank 0 concludes from all posts.
 
     Attributes:
-        text: why no rank goes on; empty for agreement.
-        name: value in which ranks disagree, if that is why.
+        text: why all ranks end; empty if they agree.
+        name: value that differs, if that is why.
         is_missing: a rank did not come.
     """
 
@@ -96,32 +93,24 @@ class _Verdict:
     is_missing: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class Agreement:
-    """Checks that all ranks pass or fail together. All ranks of the world settle the same ones in the same order.
+    """Checks that all ranks pass or fail together. All ranks of the world settle the same checks in the same order.
 
-    Args:
+    Attributes:
         store: reaches all ranks.
         rank: this rank.
         world_size: number of ranks.
-        timeout_s: says how long to wait for the others; asked at every check, since one may change it.
-        disclosure: what this rank may tell the others; asked once a check's ``prepare`` has run, in which this rank may
-            have learned of its site. By default all ranks are at one site.
+        timeout_s: says how long to wait for the others; asked at every check, since a check may change it.
+        disclosure: says what the others may learn from this rank. It is asked after a check's ``prepare`` has run,
+            because ``prepare`` may be what finds out this rank's site. By default all ranks are at one site.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        world_size: int,
-        timeout_s: Callable[[], float],
-        disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True),
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout_s = timeout_s
-        self._disclosure = disclosure
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout_s: Callable[[], float]
+    disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True)
 
     def settle(
         self,
@@ -133,13 +122,14 @@ class Agreement:
     ) -> None:
         """Run ``prepare`` on every rank, and return only if it succeeded everywhere with equal results.
 
-        ``SystemExit`` counts as a failure too: Megatron leaves some checks that way.
+        ``SystemExit`` counts as a failure, too: some of Megatron's checks exit.
 
         Args:
-            name: of the check, for error messages; the same one may come again, rounds are counted.
-            prepare: the check; it returns JSON values that must be equal on all ranks. The first that differs is named.
-            is_partial: a rank need not state every value that another one states.
-            timeout_s: for this check; default is the usual one, as it is before ``prepare`` runs.
+            name: of the check, for error messages; a name may come again, rounds are counted.
+            prepare: the check; returns JSON values that must be equal on all ranks. The error names the first value
+                that differs.
+            is_partial: a rank need not state every value that another rank states.
+            timeout_s: for this check; default is the usual limit, read before ``prepare`` runs.
 
         Raises:
             ConfigError: a rank failed, or two statements differ. The text is the same on all ranks, but for what may
@@ -153,34 +143,30 @@ class Agreement:
             statement = prepare()
         except (Exception, SystemExit) as found:
             error = found
-        _Check(self, name, limit_s, self._disclosure(), is_partial=is_partial).settle(statement, error)
+        _Check(self, name, limit_s, self.disclosure(), is_partial).settle(statement, error)
 
 
+@dataclass(frozen=True, slots=True)
 class _Check:
     """One round of an agreement on this rank."""
 
-    def __init__(
-        self, agreement: Agreement, name: str, timeout_s: float, disclosure: Disclosure, *, is_partial: bool
-    ) -> None:
-        self._store = dist.PrefixStore(name, part_of(agreement.store, Topic.CHECKS))
-        self._name = name
-        self._rank = agreement.rank
-        self._world_size = agreement.world_size
-        self._timeout_s = timeout_s
-        self._is_partial = is_partial
-        self._disclosure = disclosure
+    agreement: Agreement
+    name: str
+    timeout_s: float
+    disclosure: Disclosure
+    is_partial: bool
 
     def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement."""
-        posted = "" if error is None else self._disclosure.describe(error)
-        own = {"error": posted} if error is not None else {"says": self._disclosure.state(statement)}
+        posted = "" if error is None else self.disclosure.describe(error)
+        own = {"error": posted} if error is not None else {"says": self.disclosure.state(statement)}
         begin_s = time.monotonic()
         try:
-            with time_limit(self._rank, self._timeout_s, f"for the store at {self._name}: no answer"):
+            with time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"):
                 verdict = self._exchange(json.dumps(own), begin_s)
         except dist.DistError as broken:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            whom = f"for rank 0 or the launcher, which keeps the store, at {self._name}"
+            whom = f"for rank 0 or the launcher, which keeps the store, at {self.name}"
             raise PeerError(
                 f"{waited} {whom}: the connection broke ({first_line(str(broken))}); it ended",
                 shared=f"{waited} {whom}: the connection broke; it ended",
@@ -195,9 +181,10 @@ class _Check:
 
     def _exchange(self, own: str, begin_s: float) -> _Verdict:
         """Post, judge on rank 0, and return the verdict."""
-        posts = open_round(self._store, self._rank)
-        posts.set(str(self._rank), own)
-        if self._rank != 0:
+        rank = self.agreement.rank
+        posts = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
+        posts.set(str(rank), own)
+        if rank != 0:
             verdict = self._read_verdict(posts, begin_s)
             posts.add("farewell", 1)
             return verdict
@@ -205,17 +192,18 @@ class _Check:
         posts.set("verdict", json.dumps([verdict.text, verdict.name, verdict.is_missing]))
         if verdict.text:
             # Rank 0 may own the store's server: it leaves last, or the others never learn why.
-            poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self._timeout_s))
+            poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
         return verdict
 
     def _judge(self, posts: dist.Store, begin_s: float) -> tuple[_Verdict, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
-        deadline_s = begin_s + _JUDGE_SHARE * self._timeout_s
-        lines = WaitingLines(_JUDGE_SHARE * self._timeout_s, lambda: self._tell_missing(posts))
+        limit_s = _JUDGE_SHARE * self.timeout_s
+        deadline_s = begin_s + limit_s
+        lines = WaitingLines(limit_s, lambda: self._post_missing(posts))
         missing: list[int] = []
         errors: dict[int, str] = {}
         statements: dict[int, dict[str, Any]] = {}
-        for rank in range(self._world_size):
+        for rank in range(self.agreement.world_size):
             if not self._await_post(posts, rank, deadline_s - time.monotonic(), lines):
                 missing.append(rank)
                 continue
@@ -225,33 +213,33 @@ class _Check:
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             else:
                 statements[rank] = post["says"]
-        num_present = self._world_size - len(missing)
+        num_present = self.agreement.world_size - len(missing)
         if errors:
             return _Verdict(text=_summarise_errors(errors)), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
-            text = f"{WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self._name}: no answer; {_UNKNOWN_PEER}"
+            text = f"{WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self.name}: no answer; {_UNKNOWN_PEER}"
             return _Verdict(text=text, is_missing=True), num_present
-        name, text = find_difference(statements, is_partial=self._is_partial)
+        name, text = find_difference(statements, is_partial=self.is_partial)
         return _Verdict(text=text, name=name), num_present
 
-    def _tell_missing(self, posts: dist.Store) -> str:
-        """Tell the others, from rank 0, which ranks have not come."""
-        missing = _ranks([rank for rank in range(self._world_size) if not posts.check([str(rank)])])
+    def _post_missing(self, posts: dist.Store) -> str:
+        """Post on rank 0 which ranks have not come, so that the others can name them too."""
+        missing = _ranks([rank for rank in range(self.agreement.world_size) if not posts.check([str(rank)])])
         posts.set("missing", missing)
-        return f"rank {missing} at {self._name}"
+        return f"rank {missing} at {self.name}"
 
     def _await_post(self, posts: dist.Store, rank: int, limit_s: float, lines: WaitingLines) -> bool:
-        """Wait on rank 0 for the post of a rank; meanwhile tell the others who is missing."""
-        tell_s = time.monotonic() + _TELL_S
+        """Wait on rank 0 for the post of a rank; meanwhile post who is missing."""
+        due_s = time.monotonic() + _POST_MISSING_S
 
         def is_there() -> bool:
-            nonlocal tell_s
+            nonlocal due_s
             if posts.check([str(rank)]):
                 return True
-            if time.monotonic() >= tell_s:
-                tell_s += 5 * _TELL_S
-                self._tell_missing(posts)
+            if time.monotonic() >= due_s:
+                due_s += 5 * _POST_MISSING_S
+                self._post_missing(posts)
             return False
 
         return poll(is_there, limit_s, lines=lines)
@@ -259,23 +247,23 @@ class _Check:
     def _read_verdict(self, posts: dist.Store, begin_s: float) -> _Verdict:
         def whom() -> str:
             if posts.check(["missing"]):
-                return f"rank {posts.get('missing').decode()} at {self._name}"
-            return f"{'another rank' if posts.check(['0']) else 'rank 0'} at {self._name}"
+                return f"rank {posts.get('missing').decode()} at {self.name}"
+            return f"{'another rank' if posts.check(['0']) else 'rank 0'} at {self.name}"
 
-        lines = WaitingLines(self._timeout_s, whom)
+        lines = WaitingLines(self.timeout_s, whom)
         while True:
-            left_s = begin_s + self._timeout_s - time.monotonic()
+            left_s = begin_s + self.timeout_s - time.monotonic()
             try:
                 posts.wait(["verdict"], timedelta(seconds=max(0.01, min(left_s, lines.pause_s))))
                 text, name, is_missing = json.loads(posts.get("verdict"))
                 return _Verdict(text=text, name=name, is_missing=is_missing)
             except dist.DistStoreError:
-                if begin_s + self._timeout_s > time.monotonic():
+                if begin_s + self.timeout_s > time.monotonic():
                     lines.say()
                     continue
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
             whom_text = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
-            text = f"{waited} for {whom_text} at {self._name}: no answer; {_UNKNOWN_PEER}"
+            text = f"{waited} for {whom_text} at {self.name}: no answer; {_UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
 
 
@@ -305,6 +293,7 @@ def find_difference(
 
 
 def _show_difference(name: str, statements: Mapping[int, Mapping[str, object]], *, is_partial: bool) -> str:
+    """List who states what. Values are grouped by comparison: a site may hide a value that another site shows."""
     groups: list[tuple[object, list[int]]] = []
     for rank, statement in statements.items():
         if is_partial and name not in statement:

@@ -1,4 +1,4 @@
-"""How long steps take, beside how long they were planned to take."""
+"""How long steps take, compared with how long they were planned to take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.order.schedule import Schedule
 
-# A single step says little: so many make a median that counts.
+# A median over fewer steps says too little to act on.
 _LEAST_STEPS = 3
-# Where the plan's figures stay wrong, measuring them again and again would only cost time.
+# If the figures are still wrong after that, measuring again would only cost time.
 MOST_REPLANS = 3
 
 
 class StepTimes:
-    """Times training steps and compares them, all ranks together and now and then, with what the plan promises.
+    """Times training steps and compares them with what the schedule promises.
 
-    A step costs two marks in the work of the rank; ranks talk at the end of every interval only.
+    A step costs two marks in the rank's work. The ranks exchange figures only at the end of every interval.
 
     Args:
         platform: where this rank computes.
@@ -51,7 +51,7 @@ class StepTimes:
         self._num_steps = 0
 
     def begin(self) -> Any:
-        """Mark the begin of a step; for :meth:`end`."""
+        """Mark the start of a step; for :meth:`end`."""
         return self._watch.mark()
 
     def end(self, start: Any, schedule: Schedule, costs: Costs | None) -> StepTime | None:
@@ -97,9 +97,9 @@ class StepTime:
     Attributes:
         predicted_ms: by simulation of the plan with its costs.
         real_ms: median over steps, of the slowest rank.
-        num_steps: so many.
+        num_steps: number of these steps.
         num_microbatches: of each step.
-        share: from which share of the predicted time on the two count as different.
+        share: of the predicted time; the two count as different if they are further apart.
 
     >>> print(StepTime(predicted_ms=40.0, real_ms=52.0, num_steps=3, num_microbatches=8, share=0.25))
     step of 8 microbatches: predicted 40.0 ms, real 52.0 ms (+30 %), median of 3 steps

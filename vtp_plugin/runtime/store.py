@@ -1,8 +1,7 @@
-"""The run's store: what the plugin puts there is a closed list.
+"""The run's store: what the plugin writes there is a closed list.
 
-Every part of the store that the plugin uses is opened by :func:`part_of` with a :class:`Topic`, so the topics are the
-list of what the plugin's own code tells other ranks outside the process groups. Torch keeps the addresses of its
-process groups in the same store.
+The plugin opens every part of the store by :func:`part_of` with a :class:`Topic`. So the topics list all that it tells
+other ranks outside the process groups. Torch keeps the addresses of its process groups in the same store.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ def part_of(store: dist.Store, topic: Topic) -> dist.Store:
 
 
 def open_round(store: dist.Store, rank: int) -> dist.Store:
-    """Give the part of a store for the next exchange between all ranks; each counts its own, so all get the same part.
+    """Give the part of a store for the next exchange between all ranks.
+
+    Each rank counts its calls, and all make the same calls, so all get the same part without talking.
 
     Args:
         store: for exchanges of one kind.

@@ -15,9 +15,9 @@ from vtp_plugin.runtime.channel import Channel, TensorFormat
 class TiedWeight:
     """One rank's side of the word embedding that the first and the last stage share.
 
-    Only ranks of these two stages have it. Every slice crosses straight to the rank whose slice overlaps it, with no
-    gather on either side, so neither end ever holds more than its own slice ``[V / tp, H]``. Where the stages have
-    different numbers of replicas, a replica of the smaller one sends to several of the other and hears from one.
+    Only ranks of these two stages have one. Every slice goes straight to the rank whose slice overlaps it, with no
+    gather on either side, so no rank ever holds more than its slice ``[V / tp, H]``. If the stages have different
+    numbers of replicas, a replica of the smaller stage sends to several of the larger stage and receives from one.
 
     Attributes:
         is_first: the rank is in the first stage, whose weight is the original.
@@ -41,11 +41,11 @@ class TiedWeight:
     def sum_gradients(self, gradient: torch.Tensor) -> None:
         """Add the other end's gradient, in place; called once a step by all ranks of both stages.
 
-        The replicas of an end hold the same gradient. Both ends add the same two numbers, so they stay equal to the
-        last bit.
+        The replicas of an end hold the same gradient. Both ends add the same two numbers, so the two copies of the
+        weight stay equal to the last bit.
         """
         form = _format(gradient)
-        # In the order of the run's channels, as in every exchange: a device may carry out one operation after another.
+        # Post in the order of the run's channels, as in every exchange: a device may run one operation after another.
         works = [
             channel.post(form, gradient.shape) if channel is self.incoming else channel.send(gradient, form)
             for channel in sorted((*self.outgoing, self.incoming), key=lambda channel: channel.order)

@@ -1,4 +1,4 @@
-"""The transfers of a plan: packed, checked, and handed to the backend. The only door out of a stage."""
+"""The transfers of a plan: packed, checked, and handed to the backend. Nothing leaves a stage by another path."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ChannelGroups:
     Attributes:
         messages: point-to-point group of the participants; None on ranks that only take part in collectives.
         stage: tensor-parallel group of this rank's stage, for the start and the finish; None where it has one rank.
-        pieces: group of the receiving stage for point-to-point messages only, for an all-gather by messages; None where
-            the backend's own is used.
+        pieces: group of the receiving stage that carries point-to-point messages only. An all-gather is made of such
+            messages; None where the backend's all-gather is used.
     """
 
     messages: dist.ProcessGroup | None
@@ -39,7 +39,7 @@ class ChannelGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What is under way when one tensor crosses.
+    """One tensor that crosses, as both sides see it.
 
     Attributes:
         plan: how it crosses.
@@ -59,7 +59,7 @@ class Parcel:
 
 
 class Transfers:
-    """Posts what one channel's plans say, and nothing else.
+    """Posts the messages of one channel's plans.
 
     Args:
         name: of the channel.
@@ -79,7 +79,7 @@ class Transfers:
         self._audit = audit
         self._rank = dist.get_rank()
         self.memory = HostMemory()
-        # Not a method: a cycle of references would keep a closed channel's groups until the next garbage collection.
+        # Not a method: a reference cycle would keep a closed channel's groups until the next garbage collection.
         self._empty = functools.partial(_empty, platform, self.memory)
         self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self._empty)
 
@@ -87,8 +87,8 @@ class Transfers:
         """Post the transfers of this rank, after the plan's start inside the stage.
 
         Args:
-            tensor: this rank's part. A contiguous alias is sent, so the caller may swap the tensor's ``data``.
-            parcel: what it is.
+            tensor: this rank's part. A contiguous alias is sent, so the caller may replace the tensor's ``data``.
+            parcel: what crosses.
 
         Raises:
             ConfigError: the tensor is not what the cargo allows, or not of the type or shape that the receiver expects.
@@ -131,19 +131,19 @@ class Transfers:
             if len(targets) == 1 and targets[0].is_contiguous():
                 buffers.append(targets[0])
                 continue
-            # Backends take dense memory only: what is not one piece of the tensor lands beside it first.
+            # Backends take dense memory only: what is not one block of the tensor lands in a buffer first.
             lengths = [len(target) for target in targets]
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies += zip(targets, buffers[-1].split(lengths), strict=True)
         works = self._post(dist.irecv, buffers, [t.src for t in transfers], parcel)
         finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
-        return Landing(tensor, works, copies, finish, self._wait_for(parcel))
+        return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
 
     def warm_up(self, plan: BoundaryPlan) -> None:
         """Send one element along every transfer of a plan, one after another in the plan's order.
 
-        Communicators of device backends are created at first use, and block the host until both sides came; done here,
-        in one order on all ranks, they cannot block each other in the first step.
+        Device backends create a communicator at first use and block the host until both sides have come. Here all ranks
+        create them in one order; in the first step they could block each other.
         """
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
         for transfer in plan.transfers:
@@ -171,7 +171,7 @@ class Transfers:
         peers: list[int],
         parcel: Parcel,
     ) -> list[dist.Work]:
-        """Hand messages to the backend: the only way out of a stage, so what may leave it is checked here."""
+        """Hand messages to the backend. Nothing else does, so what may leave a stage is checked here."""
         if not tensors:
             return []
         for tensor, peer in zip(tensors, peers, strict=True):

@@ -1,4 +1,4 @@
-"""Waiting for other ranks at start-up: polling with a limit, and lines that say for whom and for how much longer."""
+"""Waiting for other ranks at start-up: polling with a limit, and lines that say for whom and how long."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ _FIRST_LINE_VARIABLE = "VTP_FIRST_WAITING_LINE_S"
 
 
 class WaitingLines:
-    """Says for whom this rank waits: after ten seconds, and then every minute.
-
-    One rank of each machine speaks.
+    """Says for whom this rank waits: after ten seconds, then every minute. Only the first rank of a machine speaks.
 
     Args:
         limit_s: how long the wait may take.
-        describe: says whom it waits for; asked when a line is due.
+        describe: names the ranks that are missing; called when a line is due.
         environment: of this process.
     """
 
@@ -63,7 +61,7 @@ class WaitingLines:
 def poll(
     is_true: Callable[[], bool], limit_s: float, *, pause_s: float = POLL_S, lines: WaitingLines | None = None
 ) -> bool:
-    """Ask until the answer is yes or the time is up; asks at least once."""
+    """Call ``is_true`` until it returns True or the time is up, at least once; return what it returned last."""
     deadline_s = time.monotonic() + limit_s
     while not is_true():
         if time.monotonic() > deadline_s:
@@ -75,9 +73,9 @@ def poll(
 
 
 def report(rank: int, text: str, *, is_consequence: bool = False) -> None:
-    """Write why a rank ends as one line, in one call, and tell torchrun.
+    """Write why a rank ends, as one line and in one call, and tell torchrun.
 
-    Not by way of logging, whose locks a stuck thread may hold. ``is_consequence`` says that another rank failed before.
+    This does not use ``logging``, whose locks a stuck thread may hold. ``is_consequence``: another rank failed first.
     """
     write_error_file(text, is_consequence=is_consequence)
     with contextlib.suppress(OSError):
@@ -86,9 +84,9 @@ def report(rank: int, text: str, *, is_consequence: bool = False) -> None:
 
 @contextlib.contextmanager
 def time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
-    """End the process when the block takes clearly longer than its own timeout.
+    """End the process if the block takes clearly longer than its own timeout.
 
-    Calls on a store have no limit when its server is stopped rather than gone.
+    A call on a store never returns while the store's server is stopped (suspended, not dead).
     """
     limit_s = 1.1 * timeout_s + 1.0
 

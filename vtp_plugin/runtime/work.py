@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,17 @@ from vtp_plugin.runtime.monitor import Monitor
 WaitFor = Callable[[Sequence[dist.Work]], None]
 
 
+@dataclass(frozen=True, slots=True)
 class TimedWaits:
     """Waits for other ranks: the monitor keeps the time, and a connection that breaks is an error of one line.
 
-    Args:
-        platform: tells how to wait.
+    Attributes:
+        platform: says whether a wait holds up the host or the device's stream.
         monitor: keeps the time; None in single-process use.
     """
 
-    def __init__(self, platform: Platform, monitor: Monitor | None) -> None:
-        self._platform = platform
-        self._monitor = monitor
+    platform: Platform
+    monitor: Monitor | None
 
     @contextlib.contextmanager
     def timed(self, position: str, peer: str, what: str) -> Iterator[None]:
@@ -40,7 +41,7 @@ class TimedWaits:
         Raises:
             PeerError: the backend failed.
         """
-        wait = self._monitor.begin(position, peer) if self._monitor is not None else None
+        wait = self.monitor.begin(position, peer) if self.monitor is not None else None
         try:
             yield
         except RuntimeError as error:
@@ -49,15 +50,15 @@ class TimedWaits:
             ) from error
         if wait is None:
             return
-        if self._platform.host_blocking_wait:
+        if self.platform.host_blocking_wait:
             wait.ended = True
         else:
-            event = self._platform.module().Event()
+            # The host has only queued the wait: it is over when the device's stream has passed this point.
+            wait.event = event = self.platform.module().Event()
             event.record()
-            wait.event = event
 
     def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
-        """Wait for handles of the backend; arguments and error as for :meth:`timed`."""
+        """Wait for the backend's handles; arguments and error as for :meth:`timed`."""
         with self.timed(position, peer, f"connection to {peer}"):
             for work in works:
                 work.wait()
@@ -66,7 +67,7 @@ class TimedWaits:
 class SendWork:
     """A send under way: keeps the tensor and the backend's handles until it is waited for.
 
-    ``wait`` is idempotent: the second wait on a gloo receive or send would block until the timeout.
+    ``wait`` is idempotent: a second wait on gloo's own handle would block until the timeout.
     """
 
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], wait_for: WaitFor) -> None:
@@ -80,16 +81,17 @@ class SendWork:
         return not self._works
 
     def reap(self) -> bool:
-        """Let go of the tensor if all is sent; tell whether it is. Never blocks.
+        """Free the tensor if all of it is sent, and say whether it is. Never blocks.
 
-        Gloo's handles of messages do not know before they are waited for, so there only an earlier wait counts.
+        A gloo handle does not know that its message is sent until someone waits for it: there, only an earlier wait
+        counts.
         """
         if self._works and all(work.is_completed() for work in self._works):
             self.wait()
         return not self._works
 
     def joined_with(self, later: SendWork) -> SendWork:
-        """Give one work for two sends, of which the other one was posted later."""
+        """Join this send and a later one into one handle."""
         return SendWork(self._works + later._works, self._tensors + later._tensors, self._wait_for)
 
     def wait(self) -> None:
@@ -104,29 +106,26 @@ class SendWork:
         self._tensors = []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Landing:
     """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.
 
-    All tensor-parallel ranks of the receiving stage have one, also those that receive nothing themselves, and wait for
-    it at the same program point.
+    Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
+    it at the same program point: the finish is a collective.
 
     Attributes:
-        tensor: is complete after :meth:`wait`.
+        tensor: complete after :meth:`wait`.
+        works: the backend's handles of this rank's receives.
+        copies: pairs of a part of the tensor and the dense buffer that its message fills.
+        finish: the collective inside the stage.
+        wait_for: waits for the handles and keeps the time.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        works: Sequence[dist.Work],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        finish: Callable[[], None],
-        wait_for: WaitFor,
-    ) -> None:
-        self.tensor = tensor
-        self._works = works
-        self._copies = copies
-        self._finish = finish
-        self._wait_for = wait_for
+    tensor: torch.Tensor
+    works: Sequence[dist.Work]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    finish: Callable[[], None]
+    wait_for: WaitFor
 
     def wait(self) -> torch.Tensor:
         """Return the tensor when it holds the local part of what was sent; called once.
@@ -134,11 +133,11 @@ class Landing:
         Raises:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
-        if self._works:
-            self._wait_for(self._works)
-        for target, piece in self._copies:
+        if self.works:
+            self.wait_for(self.works)
+        for target, piece in self.copies:
             target.copy_(piece)
-        self._finish()
+        self.finish()
         return self.tensor
 
 
