@@ -37,7 +37,11 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"cost"}),
         frozenset({"make", "pictures"}),
     ),
-    "options": (frozenset({"context"}), frozenset({"checks", "derived", "flags", "table"})),
+    "options": (
+        frozenset({"context"}),
+        frozenset({"checks", "derived", "flags", "table"}),
+        frozenset({"run_checks"}),
+    ),
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(

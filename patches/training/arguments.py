@@ -10,12 +10,11 @@ from typing import Any
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
-from vtp_plugin.options.checks.batch import check_batches, describe_batches, own_batches
+from vtp_plugin.options.checks.batch import describe_batches, own_batches
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
-from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
-from vtp_plugin.options.table.check import check_options
+from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.rendezvous import open_store
@@ -270,9 +269,7 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
         ConfigError: an option or a size of the model does not fit the list.
     """
     layout, replicas = session.planned.layout, session.planned.replicas
-    context = session.planned.option_context
-    batches = () if replicas.is_equal else check_batches(args, replicas)
-    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
+    refuse(check_run(args, session.planned.option_context, replicas))
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4

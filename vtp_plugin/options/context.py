@@ -1,4 +1,4 @@
-"""What the rules and checks may know about a run, apart from Megatron's arguments."""
+"""What the table and the checks know about a run besides Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionContext:
-    """What a rule may know about a run apart from Megatron's own arguments.
+    """The run that Megatron's options are checked against.
 
     Attributes:
         tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
-        cp_sizes: Context-parallel size of every stage; empty stands for 1 on all.
-        dp_sizes: Data-parallel size of every stage; empty stands for one size for all.
+        cp_sizes: Context-parallel size of every stage; empty for 1 on all stages.
+        dp_sizes: Data-parallel size of every stage; empty for one size on all stages.
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
         is_u_shaped: The first stage holds both ends of the model.
@@ -49,7 +49,7 @@ class OptionContext:
 
     @property
     def size_list(self) -> str:
-        """The lists as the user writes them.
+        """The lists of sizes as flags; those of equal cp or dp sizes are left out.
 
         >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
         '--vtp-size-list 1,4,4'

@@ -1,4 +1,4 @@
-"""What follows from the configuration before anything is opened: the layout, its boundaries, what orders are for."""
+"""What follows from the configuration before anything is opened: layout, boundaries, sites, options of the schedule."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What the user says about the order, where there is a choice: in the U.
+    """What the user says about the order of a U-shaped pipeline; other orders are fixed.
 
     Attributes:
         costs: in ms; None lets the first steps measure them.
-        in_flight: most microbatches in flight, for all stages or for each; None for the default.
-        replan_share: measured costs are measured again where a step takes longer or shorter by this share than planned.
+        in_flight: most microbatches in flight, on all stages or on each; None for the default.
+        replan_share: if a step is longer or shorter than planned by more than this share, measured costs are measured
+            again.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
     """
 
@@ -40,7 +41,7 @@ class ScheduleOptions:
 def plan_layout(
     config: VtpConfig, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str
 ) -> PipelineLayout:
-    """Make the layout from the list and Megatron's own size options.
+    """Make the layout from the plugin's lists and Megatron's sizes.
 
     Args:
         config: what was asked for, with a list of sizes.
@@ -51,7 +52,7 @@ def plan_layout(
         order: Megatron's rank order.
 
     Raises:
-        ConfigError: the sizes contradict each other or the world.
+        ConfigError: the sizes contradict each other or the number of ranks.
 
     >>> config = VtpConfig(size_list=(1, 2))
     >>> plan_layout(config, world_size=6, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp").dp_sizes
@@ -59,7 +60,7 @@ def plan_layout(
     """
     sizes = config.size_list
     assert isinstance(sizes, tuple)
-    shown = ",".join(str(size) for size in sizes)
+    shown = format_value(sizes)
     if pipeline_size not in (1, len(sizes)):
         raise LayoutError(
             f"--pipeline-model-parallel-size {pipeline_size} contradicts --vtp-size-list {shown} with {len(sizes)} "
@@ -87,7 +88,7 @@ def plan_layout(
 
 
 def replica_map(config: VtpConfig, layout: PipelineLayout) -> ReplicaMap:
-    """Say which replicas of the stages work together.
+    """Return which replicas of the stages work together.
 
     >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, dp=(1, 2))
     >>> replica_map(VtpConfig(size_list=(1, 1), dp_list=(1, 2), dp_mode="split"), layout).is_split
@@ -97,7 +98,7 @@ def replica_map(config: VtpConfig, layout: PipelineLayout) -> ReplicaMap:
 
 
 def is_active(config: VtpConfig, layout: PipelineLayout) -> bool:
-    """Tell whether the plugin's groups and communicator are in use: stages differ, or something asks for them.
+    """Tell whether the plugin's groups and communicator are in use: if stages differ, or an option needs them.
 
     >>> layout = PipelineLayout.from_sizes((2, 2), world_size=4)
     >>> [is_active(VtpConfig(size_list=(2, 2), force=force), layout) for force in (False, True)]
@@ -107,11 +108,11 @@ def is_active(config: VtpConfig, layout: PipelineLayout) -> bool:
 
 
 def transport_rules(config: VtpConfig, tensor_bytes: int | None) -> TransportRules:
-    """Say what decides how the boundaries are crossed.
+    """Return the rules that choose the strategy of every boundary.
 
     Args:
         config: what was asked for.
-        tensor_bytes: size of what crosses; None where it is not known beforehand.
+        tensor_bytes: size of the tensors that cross; None if it is not known beforehand.
 
     >>> transport_rules(VtpConfig(size_list=(1, 2), transport="rank0"), None).transport
     'rank0'
@@ -125,11 +126,11 @@ def transport_rules(config: VtpConfig, tensor_bytes: int | None) -> TransportRul
 
 
 def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "auto") -> OptionContext:
-    """Say what Megatron's options are checked against.
+    """Return what Megatron's options are checked against.
 
     Args:
         config: what was asked for.
-        layout: who is where.
+        layout: the ranks of every stage.
         device: name of the platform.
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
@@ -149,7 +150,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
 
 
 def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *, num_stages: int) -> tuple[int, ...]:
-    """Give every stage its context-parallel size, from our list and Megatron's one size.
+    """Return the context-parallel size of every stage, from the plugin's list or Megatron's one size.
 
     >>> choose_cp_sizes(None, 2, num_stages=3), choose_cp_sizes((1, 2), 2, num_stages=2)
     ((2, 2, 2), (1, 2))
@@ -168,7 +169,7 @@ def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *
 
 
 def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int], ...]:
-    """List the neighbouring stages, with the boundary from the end of a U back to its edge.
+    """List the neighbouring stages; in a U the last stage and stage 0 are neighbours, too.
 
     >>> stage_boundaries(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=True), 3)
     ((0, 1), (1, 2), (2, 0))
@@ -178,7 +179,7 @@ def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int
 
 
 def stage_sites(config: VtpConfig, num_stages: int) -> tuple[str, ...]:
-    """Name the site of every stage; a U-shaped pipeline has an edge and a cloud even where no sites were named.
+    """Return the site of every stage; a U-shaped pipeline has an edge and a cloud even if no sites were named.
 
     >>> stage_sites(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=True), 3)
     ('edge', 'cloud', 'cloud')
@@ -191,7 +192,7 @@ def stage_sites(config: VtpConfig, num_stages: int) -> tuple[str, ...]:
 
 
 def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, int]:
-    """Return the rank of every site that shows what the plugin says at INFO: the first leader of its first stage.
+    """Return the rank of every site that shows log lines of level INFO: the first leader of the site's first stage.
 
     >>> reporting_ranks(PipelineLayout.from_sizes((1, 2, 2), world_size=5), ("edge", "cloud", "cloud"))
     {'edge': 0, 'cloud': 1}
@@ -202,16 +203,16 @@ def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, i
 def read_schedule_options(
     config: VtpConfig, num_stages: int, message_bytes: int | None, *, report_interval_steps: int = 100
 ) -> ScheduleOptions:
-    """Read what the user says about the order.
+    """Read the options of the order.
 
     Args:
         config: what was asked for.
         num_stages: number of pipeline stages.
-        message_bytes: size of an activation, if it is known.
+        message_bytes: size of an activation, if known.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
-        ConfigError: limits or costs fit no such pipeline, or there is no choice of an order.
+        ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
     options = ScheduleOptions(replan_share=config.replan_share, report_interval_steps=report_interval_steps)
     if config.in_flight is None and config.costs is None:
@@ -223,6 +224,8 @@ def read_schedule_options(
         )
     if config.in_flight is not None:
         check_in_flight(config.in_flight, num_stages)
-    words = config.costs
-    costs = None if words is None else parse_costs(words, u_placement(num_stages), message_bytes=message_bytes)
-    return replace(options, costs=costs, in_flight=config.in_flight)
+    if config.costs is not None:
+        options = replace(
+            options, costs=parse_costs(config.costs, u_placement(num_stages), message_bytes=message_bytes)
+        )
+    return replace(options, in_flight=config.in_flight)

@@ -1,7 +1,7 @@
-"""The plugin's flags on Megatron's command line: which there are, and how they are read.
+"""The plugin's flags on Megatron's command line: the list of them, and how they are read.
 
-The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds those that only the
-command line has; parsers, ``--help`` and the documentation are made of it.
+The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds two that only the
+command line has; parsers, ``--help`` and the documentation are made from it.
 """
 
 from __future__ import annotations
@@ -14,35 +14,27 @@ from vtp_plugin.errors import LayoutError
 from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())
-# By the field whose flag they follow in ``--help``.
-_WITHOUT_FIELD = {
-    "layerwise_disaggregated": Flag(
+VTP_FLAGS: tuple[Flag, ...] = (
+    # The keys of costs are known here only: config lies below the package that reads them.
+    *(replace(flag, help=flag.help + _COST_KEYS) if flag.field == "costs" else flag for flag in flags_of_fields()),
+    Flag(
         name="--num-layer-list",
         group=FlagGroup.WHERE,
         metavar="1,3,3,1",
         help="U-shaped pipeline: layers of the edge's first part, of every cloud stage, and of the edge's last part",
     ),
-    "sites": Flag(
+    Flag(
         name="--vtp-site",
         group=FlagGroup.TRUST,
         metavar="edge",
-        help="site of this machine, one of --vtp-sites: ranks that find themselves on another site's stage end the run",
+        help="site of this machine, one of --vtp-sites; a rank whose stage belongs to another site ends the run",
     ),
-}
-VTP_FLAGS: tuple[Flag, ...] = tuple(
-    flag
-    for declared in flags_of_fields()
-    for flag in (
-        replace(declared, help=declared.help + _COST_KEYS) if declared.field == "costs" else declared,
-        _WITHOUT_FIELD.get(str(declared.field)),
-    )
-    if flag is not None
 )
-"""All flags, in the order of ``--help``."""
+"""All flags; ``--help`` shows them group by group, each group in this order."""
 
 
 def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Declare the plugin's flags, group by group. Their values stay None when a flag is not given."""
+    """Declare the plugin's flags, group by group. A flag that is not given has the value None."""
     for group in FlagGroup:
         section = parser.add_argument_group(title=group.value)
         for flag in VTP_FLAGS:
@@ -59,8 +51,8 @@ def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
     """Add the flags to what ``apply()`` was given.
 
     Args:
-        args: as parsed, with the flags of :func:`add_vtp_arguments`; those that were not given may be missing.
-        given: to ``apply()``.
+        args: parsed with the flags of :func:`add_vtp_arguments`; attributes of flags not given may be missing.
+        given: what ``apply()`` was given.
 
     Raises:
         ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
@@ -72,10 +64,10 @@ def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
 
 
 def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
-    """Refuse what needs stages, in a run without a list of their sizes.
+    """Find what needs stages, for a run without a list of their sizes.
 
     Returns:
-        One line for every other list, and for a planned schedule.
+        One line for each list of other sizes, and for a planned schedule.
     """
     lists = (("--vtp-cp-list", config.cp_list), ("--vtp-dp-list", config.dp_list))
     problems = [

@@ -1,1 +1,1 @@
-"""Do the values fit every stage? Model sizes, batches, orders, and the arguments that ranks and sites must share."""
+"""Checks that compute: model sizes, batches, the layers of a U, and the arguments that ranks and sites must share."""

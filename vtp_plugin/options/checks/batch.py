@@ -1,4 +1,4 @@
-"""Batch sizes of stages with different data-parallel sizes: what is refused, and what a rank's own arguments say."""
+"""Batch sizes on stages of different data-parallel sizes: which are refused, and what each stage's arguments become."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from vtp_plugin.layout.replicas import ReplicaMap
 
 
 def check_batches(args: object, replicas: ReplicaMap) -> tuple[str, ...]:
-    """Refuse batches that the stages cannot share: of training, of its ramp-up, and of evaluation.
+    """Find batches of training, ramp-up or evaluation that a stage cannot cut into whole microbatches.
 
     Args:
-        args: Megatron's arguments as parsed; its microbatch size is that of the stage with most replicas.
+        args: Megatron's arguments as parsed; the microbatch size holds for the stage with most replicas.
         replicas: of the stages.
 
     Returns:
-        One line for every batch of which a stage has no whole number of microbatches.
+        One line for every such batch.
     """
     return tuple(line for batch in _batches(args) for line in replicas.check_batch(*batch))
 
 
 def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int]:
-    """Give the arguments that are different on a stage, or that Megatron would derive differently on each.
+    """Return the batch arguments of one stage: the stages differ in them, or Megatron would derive them differently.
 
     Args:
         args: Megatron's arguments as parsed.
@@ -43,7 +43,7 @@ def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int
 
 
 def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
-    """Say how the stages share a global batch, one line each.
+    """Write one line for each stage: how it cuts the global batch.
 
     Args:
         batch: samples of a step.
@@ -65,7 +65,7 @@ def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
 
 
 def _batches(args: object) -> Iterator[tuple[str, int, int]]:
-    """Yield flag, samples and microbatch size of every batch that was given."""
+    """Yield the flag, the samples and the microbatch size of every batch that was given."""
     size = getattr(args, "micro_batch_size", None)
     if not size:
         return

@@ -1,7 +1,7 @@
 """Which of Megatron's arguments may differ between ranks, and which between the sites of a U-shaped pipeline.
 
-All other arguments are part of what every rank states at start-up, and must be equal everywhere. The plugin's own flags
-are stated by the plugin itself.
+All others must be equal everywhere: every rank states them at start-up. The plugin's flags are not among them, since
+the session states what follows from them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Arguments that may differ between any two ranks: they say where things lie, not what is computed."""
+"""Arguments that may differ between any two ranks: they concern files and logging, not what is computed."""
 
 EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -52,14 +52,14 @@ EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Arguments that the cloud of a U-shaped pipeline need not know, for it has neither tokenizer nor data."""
+"""Arguments that the cloud of a U-shaped pipeline need not have: it has neither tokenizer nor data."""
 
-# What a rank does with them is its affair, but whether they are given decides about collective operations.
+# Paths may differ, but all ranks must give them or none: saving and loading are collective.
 _SAVING_AND_LOADING = ("save", "load", "pretrained_checkpoint")
 
 
 def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict[str, object]:
-    """Give the arguments that every rank must have been started with, under their flags' names.
+    """Select the arguments that must be equal on every rank, under their flags' names.
 
     Args:
         arguments: Megatron's, as parsed.
@@ -80,16 +80,16 @@ def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict
 
 
 def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Sequence[str]) -> tuple[str, ...]:
-    """Refuse ranks on a machine of another site than their stage's: the launcher has numbered the machines otherwise.
+    """Find out whether this rank runs at its stage's site; not so if the launcher numbers the machines differently.
 
     Args:
-        site: Of this machine; None leaves it unchecked.
+        site: Of this machine; None checks nothing.
         rank: This rank.
-        layout: Says which stage it belongs to.
+        layout: Has the stage of the rank.
         sites: Of every stage; empty if none were named.
 
     Returns:
-        A line if the site is unknown, or is not its stage's.
+        One line if the site is unknown, or is not the stage's.
     """
     stage = layout.stage_of(rank)
     if site is None or (site in sites and sites[stage] == site):

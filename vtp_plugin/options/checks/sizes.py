@@ -1,12 +1,12 @@
-"""Sizes of the model that every stage cuts by its own parallel sizes.
+"""Whether every stage can cut the model by its parallel sizes.
 
-Megatron checks them too, but each rank against its own stage only: some ranks would fail and the others would wait.
+Megatron checks this too, but each rank for its stage only: some ranks would fail while the others wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vtp_plugin.options.context import OptionContext
 
@@ -14,21 +14,19 @@ _Fits = Callable[[int, int], bool]
 
 
 def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
-    """Check that every stage can cut the model by its parallel sizes.
+    """Find the sizes of the model that a stage cannot cut by its parallel sizes.
 
-    Checked are the attention heads, the query groups (a stage's size may be a multiple or a divisor of them), the
-    feed-forward sizes, the sequence length under sequence and context parallelism, and a padded vocabulary that the
-    user fixes (only against the first and the last stage, which hold the embedding and the output layer). A swiglu
-    layer is cut per gate, so the plain feed-forward size counts. Sizes that are not given are derived as Megatron
-    derives them.
+    In this order: the attention heads; the query groups (a stage's size may be a multiple or a divisor of them); the
+    feed-forward sizes; the sequence length under sequence and context parallelism; a padded vocabulary that the user
+    fixes (on the first and the last stage, which hold the embedding and the output layer). Of a swiglu layer the plain
+    feed-forward size counts, since each gate is cut alone. Sizes that are not given are derived as Megatron does it.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
         context: The run.
 
     Returns:
-        One line for every size and stage that do not fit, ``value; rule; way out``, sizes in the order above and
-        stages in pipeline order. Empty when all fit.
+        One line for every size and stage that do not fit, ``value; rule; way out``; the stages in pipeline order.
 
     >>> from types import SimpleNamespace
     >>> print(*check_sizes(SimpleNamespace(num_attention_heads=6), OptionContext(tp_sizes=(1, 4))))
@@ -44,7 +42,7 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
 
 
 def _number(args: object, attribute: str) -> int:
-    """A size of the model, 0 where it is missing or not given."""
+    """Return a size of the model; 0 if it is missing or not given."""
     return getattr(args, attribute, None) or 0
 
 
@@ -87,7 +85,7 @@ def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:
 
 
 def _feed_forward_size(args: object) -> tuple[int, str]:
-    """The size and how to name it: Megatron derives it from the hidden size when it is not given."""
+    """Return the size and its name in messages; if it is not given, Megatron derives it from the hidden size."""
     given = _number(args, "ffn_hidden_size")
     if given:
         return given, f"--ffn-hidden-size {given}"
@@ -100,7 +98,8 @@ def _feed_forward_size(args: object) -> tuple[int, str]:
 def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
     is_sharded = bool(getattr(args, "sequence_parallel", False))
     cp_sizes = context.cp_sizes or (1,) * context.num_stages
-    # Context parallelism cuts a sequence into two chunks for every rank, sequence parallelism all that a rank has.
+    # Context parallelism gives each rank two chunks of the sequence, so that causal attention is balanced. Sequence
+    # parallelism cuts what a rank then has.
     chunks = [2 * cp if cp > 1 else 1 for cp in cp_sizes]
     slices = [cp * tp if is_sharded else 1 for cp, tp in zip(cp_sizes, context.tp_sizes, strict=True)]
     steps = [math.lcm(*pair) for pair in zip(chunks, slices, strict=True)]
@@ -118,7 +117,7 @@ def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
 
 
 def _check_vocabulary(args: object, context: OptionContext) -> Iterator[str]:
-    stages = list(_stages(context))
+    stages = _stages(context)
     # Only these hold the embedding and the output layer.
     ends = [stages[0], stages[-1]] if len(stages) > 1 else stages
     padded = _number(args, "padded_vocab_size")
@@ -130,16 +129,15 @@ def _check_vocabulary(args: object, context: OptionContext) -> Iterator[str]:
     return _check_multiple(f"--vocab-size {plain} with --no-pad-vocab-size", plain, ends)
 
 
-def _stages(context: OptionContext) -> Iterator[tuple[int, int]]:
-    return iter(enumerate(context.tp_sizes))
+def _stages(context: OptionContext) -> list[tuple[int, int]]:
+    return list(enumerate(context.tp_sizes))
 
 
 def _is_shared(groups: int, size: int) -> bool:
     return groups % size == 0 or size % groups == 0
 
 
-def _check_multiple(name: str, value: int, stages: Iterable[tuple[int, int]]) -> Iterator[str]:
-    stages = tuple(stages)
+def _check_multiple(name: str, value: int, stages: Sequence[tuple[int, int]]) -> Iterator[str]:
     return _check(
         name,
         value,
@@ -151,9 +149,9 @@ def _check_multiple(name: str, value: int, stages: Iterable[tuple[int, int]]) ->
 
 
 def _check(
-    name: str, value: int, stages: Iterable[tuple[int, int]], *, fits: _Fits, rule: str, nearest: tuple[int, ...]
+    name: str, value: int, stages: Sequence[tuple[int, int]], *, fits: _Fits, rule: str, nearest: tuple[int, ...]
 ) -> Iterator[str]:
-    """One line for every stage that the value does not fit. A value of 0 is unknown and fits."""
+    """Write one line for every stage that the value does not fit. A value of 0 is unknown and fits."""
     choices = " or ".join(str(choice) for choice in nearest) or "other sizes in --vtp-size-list"
     for stage, size in stages:
         if value and not fits(value, size):
@@ -161,7 +159,7 @@ def _check(
 
 
 def _nearest_multiples(value: int, step: int) -> tuple[int, ...]:
-    """The multiples on both sides of a value that is none.
+    """Return the multiples next to a value that is none, on both sides.
 
     >>> _nearest_multiples(6, 4), _nearest_multiples(3, 4)
     ((4, 8), (4,))
@@ -171,7 +169,7 @@ def _nearest_multiples(value: int, step: int) -> tuple[int, ...]:
 
 
 def _nearest(value: int, fits: Callable[[int], bool], above: Iterable[int]) -> tuple[int, ...]:
-    """The nearest fitting values on both sides, where there are any."""
+    """Return the nearest values that fit, on both sides, if there are any."""
     below = next((choice for choice in range(value - 1, 0, -1) if fits(choice)), None)
     beyond = next((choice for choice in above if fits(choice)), None)
     return tuple(choice for choice in (below, beyond) if choice is not None)

@@ -1,16 +1,16 @@
-"""Whether it is said once which layers the stages of a U-shaped pipeline hold."""
+"""Whether exactly one option gives the layers of a U-shaped pipeline."""
 
 from __future__ import annotations
 
 
 def check_u_layers(args: object) -> tuple[str, ...]:
-    """Refuse layers of a U-shaped pipeline that are given twice or not at all.
+    """Find out whether the layers of a U-shaped pipeline are given exactly once.
 
     Args:
         args: Megatron's arguments as parsed.
 
     Returns:
-        One line if it is not said once which layers a stage holds.
+        One line if they are given twice or not at all.
     """
     options = ("num_layer_list", "pipeline_model_parallel_layout")
     if sum(getattr(args, name, None) is not None for name in options) == 1:

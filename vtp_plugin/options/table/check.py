@@ -8,15 +8,15 @@ from vtp_plugin.options.table.rule import OptionRule, Verdict
 
 
 def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
-    """Refuse the options that do not work with the stage sizes of a run.
+    """Find the options that do not work with the stage sizes of a run.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. An attribute that is missing counts as unused.
         context: The run.
 
     Returns:
-        One line for every refused option, ``value; rule; way out``, in the order of the table. Empty when all is well
-        and whenever a uniform list leaves Megatron untouched.
+        One line for every refused option, ``value; rule; way out``, in the order of the table. Empty if there is none,
+        as always with a uniform list that leaves Megatron untouched.
 
     >>> from types import SimpleNamespace
     >>> print(*check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(1, 4))))
@@ -28,33 +28,33 @@ def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
 
 
 def check_config(config: object, context: OptionContext) -> tuple[str, ...]:
-    """Refuse what a script switches on in the model's configuration, where no flag exists.
+    """Find what a script has switched on in the model's configuration and what does not work there.
 
     Args:
         config: Megatron's ``TransformerConfig``.
         context: The run.
 
     Returns:
-        Lines as ``check_options`` returns them.
+        Lines as of :func:`check_options`.
     """
     return _refusals(CONFIG_RULES, config, context)
 
 
 def check_step(arguments: object, context: OptionContext) -> tuple[str, ...]:
-    """Refuse arguments of a step that would have no effect.
+    """Find arguments of a step that would have no effect.
 
     Args:
-        arguments: Those that a script calls Megatron's function that runs a step with, as attributes.
+        arguments: What the script gives to Megatron's function that runs a step, as attributes.
         context: The run.
 
     Returns:
-        Lines as ``check_options`` returns them.
+        Lines as of :func:`check_options`.
     """
     return _refusals(STEP_RULES, arguments, context)
 
 
 def _refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext) -> tuple[str, ...]:
-    """Return one line for every option that is refused, by its first row that refuses it."""
+    """Return one line for every refused option, from the first row that refuses it."""
     refused: dict[str, OptionRule] = {}
     for rule in rules:
         if rule.refuses(args, context):
@@ -66,7 +66,7 @@ def _refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContex
 
 
 def _as_given(rule: OptionRule, args: object) -> str:
-    """The option with the value that the user gave, as far as the option's name does not tell it."""
+    """Write the option with the value that the user gave, unless the option's name says it already."""
     value = getattr(args, rule.attribute)
     if isinstance(value, bool) or " " in rule.option or rule.verdict is Verdict.REFUSED_PLANNED:
         return rule.option

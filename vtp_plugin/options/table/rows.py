@@ -1,11 +1,11 @@
 """The table: which Megatron options work with stages of different sizes, which are refused, and why.
 
-A row is decided by reading Megatron (0.19.2) and, where it says supported, by a test:
+Each row was decided by reading Megatron (0.19.2), and a supported one by a test as well:
 
-* an option that derives everything from a rank's own groups is supported and names the test that shows it,
-* an option that no test here can run (it needs CUDA or a package that is not installed) is supported only when it
-  touches no group, or only groups that lie inside a stage or hold the whole world: its evidence is ``not run: ...``,
-* everything else is refused. Refusing is preferred over a run that may hang or be wrong without an error.
+* An option that derives everything from this rank's groups is supported, and names the test that shows it.
+* An option that no test here can run, because it needs CUDA or a package that is not installed, is supported only if it
+  touches no group, or only groups inside a stage or of the whole world. Its evidence is ``not run: ...``.
+* Everything else is refused: a refusal is better than a run that may hang, or be wrong without an error.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ _PARITY = "tests/multiproc/test_parity.py::test_parity"
 _SEQUENCE = "tests/multiproc/test_parity.py::test_sequence_parallelism"
 _CONTEXT = "tests/multiproc/test_parity.py::test_context_parallelism"
 _TIED = "tests/multiproc/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
-_OPTIMIZER = "tests/multiproc/test_parity.py::test_parity"
 _CLIPPING = "tests/multiproc/test_optimizer.py::test_inf_on_a_rank_that_leads_nothing"
 _CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
 _RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
 _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
 
-_PIPELINE = (
+
+def _engine_on_cpu(args: object, context: OptionContext) -> bool:
+    """Tell whether a run on CPUs asks for Transformer Engine; its row is the only one that looks at the device."""
+    return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
+
+
+RULES: tuple[OptionRule, ...] = (
+    # The pipeline: its schedule, layers and rank order.
     *supported(
         "the interleaved schedule asks its communicator for every transfer, the ring's wrap-around included",
         _PARITY,
@@ -73,16 +79,14 @@ _PIPELINE = (
     ),
     *refused("the start-up checks and the channels need real peers", "--fake-process-group"),
     *refused("it leaves out the group creation that gives every stage its size", "--lazy-mpu-init"),
-)
-
-_TENSOR_AND_SEQUENCE = (
+    # Tensor, sequence and context parallelism.
     *supported(
         "boundary plans convert between copies and slices, and each stage's size says which it has",
         _SEQUENCE,
         "--sequence-parallel",
     ),
     *supported(
-        "stages have one size, or each its own by --vtp-cp-list, and boundaries join the ranks that share a sequence",
+        "boundaries join the ranks that share a sequence, whatever size each stage has",
         _CONTEXT,
         case("--context-parallel-size", above(1)),
     ),
@@ -104,9 +108,7 @@ _TENSOR_AND_SEQUENCE = (
         case("--tensor-parallel-num-weight-shards", given),
         case("--expert-tensor-parallel-num-weight-shards", given),
     ),
-)
-
-_MODEL = (
+    # The model.
     *supported(
         "the plugin copies and sums the tied weight between stages of different sizes",
         _TIED,
@@ -136,7 +138,7 @@ _MODEL = (
         "--overlap-moe-expert-parallel-comm",
     ),
     *refused_unequal(
-        "one expert size on stages of different sizes gives each stage another number of expert replicas",
+        "one expert size on stages of different sizes gives the stages different numbers of expert replicas",
         case("--expert-tensor-parallel-size", given),
     ),
     *refused_unequal(
@@ -178,14 +180,7 @@ _MODEL = (
         "--tokenizer-type NullMultimodalTokenizer",
         way_out="train a decoder model or give every stage the same size",
     ),
-)
-
-
-def _engine_on_cpu(args: object, context: OptionContext) -> bool:
-    return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
-
-
-_KERNELS = (
+    # Kernels and number formats.
     OptionRule(
         option="--transformer-impl transformer_engine on the cpu platform",
         attribute="transformer_impl",
@@ -208,7 +203,7 @@ _KERNELS = (
         way_out="use --transformer-impl transformer_engine or local",
     ),
     *supported("master weights and scales stay on a rank, found-inf travels on the model group", _CLIPPING, "--fp16"),
-    *supported("activations cross a boundary in the pipeline dtype", _OPTIMIZER, "--bf16"),
+    *supported("activations cross a boundary in the pipeline dtype", _PARITY, "--bf16"),
     *refused_unequal(
         "scaling factors and padded shapes of 8-bit and 4-bit weights have not been run on stages of different sizes",
         case("--fp8-format", given, "fp8"),
@@ -241,12 +236,10 @@ _KERNELS = (
         case("--cpu-offloading-num-layers", above(0)),
         way_out="use --recompute-granularity or give every stage the same size",
     ),
-)
-
-_DATA_PARALLEL = (
+    # Data parallelism.
     *supported(
         "its shards and collectives stay among the data-parallel replicas of one stage",
-        _OPTIMIZER,
+        _PARITY,
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
         "--overlap-param-gather",
@@ -290,10 +283,8 @@ _DATA_PARALLEL = (
         "weights that appear after start-up miss the copy of the tied embedding between stages",
         "--init-model-with-meta-device",
     ),
-)
-
-_STEP = (
-    *supported("it works on each weight element alone", _OPTIMIZER, "--optimizer adam", "--optimizer sgd"),
+    # The step: optimizer, batches, evaluation.
+    *supported("it works on each weight element alone", _PARITY, "--optimizer adam", "--optimizer sgd"),
     *refused_unequal(
         "it works on the shard of a matrix that a rank holds, so its result depends on the sizes",
         "--optimizer muon",
@@ -334,7 +325,8 @@ _STEP = (
         case("--rampup-batch-size", given),
     ),
     *refused_unequal_dp(
-        "it rounds a batch by the data-parallel size, to another one on each stage", "--decrease-batch-size-if-needed"
+        "it rounds a batch to a multiple of the data-parallel size, which differs between stages",
+        "--decrease-batch-size-if-needed",
     ),
     *refused_unequal_dp(
         "its batches are not checked against the data-parallel sizes of all stages",
@@ -376,7 +368,7 @@ _STEP = (
         way_out="leave it out and restart the processes",
     ),
     *refused_unequal(
-        "it replaces reduce-scatter by all-reduce, which the sum of the tied embedding does not expect",
+        "it replaces reduce-scatter with all-reduce, which the sum of the tied embedding does not expect",
         case("--save-wgrads-interval", given),
     ),
     *refused_unequal(
@@ -384,9 +376,7 @@ _STEP = (
         case("--logits-save-dir", given),
         case("--logits-load-dir", given),
     ),
-)
-
-_CHECKPOINT_RULES = (
+    # Checkpoints.
     *supported(
         "the sharded format records for every tensor which part a rank holds, whatever the sizes",
         _CHECKPOINT,
@@ -433,35 +423,27 @@ _CHECKPOINT_RULES = (
         way_out="convert with a uniform list",
     ),
     *refused_unequal(
-        "its own checks compute with one tensor-parallel size",
+        "Megatron checks such a file with one tensor-parallel size",
         case("--yaml-cfg", given),
         way_out="give the options on the command line",
     ),
-)
-
-_INPUT = (
+    # Input data, and modes other than pretraining.
     *supported(
-        "only tensor-parallel rank 0 of the first and the last stage reads",
-        _DATA,
-        "--dataloader-type external",
+        "only tensor-parallel rank 0 of the first and the last stage reads", _DATA, "--dataloader-type external"
     ),
     *refused_unequal_dp(
-        "it shuffles in buckets of the data-parallel size, so stages would read other samples",
+        "it shuffles in buckets of the data-parallel size, so stages would read different samples",
         "--dataloader-type cyclic",
         way_out="use --dataloader-type single or give every stage the same data-parallel size",
     ),
-    *refused_unequal_dp("it gives every data-parallel rank another number of samples", "--full-validation"),
+    *refused_unequal_dp("it gives the data-parallel ranks different numbers of samples", "--full-validation"),
     *supported(
         "the batch stays inside the stages that read it",
         "not run: the example script builds no attention masks",
         "--reset-position-ids",
         "--reset-attention-mask",
     ),
-    *supported(
-        "the loss mask stays inside the stage that reads it",
-        _OPTIONS,
-        "--eod-mask-loss",
-    ),
+    *supported("the loss mask stays inside the stage that reads it", _OPTIONS, "--eod-mask-loss"),
     *refused_unequal(
         "packed sequences need their lengths on every stage, which has not been run on unequal stages",
         "--sft",
@@ -478,16 +460,14 @@ _INPUT = (
         case("--inference-batch-times-seqlen-threshold", above(-1)),
         way_out="load the checkpoint into a uniform run for inference",
     ),
-)
-
-_ORDERS = (
+    # What only some orders refuse.
     *refused_unequal_dp(
         "no interleaved order is known for different data-parallel sizes",
         case("--num-virtual-stages-per-pipeline-rank", given),
         case("--num-layers-per-virtual-pipeline-stage", given),
     ),
     *refused_u_shaped(
-        "--num-layer-list says which layers every part of the U has, in an order of its own",
+        "--num-layer-list alone says which layers each part of the U holds",
         "--num-virtual-stages-per-pipeline-rank",
         "--num-layers-per-virtual-pipeline-stage",
         "--decoder-first-pipeline-num-layers",
@@ -497,26 +477,14 @@ _ORDERS = (
         "--mtp-num-layers",
     ),
     *refused_u_shaped(
-        "what tells packed samples apart does not cross to the cloud",
+        "the limits of packed samples do not cross to the cloud",
         "--reset-attention-mask",
         "--dataloader-inter-document-masking",
         "--sft",
     ),
     *refused_u_shaped("it counts the samples of data that the cloud does not have", "--full-validation"),
 )
-
-RULES: tuple[OptionRule, ...] = (
-    *_PIPELINE,
-    *_TENSOR_AND_SEQUENCE,
-    *_MODEL,
-    *_KERNELS,
-    *_DATA_PARALLEL,
-    *_STEP,
-    *_CHECKPOINT_RULES,
-    *_INPUT,
-    *_ORDERS,
-)
-"""The table, by subject. Attributes are those of Megatron's parsed arguments."""
+"""The table, by subject. Attributes name Megatron's parsed arguments. The first row that refuses an option counts."""
 
 CONFIG_RULES: tuple[OptionRule, ...] = (
     *refused_unequal(
@@ -526,7 +494,7 @@ CONFIG_RULES: tuple[OptionRule, ...] = (
         way_out="switch it off or give every stage the same size",
     ),
     *refused_planned(
-        "Megatron's schedules do it besides computing and exchanging, and the plugin's executor does not",
+        "only Megatron's schedules do this, the plugin's executor does not",
         "config.num_microbatches_with_partial_activation_checkpoints",
         "config.overlap_moe_expert_parallel_comm",
         "config.moe_paged_stash",
@@ -536,9 +504,9 @@ CONFIG_RULES: tuple[OptionRule, ...] = (
         "config.cuda_graph_impl local",
     ),
 )
-"""Of the model's configuration: switches that have no flag, and those that a script without a command line sets."""
+"""Fields of the model's configuration: some have no flag, others are set by a script without a command line."""
 
 STEP_RULES: tuple[OptionRule, ...] = refused_planned(
-    "the plugin's executor has channels and shapes of its own", "p2p_communicator", "adjust_tensor_shapes_fn"
+    "the plugin's executor uses the plugin's channels and shapes", "p2p_communicator", "adjust_tensor_shapes_fn"
 )
-"""Arguments of the function that runs a step."""
+"""Arguments of Megatron's function that runs a step."""

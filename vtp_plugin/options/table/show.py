@@ -16,11 +16,11 @@ _LEGEND = (
 
 
 def format_table() -> str:
-    """The table for a terminal of 100 columns: options with one verdict and reason stand together.
+    """Write the table for a terminal of 100 columns, with options of one verdict and reason together.
 
     Returns:
-        Lines joined by newlines, without a final one: a verdict, the options below it, the reason, and the test that
-        shows it or the way out. In the order of the table.
+        Lines without a final newline, in the order of the table: a verdict, its options, the reason, and then the test
+        that shows it or the way out.
     """
     blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
     for (verdict, reason, next_step), rules in itertools.groupby(
@@ -32,10 +32,10 @@ def format_table() -> str:
 
 
 def format_markdown() -> str:
-    """The table for the documentation.
+    """Write the table for the documentation.
 
     Returns:
-        A sentence and a Markdown table, without a final newline, in the order of the table.
+        A sentence and a Markdown table without a final newline, in the order of the table.
     """
     lines = [_LEGEND, "", "| Option | Verdict | Why | Shown by, or way out |", "|---|---|---|---|"]
     for rule in (*RULES, *CONFIG_RULES, *STEP_RULES):
