@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,26 +14,24 @@ from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
 _MODULE = "megatron.core.parallel_state"
-_TORCH = "torch.distributed.distributed_c10d"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
 _PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
 _EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
 _EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
-_REGISTRY = ("_pg_map", "_pg_group_ranks")
 _WRITTEN = (
-    (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set while it makes its groups only"),
-    (_MODULE, _GROUPS, "stages with different numbers of replicas, and sites, need a sum of our own (ModelGroup)"),
+    (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set only while Megatron makes its groups"),
+    (_MODULE, _GROUPS, "between sites, and where stages differ in their replicas, a ModelGroup sums over the model"),
     (
         _MODULE,
         ("create_group",),
         "leaves out the embedding groups of unequal ends: nobody may use them, and a rank of a narrow stage would be "
-        "in one for every rank of the widest; set while Megatron makes its groups only",
+        "in one for every rank of the widest; set only while Megatron makes its groups",
     ),
     (_MODULE, _PIPELINE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
     (
@@ -44,8 +41,8 @@ _WRITTEN = (
         "them would mix rows",
     ),
     (
-        _TORCH,
-        _REGISTRY,
+        "torch.distributed.distributed_c10d",
+        ("_pg_map", "_pg_group_ranks"),
         "an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and Megatron "
         "for its ranks",
     ),
@@ -58,31 +55,23 @@ def records(session: Session) -> tuple[Record, ...]:
     """Give the records of this module."""
     named = [(module, name, why) for module, names, why in _WRITTEN for name in names]
     writes = {
-        name: WriteRecord(
-            id=f"H4c{number}",
-            target=f"{module}:{name}",
-            why=why,
-            versions=">=0.19,<0.20",
-            remove_when="with H4",
-        )
+        name: WriteRecord(id=f"H4c{number}", target=f"{module}:{name}", why=why, remove_when="with H4")
         for number, (module, name, why) in enumerate(named, start=1)
     }
     return (
         PatchRecord(
             id="H4",
-            target="megatron.core.parallel_state:initialize_model_parallel",
-            build=functools.partial(_initialize, session, writes),
+            target=f"{_MODULE}:initialize_model_parallel",
+            build=wrap_with(_initialize, session, writes),
             why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives "
             "exactly Megatron's groups, in Megatron's order",
-            versions=">=0.19,<0.20",
             remove_when="Megatron takes a list of tensor-parallel sizes",
         ),
         PatchRecord(
             id="H4b",
-            target="megatron.core.parallel_state:destroy_model_parallel",
-            build=functools.partial(_destroy, session, writes),
+            target=f"{_MODULE}:destroy_model_parallel",
+            build=wrap_with(_destroy, session, writes),
             why="our channels end with Megatron's groups",
-            versions=">=0.19,<0.20",
             remove_when="with H4",
         ),
         *writes.values(),
@@ -94,78 +83,94 @@ def u_records(session: Session) -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             id="U2",
-            target="megatron.core.parallel_state:is_pipeline_last_stage",
-            build=functools.partial(_is_last, session),
-            why="as U1, for those who ask with a chunk's number, such as the readers of data",
-            versions=">=0.19,<0.20",
+            target=f"{_MODULE}:is_pipeline_last_stage",
+            build=wrap_with(_is_last, session),
+            why="as U1, for callers that name a chunk, such as the readers of data",
             remove_when="with U1",
         ),
     )
 
 
-def _is_last(session: Session, original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        is_last_chunk = ignore_virtual or num_chunks is None or vp_stage == num_chunks - 1
-        return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
+def _is_last(
+    session: Session, original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss."""
+    num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    is_last_chunk = ignore_virtual or num_chunks is None or vp_stage == num_chunks - 1
+    return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
-    return is_pipeline_last_stage
+
+def _initialize(session: Session, writes: _Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `initialize_model_parallel` on the rank lists of the layout, then open the channels.
+
+    With a uniform list Megatron's function runs with its own rank lists.
+    """
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
+    rank = dist.get_rank()
+    _plan_together(session, options, rank)
+    layout, own = session.planned.layout, session.planned.own
+    options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
+    options["context_parallel_size"] = layout.cp_sizes[own.stage]
+    options["pipeline_model_parallel_size"] = layout.num_stages
+    if session.is_active:
+        pipeline_groups = _make_groups(session.planned, writes, original, bound)
+    else:
+        original(*bound.args, **bound.kwargs)
+        pipeline_groups = ()
+    session.open(
+        stage_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_groups=pipeline_groups,
+        num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
+    )
+    session.open_log(rank)
+    log.info(session.planned.describe())
 
 
-def _initialize(session: Session, writes: _Writes, original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
+def _plan_together(session: Session, options: dict[str, Any], rank: int) -> None:
+    """Plan the run on all ranks, which compare what they were asked for and what they have planned."""
+    world_size = dist.get_world_size()
+    # With megatron.training the arguments were planned and compared before. The fake backend has one process only.
+    if dist.get_backend() == "fake" or (session.ranks.monitor is not None and session.is_planned):
+        _plan(session, options, world_size)
+        return
+    store = session.ranks.store or _get_default_store()
+    agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
+    session.ranks.agree("start-up check", lambda: _plan(session, options, world_size))
+    learn_site(session, rank)
 
-    @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        options = bound.arguments
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if dist.get_backend() != "fake" and (session.ranks.monitor is None or not session.is_planned):
-            store = session.ranks.store or _get_default_store()
-            agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
-            session.ranks.agree("start-up check", lambda: _plan(session, options, world_size))
-            learn_site(session, rank)
-        else:
-            _plan(session, options, world_size)
-        layout, own = session.planned.layout, session.planned.own
-        options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
-        options["context_parallel_size"] = layout.cp_sizes[own.stage]
-        options["pipeline_model_parallel_size"] = layout.num_stages
-        if session.is_active:
-            _set_counts(session.planned, options)
-            create_group = parallel_state.create_group
-            if not session.planned.has_stock_ends:
-                create_group = _without_embedding_groups(create_group)
-            with (
-                writes["RankGenerator"].during(_planned_generator(layout, options)),
-                writes["create_group"].during(create_group),
-            ):
-                original(*bound.args, **bound.kwargs)
-            pipeline_groups = _choose_own_pipeline_group(session.planned, writes)
-            if not layout.has_equal_replicas or len(set(session.config.sites or ())) > 1:
-                _unite_replicas(session.planned, writes)
-        else:
-            original(*bound.args, **bound.kwargs)
-            pipeline_groups = ()
-        session.open(
-            stage_group=parallel_state.get_tensor_model_parallel_group(),
-            pipeline_groups=pipeline_groups,
-            num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
-        )
-        session.open_log(rank)
-        log.info(session.planned.describe())
 
-    return initialize_model_parallel
+def _make_groups(
+    planned: PlannedRun, writes: _Writes, original: Callable[..., None], bound: inspect.BoundArguments
+) -> tuple[dist.ProcessGroup, ...]:
+    """Let Megatron make its groups from our rank lists.
+
+    Returns:
+        This rank's pipeline group in each replica of the pipeline that this rank works in.
+    """
+    layout, options = planned.layout, bound.arguments
+    _set_counts(planned, options)
+    create_group = parallel_state.create_group
+    if not planned.has_stock_ends:
+        create_group = _without_embedding_groups(create_group)
+    with (
+        writes["RankGenerator"].during(_planned_generator(layout, options)),
+        writes["create_group"].during(create_group),
+    ):
+        original(*bound.args, **bound.kwargs)
+    pipeline_groups = _choose_own_pipeline_group(planned, writes)
+    if not layout.has_equal_replicas or len(set(planned.config.sites or ())) > 1:
+        _unite_replicas(planned, writes)
+    return pipeline_groups
 
 
 def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
-    """Let Megatron compute its numbers of groups as if all stages were like the own one.
+    """Let Megatron count its groups as if all stages were like this rank's.
 
-    Where the stages' cp or dp sizes differ, the numbers would differ between ranks. Megatron uses them to check the
-    world, and to count how many of the expert model groups make up the group of an optimizer instance: there is one
-    such group then, the world.
+    Where the stages' cp or dp sizes differ, the counts would differ between ranks. Megatron uses them to check the
+    world, and to count the expert model groups that make up the group of an optimizer instance. Both must agree on all
+    ranks, so there is one such group then, the world.
     """
     layout, own = planned.layout, planned.own
     if layout.has_equal_replicas:
@@ -177,9 +182,9 @@ def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
 
 
 def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
-    """Let what is summed over the model take one replica of every stage, or with the distributed optimizer each share.
+    """Let sums over the model count one replica of every stage or, with the distributed optimizer, each rank's share.
 
-    Between sites also where Megatron's own groups are right: there the messages of one sum would cross many times.
+    Between sites this also replaces groups that are right: in Megatron's, one sum crosses between the sites many times.
     """
     layout, platform = planned.layout, planned.platform
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -188,13 +193,14 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
         group = ModelGroup(
             layout, dist.get_rank(), whole_stage_group=stage_group, leaders_group=leaders_group, has_shares=has_shares
         )
+        # torch and Megatron look a group up in these tables; a ModelGroup is no group that torch made.
         writes["_pg_map"].put(_pg_map[stage_group], key=group)
         writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
         writes[name].put(group)
 
 
 def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
-    """Make the layout if the arguments have not made it, and state it."""
+    """Make the layout unless the arguments have made it, and say what all ranks must have planned."""
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "Megatron's parallel_state is already initialized; call vtp_plugin.apply() before initialize_model_parallel"
@@ -214,18 +220,21 @@ def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[st
 
 
 def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Callable[..., LayoutRankGenerator]:
-    """Return what gives Megatron rank lists of the layout: it makes the dense generator first, then the expert one."""
-    # Megatron's default is its stage's size, which differs between ranks: only a uniform list may name another.
+    """Return a stand-in for Megatron's class that gives the layout's rank lists."""
+    # Megatron's default is this stage's size, which differs between ranks: only a uniform list may name another.
     expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
     ep = int(options["expert_model_parallel_size"])
     generators = iter(rank_generators(layout, ep=ep, expert_tensor_parallel_size=expert_tp))
+    # Megatron makes two: the dense generator first, then the expert one.
     return lambda **_sizes: next(generators)
 
 
 def _without_embedding_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make no embedding group, on all ranks alike: torch counts the groups that are made."""
+    """Wrap `create_group` so that it makes no embedding group.
 
-    @functools.wraps(original)
+    It leaves them out on all ranks alike: torch counts the groups that are made, and its counts must agree.
+    """
+
     def create_group(*args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
         return None if group_desc in _EMBEDDING_GROUPS else original(*args, group_desc=group_desc, **kwargs)
 
@@ -233,7 +242,7 @@ def _without_embedding_groups(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
-    """Set the pipeline globals of a rank that Megatron found in several groups, and forget unequal embedding ranks.
+    """Set the pipeline globals of a rank that is in several pipeline groups, and forget unequal embedding ranks.
 
     Returns:
         This rank's pipeline group in each replica of the pipeline that this rank works in.
@@ -246,7 +255,8 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[di
     pipeline_groups = tuple(by_ranks[ranks] for ranks in served if ranks in by_ranks) or (found[0],)
     if isinstance(found[0], list):
         for name, values in zip(_PIPELINE, found, strict=True):
-            writes[name].put(values[0])  # the own one comes first
+            # The first one is `pipeline_group_of` this rank, which is checked below.
+            writes[name].put(values[0])
     chosen, wanted = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.pipeline_group_of(rank)
     if chosen != wanted:
         raise PlanError(f"Megatron put rank {rank} into the pipeline group of ranks {chosen}, not {wanted}")
@@ -256,13 +266,10 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[di
     return pipeline_groups
 
 
-def _destroy(session: Session, writes: _Writes, original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def destroy_model_parallel() -> None:
-        session.close()
-        # Before Megatron forgets its groups: later, an undone write would bring one back.
-        for write in writes.values():
-            write.undo()
-        original()
-
-    return destroy_model_parallel
+def _destroy(session: Session, writes: _Writes, original: Callable[[], None]) -> None:
+    """Run `destroy_model_parallel` after our channels are closed and our writes undone."""
+    session.close()
+    # Before Megatron forgets its groups: an undo after that would bring one of them back.
+    for write in writes.values():
+        write.undo()
+    original()

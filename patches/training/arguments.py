@@ -1,4 +1,4 @@
-"""H1 and H2: the plugin's flags, and Megatron's argument checks with its stage's size, on all ranks together."""
+"""H1 and H2: the plugin's flags, and Megatron's checks of arguments with this stage's sizes, on all ranks together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
@@ -35,51 +35,48 @@ def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord
         PatchRecord(
             id="H1",
             target="megatron.training.arguments:parse_args",
-            build=functools.partial(_parse, session),
-            why="it takes a provider of extra arguments, so no function that declares Megatron's own is touched",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_parse, session),
+            why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
             remove_when="Megatron has the option",
         ),
         PatchRecord(
             id="H2",
             target="megatron.training.arguments:validate_args",
-            build=functools.partial(_validate, session, activate),
-            why="it derives data parallelism from one tensor-parallel size; each rank lets it see the world that it "
-            "would have if all stages were like its own",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_validate, session, activate),
+            why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there "
+            "would be if all stages were like this rank's",
             remove_when="with H1",
         ),
     )
 
 
-def _parse(session: Session, original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    @functools.wraps(original)
-    def parse_args(
-        extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-        ignore_unknown_args: bool = False,
-    ) -> argparse.Namespace:
-        _refuse_yaml(session)
-        defaults: dict[str, Any] = {}
+def _parse(
+    session: Session,
+    original: Callable[..., argparse.Namespace],
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    ignore_unknown_args: bool = False,
+) -> argparse.Namespace:
+    """Run `parse_args` with the plugin's flags behind those of the script."""
+    _refuse_yaml(session)
+    defaults: dict[str, Any] = {}
 
-        def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            if extra_args_provider is not None:
-                parser = extra_args_provider(parser)
-            defaults[_TENSOR_SIZE] = parser.get_default(_TENSOR_SIZE)
-            # Unset, to tell "not given" from 1.
-            parser.set_defaults(**{_TENSOR_SIZE: None})
-            _mend_help(parser)
-            return add_vtp_arguments(parser)
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        defaults[_TENSOR_SIZE] = parser.get_default(_TENSOR_SIZE)
+        # Unset, to tell "not given" from 1.
+        parser.set_defaults(**{_TENSOR_SIZE: None})
+        _mend_help(parser)
+        return add_vtp_arguments(parser)
 
-        args = original(provider, ignore_unknown_args)
-        if not _asks_for_stages(session, args):
-            _forget_flags(args, defaults)
-        return args
-
-    return parse_args
+    args = original(provider, ignore_unknown_args)
+    if not _asks_for_stages(session, args):
+        _forget_flags(args, defaults)
+    return args
 
 
 def _refuse_yaml(session: Session) -> None:
-    """Refuse a file of arguments beside a list: Megatron reads it instead of the command line, with its own checks.
+    """Refuse a YAML file beside a list: Megatron reads it instead of the command line, and checks it elsewhere.
 
     Raises:
         ConfigError: both are given.
@@ -103,7 +100,7 @@ def _asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
 
 
 def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """Let the arguments of a run without a list be what Megatron's own parser gives: flags not given leave no trace."""
+    """Leave no trace of flags that were not given: without a list the arguments are those of Megatron's parser."""
     if getattr(args, _TENSOR_SIZE, None) is None:
         vars(args).update(defaults)
     for flag in VTP_FLAGS:
@@ -112,7 +109,7 @@ def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape percent signs in help texts that argparse cannot format: one of Megatron 0.19's makes ``--help`` fail."""
+    """Escape percent signs in help texts that argparse cannot format, as one of Megatron 0.19, or ``--help`` fails."""
     for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -120,51 +117,56 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
-def _validate(session: Session, activate: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-        def check() -> Any:
-            # No partial object: the engine would find the original in it and replace it there too.
-            return original(args, {} if defaults is None else defaults)
+def _validate(
+    session: Session,
+    activate: Callable[[], None],
+    original: Callable[..., Any],
+    args: argparse.Namespace,
+    defaults: dict[str, Any] | None = None,
+) -> Any:
+    """Run `validate_args` on all ranks together, each with its stage's sizes, after the plugin's checks."""
 
-        if not _asks_for_stages(session, args):
-            return _validate_uniform(session, activate, check, args)
-        session.watch_failures()
-        read = functools.partial(_read_flags, session, args)
-        prepare = functools.partial(_prepare, session, activate, check, args)
-        if args.world_size == 1:
-            read()
-            prepare()
-        else:
-            timeout_s = args.vtp_timeout_s or session.config.timeout_s
-            store = open_store(args.rank, args.world_size, timeout_s)
-            agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
-            session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
-        if session.is_active:
-            from vtp_plugin.patches.training.checkpointing import require_common_folder
+    def check() -> Any:
+        # No partial object: the engine would find the original in it and replace it there too.
+        return original(args, {} if defaults is None else defaults)
 
-            require_common_folder(session, args)
-        layout, replicas = session.planned.layout, session.planned.replicas
-        if not replicas.is_equal:
-            # Of the first stage, whatever the own one.
-            unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
-            session.learn(note=describe_batches(args.global_batch_size, args.micro_batch_size // unit, replicas))
-        session.learn(note=_vocabulary_hint(layout, args))
-        return args
+    if not _asks_for_stages(session, args):
+        return _validate_uniform(session, activate, check, args)
+    session.watch_failures()
+    read = functools.partial(_read_flags, session, args)
+    prepare = functools.partial(_prepare, session, activate, check, args)
+    if args.world_size == 1:
+        read()
+        prepare()
+    else:
+        timeout_s = args.vtp_timeout_s or session.config.timeout_s
+        store = open_store(args.rank, args.world_size, timeout_s)
+        agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
+        session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
+    if session.is_active:
+        # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
+        from vtp_plugin.patches.training.checkpointing import require_common_folder
 
-    return validate_args
+        require_common_folder(session, args)
+    layout, replicas = session.planned.layout, session.planned.replicas
+    if not replicas.is_equal:
+        # The first stage's, so that all ranks write the same line.
+        unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
+        session.learn(note=describe_batches(args.global_batch_size, args.micro_batch_size // unit, replicas))
+    session.learn(note=_vocabulary_hint(layout, args))
+    return args
 
 
 def _prepare(
     session: Session, activate: Callable[[], None], check: Callable[[], Any], args: argparse.Namespace
 ) -> dict[str, object]:
-    """Plan the run, run all checks, Megatron's own last, and say what all ranks must have been told.
+    """Plan the run, run all checks, Megatron's last, and return what must be equal on all ranks.
 
     Args:
         session: the applied plugin.
         activate: applies the patches that need the list.
         check: Megatron's checks.
-        args: Megatron's arguments; they say the own stage's sizes afterwards.
+        args: Megatron's arguments; they say this stage's sizes afterwards.
 
     Raises:
         ConfigError: the arguments do not fit the list.
@@ -189,7 +191,7 @@ def _prepare(
     statement = {**session.planned.statement(), **shared}
     _set_own_sizes(session, args)
     activate()
-    # Megatron sees the world that it would have if all stages were like the own one.
+    # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
     world_size, args.world_size = args.world_size, layout.uniform_world_size(args.rank)
     try:
         check()
@@ -199,7 +201,7 @@ def _prepare(
 
 
 def _choose_backend(session: Session, args: argparse.Namespace) -> None:
-    """Let Megatron open its groups on the platform's backend; it knows those of accelerators only."""
+    """On CPU, let Megatron open its groups on the platform's backend: it only knows those of accelerators."""
     platform = session.choose_platform()
     if platform.name == "cpu":
         args.distributed_backend = platform.backend
@@ -210,9 +212,9 @@ def _validate_uniform(
 ) -> Any:
     """Leave a run without a list to Megatron: no store, no thread, no exception hook, no line in the log.
 
-    So ranks that were given a list are not met here by ranks that were not. The former wait for the latter at the
-    start-up check and end with a line that names them, within their timeout; the latter wait in torch's own start for
-    the former, and end when the launcher or the lost store ends them: no step is ever run by such a mixture.
+    If only some ranks have a list, they do not meet the others here. The ranks with a list wait at the start-up check,
+    and end within their timeout with a line that names the missing ones. The others wait when torch starts, and end
+    when the launcher ends them or the store is lost. Such a mixture never runs a step.
     """
     try:
         _read_flags(session, args)
@@ -227,9 +229,10 @@ def _validate_uniform(
 
 def _read_flags(session: Session, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
-    told = session.config
-    session.config = read_flags(args, told)
-    if session.is_activated and session.config.layerwise_disaggregated and not told.layerwise_disaggregated:
+    given = session.config
+    session.config = read_flags(args, given)
+    # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
+    if session.is_activated and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(
             "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"
@@ -237,7 +240,7 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
 
 
 def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
-    """Translate the edge's two parts into a layout that Megatron knows: two chunks a stage, the cloud's second empty.
+    """Write the U-shape as a layout that Megatron knows: two chunks a stage, the second one empty on the cloud.
 
     Raises:
         ConfigError: the parts do not fit, or an option does not work with them.
@@ -247,7 +250,9 @@ def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
 
     refuse(check_u_layers(args))
     text, option = args.pipeline_model_parallel_layout, "--num-layer-list"
-    if text is not None:
+    if text is None:
+        layers = parse_layer_list(args.num_layer_list)
+    else:
         option = "--pipeline-model-parallel-layout"
         parts = PipelineParallelLayerLayout.parse_str_to_list(text)
         if LayerType.embedding not in parts[0] or LayerType.loss not in parts[-1]:
@@ -256,14 +261,12 @@ def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
                 "the first part and L at the end of the last one"
             )
         layers = tuple(part.count(LayerType.decoder) for part in parts)
-    else:
-        layers = parse_layer_list(args.num_layer_list)
     check_layers(layers, num_stages=num_stages, num_layers=args.num_layers, option=option)
     args.pipeline_model_parallel_layout = layout_of(layers)
 
 
 def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
-    """Check Megatron's options against all stages, then let the arguments say its stage's size.
+    """Check Megatron's options against all stages, then set the arguments to this stage's sizes.
 
     Raises:
         ConfigError: an option or a size of the model does not fit the list.
@@ -275,16 +278,18 @@ def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)
         session.learn(tensor_bytes=rows * args.micro_batch_size * args.hidden_size * itemsize_bytes)
-    args.vtp_size_list = list(layout.tp_sizes)
-    args.vtp_cp_list = list(layout.cp_sizes)
-    args.vtp_dp_list = list(layout.dp_sizes)
     stage = layout.stage_of(args.rank)
-    own = layout.stages[stage]
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))
-    args.tensor_model_parallel_size = own.tp
-    args.context_parallel_size = own.cp
-    args.pipeline_model_parallel_size = layout.num_stages
+    vars(args).update(
+        # The lists are stored with a checkpoint, whose reader compares them (H9).
+        vtp_size_list=list(layout.tp_sizes),
+        vtp_cp_list=list(layout.cp_sizes),
+        vtp_dp_list=list(layout.dp_sizes),
+        tensor_model_parallel_size=layout.tp_sizes[stage],
+        context_parallel_size=layout.cp_sizes[stage],
+        pipeline_model_parallel_size=layout.num_stages,
+    )
 
 
 def _vocabulary_hint(layout: PipelineLayout, args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""H9: one answer for all ranks: whether a checkpoint has this run's layout, can be loaded, and where it is saved."""
+"""H9: all ranks agree whether a checkpoint has this run's layout, whether it can be loaded, and where to save."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
 
-# No stage has this size, so Megatron's comparison says "another layout" on every rank.
+# No stage has this size: with it Megatron's comparison finds another layout on every rank.
 _OTHER_LAYOUT = -1
 
-# Arguments whose values follow its stage's sizes.
+# Arguments whose values depend on the sizes of a stage.
 _PER_STAGE = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -40,27 +40,24 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H9",
             target="megatron.training.checkpointing:_load_base_checkpoint",
-            build=functools.partial(_load, session),
+            build=wrap_with(_load, session),
             why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
             "different branches and hang",
-            versions=">=0.19,<0.20",
             remove_when="Megatron stores and compares all stages' sizes",
         ),
         PatchRecord(
             id="H9b",
             target="megatron.training.training:preprocess_common_state_dict",
-            build=_preprocess,
+            build=wrap_with(_preprocess),
             why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
-            versions=">=0.19,<0.20",
             remove_when="with H9",
         ),
         PatchRecord(
             id="H9c",
             target="megatron.training.checkpointing:save_checkpoint",
-            build=_save,
-            why="in the old format every rank writes a file of its own, so sites may have folders of their own, but "
-            "only rank 0 notes the iteration: the others would not find their files when the run is resumed",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_save),
+            why="in the old format every rank writes its file, so each site may have its folder, but only rank 0 notes "
+            "the iteration: the others would not find their files when the run is resumed",
             remove_when="every folder gets the note",
             aliases=("megatron.training.training:save_checkpoint",),
         ),
@@ -71,23 +68,23 @@ def require_common_folder(session: Session, args: Any) -> None:
     """Refuse at start-up a folder for checkpoints that the ranks do not share, unless each writes for itself.
 
     Raises:
-        ConfigError: a rank does not find in its folder what rank 0 has put into its own.
+        ConfigError: a rank does not find in its folder the file that rank 0 has put into its folder.
     """
     store = session.ranks.store
     if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
         return
-    folder = Path(args.save)
+    folder, topic = Path(args.save), part_of(store, Topic.FOLDER)
 
     def put() -> dict[str, object]:
         if args.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             name = f".vtp-{uuid.uuid4().hex}"
             (folder / name).touch()
-            part_of(store, Topic.FOLDER).set("name", name)
+            topic.set("name", name)
         return {}
 
     def look() -> dict[str, object]:
-        if not (folder / part_of(store, Topic.FOLDER).get("name").decode()).exists():
+        if not (folder / topic.get("name").decode()).exists():
             raise ConfigError(
                 f"--save {args.save} is not the folder of rank 0 (other machine or path), and --ckpt-format "
                 f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share, or "
@@ -95,64 +92,69 @@ def require_common_folder(session: Session, args: Any) -> None:
             )
         return {}
 
-    agree = functools.partial(session.ranks.agree, "check of --save")
-    agree(put)
+    session.ranks.agree("check of --save", put)
     try:
-        agree(look)
+        session.ranks.agree("check of --save", look)
     finally:
         if args.rank == 0:
-            (folder / part_of(store, Topic.FOLDER).get("name").decode()).unlink(missing_ok=True)
+            (folder / topic.get("name").decode()).unlink(missing_ok=True)
 
 
-def _save(original: Callable[..., None]) -> Callable[..., None]:
+def _save(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    """Run `save_checkpoint`, then note the iteration in a folder that rank 0 does not see."""
+    # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
     from megatron.training.global_vars import get_args
 
-    @functools.wraps(original)
-    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> None:
-        original(iteration, *args, **kwargs)
-        arguments = get_args()
-        if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
-            return
-        tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
-        # Rank 0 has written its own before all ranks met at the end of the original.
-        if not tracker.exists() or tracker.read_text().strip() != text:
-            partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
-            partial.write_text(text)
-            partial.replace(tracker)
-
-    return save_checkpoint
+    original(iteration, *args, **kwargs)
+    arguments = get_args()
+    if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
+        return
+    tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
+    # Rank 0 has written its note before all ranks met at the end of the original.
+    if not tracker.exists() or tracker.read_text().strip() != text:
+        # All ranks of a site write the same note. Each replaces the file whole, so nobody reads half of one.
+        partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
+        partial.write_text(text)
+        partial.replace(tracker)
 
 
-def _load(session: Session, original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def _load(
+    session: Session,
+    original: Callable[..., tuple[Any, ...]],
+    load_dir: str | None,
+    args: Any,
+    rank0: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout."""
     from megatron.training.checkpointing import checkpoint_exists
 
-    @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: str | None, args: Any, rank0: bool = False, **kwargs: Any) -> tuple[Any, ...]:
-        # The first look at a checkpoint; those of the old format get only one.
-        is_first = rank0 or args.ckpt_format == "torch"
-        if is_first:
-            # Megatron looks again, in a collective of the ranks that see one.
-            _agree(session, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
-        is_read = True
-        try:
-            result = original(load_dir, args, rank0=rank0, **kwargs)
-        except SystemExit:
-            # Megatron leaves so, with exit code 0, when it cannot read its file; the one of rank 0 may tell why.
-            is_read, result = False, _read_of_rank_0(load_dir)
-            if result is None:
-                raise
-        if is_first:
-            _agree(session, functools.partial(_judge, session, load_dir, args, result, is_read))
-        stored = _stored_arguments(result)
-        if stored is not None and session.is_planned:
-            is_same = stored_sizes(stored) == session.planned.layout.tp_sizes
-            stored.tensor_model_parallel_size = args.tensor_model_parallel_size if is_same else _OTHER_LAYOUT
-            has_same_dp = stored_dp_sizes(stored) == session.planned.layout.dp_sizes
-            stored.data_parallel_size = args.data_parallel_size if has_same_dp else _OTHER_LAYOUT
-        return result
-
-    return _load_base_checkpoint
+    # The first look at a checkpoint; Megatron looks only once at those of the old format.
+    is_first = rank0 or args.ckpt_format == "torch"
+    if is_first:
+        # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
+        _agree(session, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
+    is_read = True
+    try:
+        result = original(load_dir, args, rank0=rank0, **kwargs)
+    except SystemExit:
+        # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
+        is_read, result = False, _read_of_rank_0(load_dir)
+        if result is None:
+            raise
+    if is_first:
+        _agree(session, functools.partial(_judge, session, load_dir, args, result, is_read))
+    stored = _stored_arguments(result)
+    if stored is not None and session.is_planned:
+        layout = session.planned.layout
+        # The caller compares these with this rank's sizes. Now it gets the same answer on every rank.
+        for name, there, here in (
+            ("tensor_model_parallel_size", _stored_tp_sizes(stored), layout.tp_sizes),
+            ("data_parallel_size", _stored_dp_sizes(stored), layout.dp_sizes),
+        ):
+            setattr(stored, name, getattr(args, name) if there == here else _OTHER_LAYOUT)
+    return result
 
 
 def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
@@ -190,7 +192,7 @@ def _judge(
     stored = _stored_arguments(result)
     return {
         "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
-        "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_sizes(stored))),
+        "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, _stored_tp_sizes(stored))),
     }
 
 
@@ -207,11 +209,11 @@ def _require_loadable(session: Session, load_dir: str | None, args: Any, result:
     """
     state, _, is_release, kind = result
     stored = _stored_arguments(result)
-    if stored is None or not session.is_planned or stored_sizes(stored) == session.planned.layout.tp_sizes:
+    if stored is None or not session.is_planned or _stored_tp_sizes(stored) == session.planned.layout.tp_sizes:
         return
     wrote, runs = (
         f"--vtp-size-list {','.join(map(str, sizes))}"
-        for sizes in (stored_sizes(stored), session.planned.layout.tp_sizes)
+        for sizes in (_stored_tp_sizes(stored), session.planned.layout.tp_sizes)
     )
     if kind is not None and kind.name == "LEGACY":
         raise ConfigError(
@@ -230,34 +232,41 @@ def _require_loadable(session: Session, load_dir: str | None, args: Any, result:
 def _is_reshardable(state: dict[str, Any]) -> bool:
     """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
     metadata = load_content_metadata(preloaded_state_dict=state) or {}
-    # Old checkpoints do not say; what Megatron makes of them is its own affair.
+    # Old checkpoints do not say; Megatron decides what to do with them.
     form = metadata.get("distrib_optim_sharding_type")
     return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
-def stored_sizes(stored: Any) -> tuple[int, ...]:
-    """Give the stage sizes of the run that wrote a checkpoint, with or without the plugin."""
-    sizes = getattr(stored, "vtp_size_list", None)
-    if sizes is not None:
-        return tuple(sizes)
-    tp = getattr(stored, "tensor_model_parallel_size", 1)
-    return (tp,) * getattr(stored, "pipeline_model_parallel_size", 1)
+def _stored_tp_sizes(stored: Any) -> tuple[int, ...]:
+    return _stored_sizes(stored, "vtp_size_list", "tensor_model_parallel_size", missing=1)
 
 
-def stored_dp_sizes(stored: Any) -> tuple[int, ...]:
-    """Give the data-parallel sizes of the stages of the run that wrote a checkpoint, with or without the plugin."""
-    sizes = getattr(stored, "vtp_dp_list", None)
-    if sizes is not None:
-        return tuple(sizes)
-    return (getattr(stored, "data_parallel_size", 0),) * getattr(stored, "pipeline_model_parallel_size", 1)
+def _stored_dp_sizes(stored: Any) -> tuple[int, ...]:
+    # 0 is no size: a checkpoint that does not say counts as another layout.
+    return _stored_sizes(stored, "vtp_dp_list", "data_parallel_size", missing=0)
 
 
-def _preprocess(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    @functools.wraps(original)
-    def preprocess_common_state_dict(common_state_dict: Any) -> dict[str, Any]:
-        result = original(common_state_dict)
-        for name in _PER_STAGE:
-            result["args"].pop(name, None)
-        return result
+def _stored_sizes(stored: Any, by_stage: str, of_all: str, *, missing: int) -> tuple[int, ...]:
+    """Give a size of each stage of the run that wrote a checkpoint, with or without the plugin.
 
-    return preprocess_common_state_dict
+    Args:
+        stored: its arguments.
+        by_stage: argument with the sizes of all stages, which the plugin stores.
+        of_all: Megatron's argument, one size for all stages.
+        missing: the size where the checkpoint has neither.
+    """
+    sizes = getattr(stored, by_stage, None)
+    if sizes is None:
+        sizes = (getattr(stored, of_all, missing),) * getattr(stored, "pipeline_model_parallel_size", 1)
+    return tuple(sizes)
+
+
+def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: Any) -> dict[str, Any]:
+    """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages.
+
+    Megatron compares the result over the ranks before it saves.
+    """
+    result = original(common_state_dict)
+    for name in _PER_STAGE:
+        result["args"].pop(name, None)
+    return result

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
 
@@ -22,9 +21,8 @@ def records(session: Session) -> tuple[Record, ...]:
         PatchRecord(
             id=f"U7{suffix}",
             target=f"megatron.training.global_vars:{name}",
-            build=functools.partial(_on_writer, session),
+            build=wrap_with(_on_writer, session),
             why="it compares this rank with the world's last one, a cloud rank here, which has no loss",
-            versions=">=0.19,<0.20",
             remove_when="with U1",
         )
         for suffix, name in (("", "_set_tensorboard_writer"), ("b", "_set_wandb_writer"), ("c", "_set_one_logger"))
@@ -32,40 +30,35 @@ def records(session: Session) -> tuple[Record, ...]:
     variable = WriteRecord(
         id="U8b",
         target="megatron.training.global_vars:_GLOBAL_TOKENIZER",
-        why="the replaced function keeps the tokenizer there; on the cloud it holds something that refuses to be used",
-        versions=">=0.19,<0.20",
+        why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that refuses to be used",
         remove_when="with U8",
     )
     tokenizer = PatchRecord(
         id="U8",
         target="megatron.training.global_vars:_build_tokenizer",
-        build=functools.partial(_on_edge, session, variable),
-        why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs the two sizes of the "
-        "vocabulary only",
-        versions=">=0.19,<0.20",
+        build=wrap_with(_on_edge, session, variable),
+        why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of "
+        "the vocabulary",
         remove_when="Megatron builds it where data is read",
     )
     return (*writers, tokenizer, variable)
 
 
-def _on_writer(
-    session: Session, original: Callable[[argparse.Namespace], None]
-) -> Callable[[argparse.Namespace], None]:
-    @functools.wraps(original)
-    def set_writer(args: argparse.Namespace) -> None:
-        world_size = args.world_size
-        # Of a world that ends with the writer this rank is the last one, or it is none of its ranks.
-        args.world_size = session.planned.writer_rank + 1
-        try:
-            original(args)
-        finally:
-            args.world_size = world_size
+def _on_writer(session: Session, original: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Run `_set_tensorboard_writer` and its like, which write on the last rank, so that the rank with the loss writes.
 
-    return set_writer
+    Of a world that ends with the writer, this rank is the last one only if it is the writer.
+    """
+    world_size = args.world_size
+    args.world_size = session.planned.writer_rank + 1
+    try:
+        original(args)
+    finally:
+        args.world_size = world_size
 
 
 class NoTokenizer:
-    """Stands where Megatron keeps the tokenizer, on the ranks of the cloud."""
+    """Stands in for the tokenizer on the ranks of the cloud, and refuses to be used."""
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse to be used.
@@ -73,6 +66,7 @@ class NoTokenizer:
         Raises:
             ConfigError: always; for Python's own look-ups ``AttributeError``.
         """
+        # copy and pickle ask for such names, and expect this error.
         if name.startswith("__"):
             raise AttributeError(name)
         raise ConfigError(
@@ -82,30 +76,30 @@ class NoTokenizer:
 
 
 def _on_edge(
-    session: Session, variable: WriteRecord, original: Callable[[argparse.Namespace], Any]
-) -> Callable[[argparse.Namespace], Any]:
-    @functools.wraps(original)
-    def _build_tokenizer(args: argparse.Namespace) -> Any:
-        layout, store = session.planned.layout, session.ranks.store
-        assert store is not None
-        is_edge = layout.stage_of(args.rank) == 0
-        built: list[Any] = []
+    session: Session,
+    variable: WriteRecord,
+    original: Callable[[argparse.Namespace], Any],
+    args: argparse.Namespace,
+) -> Any:
+    """Run `_build_tokenizer` on the edge only; the cloud gets the sizes of the vocabulary over the store."""
+    store = session.ranks.store
+    assert store is not None
+    is_edge = session.planned.layout.stage_of(args.rank) == 0
+    tokenizer: Any = None if is_edge else NoTokenizer()
 
-        def prepare() -> dict[str, object]:
-            if not is_edge:
-                return {}
-            built.append(original(args))
-            sizes = json.dumps([args.vocab_size, args.padded_vocab_size])
-            if args.rank == 0:
-                part_of(store, Topic.VOCABULARY).set("sizes", sizes)
-            return {_VOCABULARY: sizes}
+    def prepare() -> dict[str, object]:
+        nonlocal tokenizer
+        if not is_edge:
+            return {}
+        tokenizer = original(args)
+        sizes = json.dumps([args.vocab_size, args.padded_vocab_size])
+        if args.rank == 0:
+            part_of(store, Topic.VOCABULARY).set("sizes", sizes)
+        return {_VOCABULARY: sizes}
 
-        session.ranks.agree("the edge's tokenizer", prepare, is_partial=True)
-        if is_edge:
-            return built[0]
+    # Partial: the cloud has nothing to compare.
+    session.ranks.agree("the edge's tokenizer", prepare, is_partial=True)
+    if not is_edge:
         args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))
-        stand_in = NoTokenizer()
-        variable.put(stand_in)
-        return stand_in
-
-    return _build_tokenizer
+        variable.put(tokenizer)
+    return tokenizer

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.platform.cpu import CpuPlatform
 
 
@@ -16,19 +15,15 @@ def records(platform: CpuPlatform) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="P5",
             target="megatron.training.initialize:_warmup_jit_function",
-            build=functools.partial(_warm_up, platform),
-            why="it drops out on the device; on CPU that moved the host's generator by an amount that depends on the "
-            "tensor-parallel size, and weights differed between layouts",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_warm_up, platform),
+            why="it applies dropout on the device; on CPU that moved the host's generator by an amount that depends on "
+            "the tensor-parallel size, and weights differed between layouts",
             remove_when="with P2",
         ),
     )
 
 
-def _warm_up(platform: CpuPlatform, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def _warmup_jit_function(*args: Any, **kwargs: Any) -> None:
-        with platform.device_random():
-            original(*args, **kwargs)
-
-    return _warmup_jit_function
+def _warm_up(platform: CpuPlatform, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `_warmup_jit_function` on the device's generator; the host's stays where it is."""
+    with platform.device_random():
+        original(*args, **kwargs)

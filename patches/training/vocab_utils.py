@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -15,9 +14,8 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H3b",
             target="megatron.training.vocab_utils:calculate_padded_vocab_size",
-            build=functools.partial(_pad, session),
-            why="model builders pad by their stage's size when the tokenizer did not",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_pad, session),
+            why="model builders pad by this stage's size when the tokenizer did not",
             remove_when="with H3",
             aliases=(
                 "megatron.training.models.gpt:calculate_padded_vocab_size",
@@ -27,15 +25,14 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _pad(session: Session, original: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(original)
-    def calculate_padded_vocab_size(
-        vocab_size: int,
-        make_vocab_size_divisible_by: int,
-        tensor_model_parallel_size: int,
-        logging_enabled: bool = True,
-    ) -> int:
-        multiple = session.planned.layout.vocab_multiple()
-        return original(vocab_size, make_vocab_size_divisible_by, multiple, logging_enabled)
-
-    return calculate_padded_vocab_size
+def _pad(
+    session: Session,
+    original: Callable[..., int],
+    vocab_size: int,
+    make_vocab_size_divisible_by: int,
+    tensor_model_parallel_size: int,
+    logging_enabled: bool = True,
+) -> int:
+    """Run `calculate_padded_vocab_size` with a multiple that all stages can split, not with this stage's size."""
+    multiple = session.planned.layout.vocab_multiple()
+    return original(vocab_size, make_vocab_size_divisible_by, multiple, logging_enabled)

@@ -10,6 +10,15 @@ from __future__ import annotations
 
 from vtp_plugin.patching.applied import AppliedPatches
 from vtp_plugin.patching.engine import apply_records
-from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, WriteRecord, format_status
+from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, WriteRecord, format_status, wrap_with
 
-__all__ = ["AppliedPatches", "PatchRecord", "PatchStatus", "Record", "WriteRecord", "apply_records", "format_status"]
+__all__ = [
+    "AppliedPatches",
+    "PatchRecord",
+    "PatchStatus",
+    "Record",
+    "WriteRecord",
+    "apply_records",
+    "format_status",
+    "wrap_with",
+]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
@@ -18,6 +19,8 @@ from vtp_plugin.undo import ABSENT, Item, Name, Place, UndoStack, namespace
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)
+# The versions of Megatron that our records are written for; a record for fewer of them says so itself.
+_SUPPORTED: Final = ">=0.19,<0.20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +43,8 @@ class Record:
     id: str
     target: str
     why: str
-    versions: str
     remove_when: str
+    versions: str = _SUPPORTED
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,6 +91,30 @@ class PatchRecord(Record):
     """
 
     build: Callable[[Any], Any]
+
+
+def wrap_with(replacement: Callable[..., Any], *state: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the `build` of a record that lets a function run in place of the original.
+
+    Args:
+        replacement: gets `state`, then the original, then the arguments of the call.
+        state: what else it needs, such as the session.
+
+    >>> build = wrap_with(lambda end, original, text: original(text) + end, "!")
+    >>> shout = build(str.upper)
+    >>> shout("hi"), shout.__name__
+    ('HI!', 'upper')
+    """
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        # A closure holds the original. The search for aliases would find it in a partial object, and replace it there.
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*state, original, *args, **kwargs)
+
+        return call
+
+    return build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

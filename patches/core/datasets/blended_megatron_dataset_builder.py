@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 
 _CLASS = "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
 
@@ -26,66 +25,65 @@ def records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U9",
             target=f"{_CLASS}.build",
-            build=_build,
-            why="it lets rank 0 write the index first and meets all ranks of the world after it, as often as the paths "
-            "of the data say; the cloud does not know them",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_build),
+            why="rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud "
+            "does not know the paths",
             remove_when="the builder takes a process group",
         ),
         *(
             PatchRecord(
                 id=record_id,
                 target=f"{_CLASS}.{name}",
-                build=build,
-                why="it waits for the world; as U9 calls it, it works on the calling rank alone",
-                versions=">=0.19,<0.20",
+                build=wrap_with(replacement),
+                why="it waits for the world; U9 needs it to work on the calling rank alone",
                 remove_when="with U9",
             )
-            for record_id, name, build in helpers
+            for record_id, name, replacement in helpers
         ),
     )
 
 
-def _build(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    @functools.wraps(original)
-    def build(self: Any) -> list[Any]:
-        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        datasets = original(self) if dist.get_rank() == 0 else []
-        # The other ranks of the edge find what rank 0 has written.
-        dist.barrier(group=stage)
-        return datasets if dist.get_rank() == 0 else original(self)
-
-    return build
+def _build(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
+    """Run `BlendedMegatronDatasetBuilder.build` on rank 0, then on the other ranks of its stage."""
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    datasets = original(builder) if dist.get_rank() == 0 else []
+    # The other ranks read what rank 0 has written. The stage is the edge: no other stage has data.
+    dist.barrier(group=stage)
+    return datasets if dist.get_rank() == 0 else original(builder)
 
 
-def _build_splits(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    @functools.wraps(original)
-    def _build_megatron_dataset_splits(
-        self: Any, prefix: str | None, split: Sequence[Any], sizes: Sequence[Any], synchronize_ranks: bool = False
-    ) -> list[Any]:
-        return original(self, prefix, split, sizes, False)
-
-    return _build_megatron_dataset_splits
-
-
-def _build_generic(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build_generic_dataset(
-        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
-    ) -> Any:
-        return original(cls, is_built_on_rank, False, *args)
-
-    return build_generic_dataset
+def _build_splits(
+    original: Callable[..., list[Any]],
+    builder: Any,
+    prefix: str | None,
+    split: Sequence[Any],
+    sizes: Sequence[Any],
+    synchronize_ranks: bool = False,
+) -> list[Any]:
+    """Run `_build_megatron_dataset_splits` without its barriers of the world."""
+    return original(builder, prefix, split, sizes, False)
 
 
-def _build_parallel(original: Callable[..., list[list[Any]]]) -> Callable[..., list[list[Any]]]:
-    @functools.wraps(original)
-    def _build_megatron_datasets_parallel(
-        self: Any, prefixes: Sequence[str], split: Sequence[Any], sizes_per_dataset: Sequence[Sequence[Any]]
-    ) -> list[list[Any]]:
-        build_splits = self._build_megatron_dataset_splits
-        with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as executor:
-            by_prefix = list(executor.map(lambda p, sizes: build_splits(p, split, sizes), prefixes, sizes_per_dataset))
-        return [list(datasets) for datasets in zip(*by_prefix, strict=True)]
+def _build_generic(
+    original: Callable[..., Any], cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+) -> Any:
+    """Run `build_generic_dataset` without its barrier of the world."""
+    return original(cls, is_built_on_rank, False, *args)
 
-    return _build_megatron_datasets_parallel
+
+def _build_parallel(
+    original: Callable[..., list[list[Any]]],
+    builder: Any,
+    prefixes: Sequence[str],
+    split: Sequence[Any],
+    sizes_per_dataset: Sequence[Sequence[Any]],
+) -> list[list[Any]]:
+    """Replace `_build_megatron_datasets_parallel`: the same threads, but no rank waits for another between them.
+
+    Returns:
+        For each split its datasets, in the order of the prefixes.
+    """
+    build_splits = builder._build_megatron_dataset_splits
+    with ThreadPoolExecutor(max_workers=builder.config.num_dataset_builder_threads) as executor:
+        by_prefix = list(executor.map(lambda p, sizes: build_splits(p, split, sizes), prefixes, sizes_per_dataset))
+    return [list(datasets) for datasets in zip(*by_prefix, strict=True)]

@@ -1,12 +1,11 @@
-"""P1: the dataset helper of the wheel is compiled already."""
+"""P1: the wheel holds the dataset helper compiled already."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 
 
 def records() -> tuple[PatchRecord, ...]:
@@ -15,18 +14,14 @@ def records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="P1",
             target="megatron.core.datasets.utils:compile_helpers",
-            build=_skip_if_compiled,
+            build=wrap_with(_compile_if_missing),
             why="the wheel ships the compiled helper but no Makefile; start-up calls make and exits",
-            versions=">=0.19,<0.20",
             remove_when="Megatron compiles only what is missing",
         ),
     )
 
 
-def _skip_if_compiled(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
+def _compile_if_missing(original: Callable[[], None]) -> None:
+    """Run `compile_helpers` only where the compiled helper is missing, as in a checkout of Megatron."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
@@ -12,7 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from vtp_plugin.boundary.spread import overlaps, volume
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 _MODULE = "megatron.core.dist_checkpointing.validation"
@@ -24,43 +23,39 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H8",
             target=f"{_MODULE}:_validate_sharding_for_key",
-            build=_sharding,
+            build=wrap_with(_validate_sharding),
             why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
-            versions=">=0.19,<0.20",
             remove_when="the check works on element coverage",
         ),
         PatchRecord(
             id="H8b",
             target=f"{_MODULE}:_validate_objects_for_key",
-            build=_objects,
+            build=wrap_with(_validate_objects),
             why="random states are stored on a (stage, tp) grid, whose width differs between stages",
-            versions=">=0.19,<0.20",
             remove_when="with H8",
         ),
     )
 
 
-def _sharding(original: Callable[[Any], list[Exception]]) -> Callable[[Any], list[Exception]]:
-    @functools.wraps(original)
-    def _validate_sharding_for_key(rank_sharding: Sequence[tuple[int, Any]]) -> list[Exception]:
-        shards = [shard for _, shard in rank_sharding]
-        if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1:
-            return original(rank_sharding)
-        first = shards[0]
-        for shard in shards:
-            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
-                found = f"{shard.dtype} {shard.global_shape} beside {first.dtype} {first.global_shape}"
-                return [CheckpointingException(f"{first.key}: two tensors are stored under one name: {found}")]
-        boxes = [_box(shard) for shard in shards if is_main_replica(shard.replica_id)]
-        problems = []
-        if next(overlaps(boxes), None) is not None:
-            problems.append("shards overlap")
-        missing = prod(first.global_shape) - sum(volume(box) for box in boxes)
-        if missing > 0:
-            problems.append(f"{missing} elements are not stored by any rank")
-        return [CheckpointingException(f"{first.key}: {problem}") for problem in problems]
-
-    return _validate_sharding_for_key
+def _validate_sharding(
+    original: Callable[[Any], list[Exception]], rank_sharding: Sequence[tuple[int, Any]]
+) -> list[Exception]:
+    """Replace `_validate_sharding_for_key` where shards differ in shape: every element must be stored exactly once."""
+    shards = [shard for _, shard in rank_sharding]
+    if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1:
+        return original(rank_sharding)
+    first = shards[0]
+    for shard in shards:
+        if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+            found = f"{shard.dtype} {shard.global_shape} beside {first.dtype} {first.global_shape}"
+            return [CheckpointingException(f"{first.key}: two tensors are stored under one name: {found}")]
+    boxes = [_box(shard) for shard in shards if is_main_replica(shard.replica_id)]
+    problems = ["shards overlap"] if next(overlaps(boxes), None) is not None else []
+    # Where nothing overlaps, equal volumes mean that nothing is missing.
+    missing = prod(first.global_shape) - sum(volume(box) for box in boxes)
+    if missing > 0:
+        problems.append(f"{missing} elements are not stored by any rank")
+    return [CheckpointingException(f"{first.key}: {problem}") for problem in problems]
 
 
 def _box(shard: Any) -> tuple[tuple[int, int], ...]:
@@ -69,12 +64,11 @@ def _box(shard: Any) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + length) for start, length in zip(shard.global_offset, lengths, strict=True))
 
 
-def _objects(original: Callable[[Any], list[Exception]]) -> Callable[[Any], list[Exception]]:
-    @functools.wraps(original)
-    def _validate_objects_for_key(sharded_objects: Sequence[tuple[int, Any]]) -> list[Exception]:
-        if len({obj.global_shape for _, obj in sharded_objects}) == 1:
-            return original(sharded_objects)
-        keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
-        return [CheckpointingException(f"{key} is stored {count} times") for key, count in keys.items() if count > 1]
-
-    return _validate_objects_for_key
+def _validate_objects(
+    original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
+) -> list[Exception]:
+    """Replace `_validate_objects_for_key` where grids differ in width: no object may be stored twice."""
+    if len({obj.global_shape for _, obj in sharded_objects}) == 1:
+        return original(sharded_objects)
+    keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
+    return [CheckpointingException(f"{key} is stored {count} times") for key, count in keys.items() if count > 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.model_group import ModelGroup
 from vtp_plugin.session import PlannedRun, Session
 
@@ -23,10 +22,9 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H6",
             target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-            build=functools.partial(_finalize, session),
+            build=wrap_with(_finalize, session),
             why="it broadcasts the token count over the pipeline group and all-reduces the tied embedding's gradient "
             "over the ends of a pipeline group: the first hangs and the second mixes rows when stages differ",
-            versions=">=0.19,<0.20",
             remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
             aliases=(
                 "megatron.core.distributed:finalize_model_grads",
@@ -36,44 +34,44 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _finalize(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def finalize_model_grads(
-        model: list[torch.nn.Module],
-        num_tokens: torch.Tensor | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        force_all_reduce: bool | None = False,
-    ) -> None:
-        session.finish_step()
-        if not session.is_planned or session.planned.has_stock_ends:
-            original(model, num_tokens, pg_collection, force_all_reduce)
-            return
-        groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
-        alone = parallel_state.get_gtp_weight_remat_group()
-        if isinstance(parallel_state.get_model_parallel_group(), ModelGroup):
-            # It joins all replicas, and every stage would sum the count over its own number of ranks: only the one with
-            # the loss may, and before.
-            if num_tokens is not None:
-                dist.all_reduce(num_tokens, group=groups.dp_cp)
-            groups.dp_cp = groups.dp_cp_gtp_remat = alone
+def _finalize(
+    session: Session,
+    original: Callable[..., None],
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Run `finalize_model_grads`, with the token count and the tied embedding summed outside of it."""
+    session.finish_step()
+    if not session.is_planned or session.planned.has_stock_ends:
+        original(model, num_tokens, pg_collection, force_all_reduce)
+        return
+    groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
+    alone = parallel_state.get_gtp_weight_remat_group()
+    if isinstance(parallel_state.get_model_parallel_group(), ModelGroup):
+        # Megatron sums the count over a stage's replicas. Stages differ in their number, and the ModelGroup joins all
+        # replicas, so only the stage with the loss, where the count is not 0, may sum it, and before the maximum below.
         if num_tokens is not None:
-            # It is 0 outside the stage that computes the loss.
-            dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
-        # The count is known everywhere by now: a group of one makes Megatron's own broadcast a no-op.
-        groups.pp = alone
-        groups.embd = groups.pos_embd = None
-        original(model, num_tokens, groups, force_all_reduce)
-        if num_tokens is None:
-            _scale_as_loss_stage(session.planned, model)
-        _sum_tied_gradients(session, model)
-
-    return finalize_model_grads
+            dist.all_reduce(num_tokens, group=groups.dp_cp)
+        groups.dp_cp = groups.dp_cp_gtp_remat = alone
+    if num_tokens is not None:
+        # Outside the stage with the loss it is 0: the maximum is the count.
+        dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+    # Every rank knows the count now. In a group of one rank Megatron's broadcast does nothing.
+    groups.pp = alone
+    # Without embedding groups Megatron leaves the tied gradients alone; its all-reduce would mix rows.
+    groups.embd = groups.pos_embd = None
+    original(model, num_tokens, groups, force_all_reduce)
+    if num_tokens is None:
+        _scale_as_loss_stage(session.planned, model)
+    _sum_tied_gradients(session, model)
 
 
 def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> None:
-    """Divide the sum of the gradients by the number of ranks that share the loss, as its stage has done.
+    """Divide the sum of the gradients by the number of replicas of the stage with the loss.
 
-    Megatron has divided it by the number of those that share its stage's weights.
+    Megatron has divided it by the number of this stage's replicas.
     """
     layout, own = planned.layout, planned.own
     here, loss = layout.stages[own.stage], layout.stages[planned.loss_stage]
@@ -93,13 +91,15 @@ def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
     elif session.config.layerwise_disaggregated and session.planned.own.stage == 0:
         ends = _tied_gradient(model[0]), _tied_gradient(model[-1])
         if ends[0] is not None and ends[1] is not None:
+            # Both chunks lie on the edge: their weights stay equal if both take the sum.
             ends[0].add_(ends[1])
             ends[1].copy_(ends[0])
 
 
 def _tied_gradient(chunk: Any) -> torch.Tensor | None:
-    """Return the gradient of a chunk's end of the shared word embedding, valid as a whole; None if it is not shared."""
+    """Return the whole gradient of the word embedding on a chunk; None if the ends of the model do not share one."""
     module = chunk
+    # DDP and mixed precision wrap the model, which alone knows whether it shares.
     while hasattr(module, "module"):
         module = module.module
     if not getattr(module, "share_embeddings_and_output_weights", False):
@@ -110,10 +110,10 @@ def _tied_gradient(chunk: Any) -> torch.Tensor | None:
 
 
 def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:
-    """Gather a gradient that the distributed optimizer's reduce-scatter left valid in its shard only.
+    """Gather a gradient of which the distributed optimizer's reduce-scatter completed this rank's shard only.
 
-    The shards of the two ends cut [V / tp, H] at different places, so they cannot be added as they are. Megatron gives
-    a shared embedding a bucket of its own, so no more than the embedding is gathered.
+    The shards of the two ends cut [V / tp, H] at different rows, so they cannot be added as they are. Megatron puts
+    a shared embedding alone into a bucket, so nothing but the embedding is gathered.
     """
     if not chunk.ddp_config.use_distributed_optimizer:
         return
@@ -122,5 +122,6 @@ def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:
     if group.size() == 1:
         return
     (bucket,) = [bucket for bucket in bucket_group.buckets if weight in bucket.params]
+    # A copy: the input of the gather must not alias its output.
     shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
     dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 
 _MODULE = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -21,9 +20,8 @@ def records() -> tuple[Record, ...]:
         WriteRecord(
             id=f"P6{suffix}",
             target=f"{_MODULE}:{name}",
-            why="the method looks this name up when it starts a gather, and so does the sum of gradients, which stays "
-            "as it is: it is set while the method runs only",
-            versions=">=0.19,<0.20",
+            why="the method looks this name up when it starts a gather; the sum of gradients does so too and must stay "
+            "as it is, so the name is set only while the method runs",
             remove_when="with P6",
         )
         for suffix, name in (("b", "_coalescing_manager"), ("c", "dist_all_gather_func"))
@@ -32,11 +30,10 @@ def records() -> tuple[Record, ...]:
         PatchRecord(
             id="P6",
             target=f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
-            build=functools.partial(_start, coalescing, gather),
+            build=wrap_with(_start, coalescing, gather),
             why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write "
             "into one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain "
             "all-gather needs no heap",
-            versions=">=0.19,<0.20",
             remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
         ),
         coalescing,
@@ -45,10 +42,14 @@ def records() -> tuple[Record, ...]:
 
 
 class _Gathers:
-    """Plain all-gathers, with the interface of torch's coalescing manager."""
+    """Plain all-gathers, with the interface of torch's coalescing manager: a context, and `wait()` afterwards."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
+
+    @contextmanager
+    def manager(self, group: dist.ProcessGroup, async_ops: bool) -> Iterator[_Gathers]:
+        yield self
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
         work = dist.all_gather_into_tensor(output, own, group=group, async_op=async_op)
@@ -60,16 +61,10 @@ class _Gathers:
             work.wait()
 
 
-def _start(coalescing: WriteRecord, gather: WriteRecord, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        gathers = _Gathers()
-
-        @contextmanager
-        def manager(group: dist.ProcessGroup, async_ops: bool) -> Iterator[_Gathers]:
-            yield gathers
-
-        with coalescing.during(manager), gather.during(gathers.gather):
-            original(self, *args, **kwargs)
-
-    return start_param_sync
+def _start(
+    coalescing: WriteRecord, gather: WriteRecord, original: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
+    """Run `_ParamAndGradBucketGroup.start_param_sync` with plain all-gathers in place of one coalesced one."""
+    gathers = _Gathers()
+    with coalescing.during(gathers.manager), gather.during(gathers.gather):
+        original(*args, **kwargs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
@@ -20,79 +19,68 @@ def records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="P4",
             target=f"{_CLASS}.state_dict",
-            build=_state_dict,
+            build=wrap_with(_state_dict),
             why="before the first step torch's Adam has no state yet, and the method asserts that all parameters have "
             "taken the same number of steps: loading a checkpoint fails",
-            versions=">=0.19,<0.20",
             remove_when="Megatron reads the step of an optimizer without state as 0",
         ),
         PatchRecord(
             id="P4b",
             target=f"{_CLASS}.load_state_dict",
-            build=_load_state_dict,
+            build=wrap_with(_load_state_dict),
             why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, "
             "then overwrites it with the step of the state that was there before; and in fp32 it writes into views of "
             "leaves outside no_grad",
-            versions=">=0.19,<0.20",
             remove_when="every parameter gets a step tensor of its own, with the stored value",
         ),
         PatchRecord(
             id="P4c",
             target=f"{_CLASS}._set_main_param_and_optimizer_states",
-            build=_set_states,
+            build=wrap_with(_set_states),
             why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per "
             "parameter",
-            versions=">=0.19,<0.20",
             remove_when="Megatron leaves out what the checkpoint does not hold",
         ),
     )
 
 
-def _state_dict(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> dict[str, Any]:
-        if not distrib_optimizer.HAVE_APEX_OR_TE:
-            _begin(self.optimizer)
-        return original(self)
-
-    return state_dict
+def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
+    """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first."""
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _begin(optimizer.optimizer)
+    return original(optimizer)
 
 
-def _begin(optimizer: torch.optim.Optimizer) -> None:
+def _begin(adam: torch.optim.Optimizer) -> None:
     """Give every parameter the state with which torch's Adam itself would begin."""
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter)
-            state.setdefault("step", torch.tensor(0.0))
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        state = adam.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        state.setdefault("step", torch.tensor(0.0))
 
 
-def _load_state_dict(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
-        with torch.no_grad():
-            original(self, state_dict)
-        if distrib_optimizer.HAVE_APEX_OR_TE:
-            return
-        # Megatron stores one step for all parameters, in every group.
-        step = state_dict["optimizer"]["param_groups"][0]["step"]
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = torch.tensor(float(step))
-
-    return load_state_dict
+def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
+    """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own."""
+    # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
+    with torch.no_grad():
+        original(optimizer, state_dict)
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    # Megatron stores one step for all parameters, in every group.
+    step = state_dict["optimizer"]["param_groups"][0]["step"]
+    for state in optimizer.optimizer.state.values():
+        if "step" in state:
+            state["step"] = torch.tensor(float(step))
 
 
-def _set_states(original: Callable[[Any, Any, dict[str, Any]], None]) -> Callable[[Any, Any, dict[str, Any]], None]:
-    @functools.wraps(original)
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # What is no tensor is left as it is; the step comes with the state of the optimizer itself.
-        with torch.no_grad():
-            original(self, model_param, {"step": None, **tensors})
-
-    return _set_main_param_and_optimizer_states
+def _set_states(
+    original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
+) -> None:
+    """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step."""
+    # Megatron skips what is no tensor. The step itself comes with the optimizer's state (P4b).
+    with torch.no_grad():
+        original(optimizer, model_param, {"step": None, **tensors})

@@ -25,7 +25,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             build=functools.partial(communicator_class, session),
             why="both schedules build it by this name; all nine public methods go through the one that a subclass "
             "overrides, so timers, list handling and return types stay Megatron's",
-            versions=">=0.19,<0.20",
             remove_when="every entry point of Megatron takes a communicator",
             aliases=(
                 "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
@@ -82,7 +81,7 @@ def communicator_class(session: Session, original: type) -> type:
     """Make the subclass that carries pipeline traffic over the session's channels."""
 
     class P2PCommunicator(original):
-        """Megatron's communicator; traffic of the run's own pipeline goes over planned channels."""
+        """Megatron's communicator over the plugin's channels; without channels it is Megatron's unchanged."""
 
         def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
             super().__init__(pp_group, config)
@@ -99,7 +98,7 @@ def communicator_class(session: Session, original: type) -> type:
             tensor_shape: Sequence[int] | None,
             wait_on_reqs: bool = True,
         ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
-            """Exchange with both neighbours; contract of Megatron's method of this name."""
+            """Exchange with both neighbours over channels; arguments and result as of Megatron's method."""
             if self._vtp is None:
                 return super()._communicate(
                     tensor_send_next=tensor_send_next,
@@ -119,7 +118,7 @@ def communicator_class(session: Session, original: type) -> type:
             if not wait_on_reqs and self.config.batch_p2p_comm:
                 raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or set overlap_p2p_comm")
             if self._vtp_format is None:
-                # Not in the constructor, which a script may call on some ranks only.
+                # All ranks compare the format. A script may call the constructor on some ranks only.
                 self._vtp_format = tensor_format(session, self.config)
                 self._vtp.start_step()
             done = self._vtp.exchange(
@@ -133,6 +132,7 @@ def communicator_class(session: Session, original: type) -> type:
             )
             return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
 
+    # Under Megatron's name, for messages and pickles; the module tells whose it is.
     P2PCommunicator.__qualname__ = original.__qualname__
     P2PCommunicator.__module__ = __name__
     return P2PCommunicator

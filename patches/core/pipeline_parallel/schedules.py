@@ -1,4 +1,4 @@
-"""H10: planned schedules: the plugin's executor in the place of Megatron's forward-backward functions."""
+"""H10: planned schedules: the plugin's executor instead of Megatron's forward-backward functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 from vtp_plugin.errors import refuse
 from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -30,10 +30,9 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H10",
             target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            build=functools.partial(_choose, session),
+            build=wrap_with(_choose, session),
             why="training and evaluation both ask here for the function that runs a step; Megatron's own have no "
             "U-shape, and their 1F1B posts a receive only when it waits for it",
-            versions=">=0.19,<0.20",
             remove_when="Megatron's schedules take an order of actions",
             aliases=(
                 "megatron.core.pipeline_parallel:get_forward_backward_func",
@@ -43,25 +42,22 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _choose(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_forward_backward_func(
-        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
-    ) -> Callable[..., list[Any]]:
-        stock = original(pp_size, vp_size, schedule_pg_collection)
-        is_own = (
-            pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
-        )
-        if not is_own or not session.is_running or session.running.communicator is None:
-            return stock
-        planned = session.running.schedule_runner
-        return (
-            functools.partial(_run_stock, session, stock)
-            if planned is None
-            else functools.partial(forward_backward, session)
-        )
-
-    return get_forward_backward_func
+def _choose(
+    session: Session,
+    original: Callable[..., Any],
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
+) -> Callable[..., list[Any]]:
+    """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
+    stock = original(pp_size, vp_size, schedule_pg_collection)
+    # Sizes, or groups of several modules, say that the caller means another pipeline.
+    is_own = pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
+    if not is_own or not session.is_running or session.running.communicator is None:
+        return stock
+    if session.running.schedule_runner is None:
+        return functools.partial(_run_stock, session, stock)
+    return functools.partial(forward_backward, session)
 
 
 def _run_stock(session: Session, stock: Callable[..., list[Any]], *, model: Any, **arguments: Any) -> list[Any]:
@@ -76,7 +72,7 @@ def _chunks(model: Any) -> list[Any]:
 
 @dataclass(kw_only=True)
 class _Compute:
-    """Megatron's own step functions, for the executor."""
+    """Forward and backward of one chunk by Megatron's functions, as the executor calls them."""
 
     config: Any
     chunks: list[Any]
@@ -91,11 +87,10 @@ class _Compute:
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         placement = self.schedule.placement
         chunk = placement.chunk(action.vstage)
-        # Replicas take turns: this is Megatron's number, among those of this rank.
+        # Replicas take turns, and Megatron counts only the microbatches of this rank.
         microbatch = action.microbatch // placement.num_replicas[placement.stages[action.vstage]]
         self.sync.before_forward(chunk)
-        forward_step: Callable[..., Any] = schedules.forward_step
-        output, num_tokens = forward_step(
+        output, num_tokens = schedules.forward_step(
             data_iterator=self.iterators[chunk],
             model=self.chunks[chunk],
             input_tensor=activation,
@@ -121,9 +116,8 @@ class _Compute:
         *,
         is_last: bool,
     ) -> torch.Tensor | None:
-        backward_step: Callable[..., Any] = schedules.backward_step
         with self.sync.backward(self.schedule.placement.chunk(action.vstage), is_last=is_last):
-            return backward_step(activation, output, gradient, self.config)
+            return schedules.backward_step(activation, output, gradient, self.config)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -147,11 +141,11 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one step as planned; contract of the functions that Megatron's ``get_forward_backward_func`` returns."""
+    """Run one step as planned; arguments and result as of what Megatron's ``get_forward_backward_func`` returns."""
     chunks = _chunks(model)
     config = get_model_config(chunks[0])
     arguments = SimpleNamespace(p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
-    # First of all, since the ranks compare it: one that refuses its configuration takes the others with it.
+    # Before anything else: the ranks compare the format here, so if one refuses its configuration, all stop.
     problems = check_step(arguments, session.planned.option_context)
     form = tensor_format(session, config, functools.partial(refuse, problems))
     groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
@@ -195,8 +189,7 @@ def _local_shape(
     config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
 ) -> tuple[int, ...]:
     """Give the shape `[S, B, H]` of what this rank receives."""
-    get_shapes: Callable[..., Any] = schedules.get_tensor_shapes
-    (shape,) = get_shapes(
+    (shape,) = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         decoder_seq_length=decoder_seq_length,
@@ -209,7 +202,7 @@ def _local_shape(
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Keep the time of a step by Megatron's timer."""
+    """Measure a step with Megatron's timer."""
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     yield

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -17,10 +16,9 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U1",
             target="megatron.core.pipeline_parallel.utils:is_pp_last_stage",
-            build=functools.partial(_is_last, session),
+            build=wrap_with(_is_last, session),
             why="all that depends on the end of the model asks here: who builds the head, who turns its output into "
             "fp32, who averages and reports the loss",
-            versions=">=0.19,<0.20",
             remove_when="Megatron has a placement of chunks that ends on another stage than the last",
             aliases=(
                 "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
@@ -33,9 +31,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _is_last(session: Session, original: Callable[[dist.ProcessGroup], bool]) -> Callable[[dist.ProcessGroup], bool]:
-    @functools.wraps(original)
-    def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
-        return dist.get_rank(pp_group) == session.planned.loss_stage
-
-    return is_pp_last_stage
+def _is_last(session: Session, original: Callable[..., bool], pp_group: dist.ProcessGroup) -> bool:
+    """Replace `is_pp_last_stage`: the model ends on the stage with the loss, which is the first in a U."""
+    return dist.get_rank(pp_group) == session.planned.loss_stage

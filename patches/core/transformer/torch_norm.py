@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 
 
 def records() -> tuple[PatchRecord, ...]:
@@ -16,25 +15,21 @@ def records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="P3",
             target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            build=_new,
-            why="it refuses sequence parallelism, and the norms that do not need a GPU; a norm acts on single rows, so "
-            "all it takes is the mark by which Megatron sums the weights' gradients over the stage",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_new),
+            why="it refuses sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it "
+            "only lacks the mark by which Megatron sums the weights' gradients over the stage",
             remove_when="WrappedTorchNorm supports sequence parallelism",
         ),
     )
 
 
-def _new(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        plain_config = copy.copy(config)
-        plain_config.sequence_parallel = False
-        norm = original(cls, plain_config, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return __new__
+def _new(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `WrappedTorchNorm.__new__` as without sequence parallelism, then mark the weights as sequence-parallel."""
+    if not config.sequence_parallel:
+        return original(cls, config, *args, **kwargs)
+    plain_config = copy.copy(config)
+    plain_config.sequence_parallel = False
+    norm = original(cls, plain_config, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm

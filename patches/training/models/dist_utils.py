@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -16,21 +15,15 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U4",
             target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-            build=functools.partial(keep_full_chunks, session),
+            build=wrap_with(keep_full_chunks, session),
             why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading "
             "fails",
-            versions=">=0.19,<0.20",
             remove_when="with U1",
             aliases=("megatron.training.models:build_virtual_pipeline_stages",),
         ),
     )
 
 
-def keep_full_chunks(session: Session, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Wrap a function that returns the chunks of this rank's stage: the edge has two, every cloud stage one."""
-
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> list[Any]:
-        return original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
-
-    return build
+def keep_full_chunks(session: Session, original: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+    """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud."""
+    return original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]

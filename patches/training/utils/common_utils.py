@@ -1,13 +1,12 @@
-"""U6: the rank that reports is one that knows the loss."""
+"""U6: a rank that knows the loss reports it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -17,10 +16,9 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U6",
             target="megatron.training.utils.common_utils:is_last_rank",
-            build=functools.partial(_is_writer, session),
+            build=wrap_with(_is_writer, session),
             why="Megatron's log lines, evaluation results and progress log come from the world's last rank, a cloud "
             "rank here",
-            versions=">=0.19,<0.20",
             remove_when="with U1",
             aliases=(
                 "megatron.training.utils:is_last_rank",
@@ -31,9 +29,6 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _is_writer(session: Session, original: Callable[[], bool]) -> Callable[[], bool]:
-    @functools.wraps(original)
-    def is_last_rank() -> bool:
-        return dist.get_rank() == session.planned.writer_rank
-
-    return is_last_rank
+def _is_writer(session: Session, original: Callable[[], bool]) -> bool:
+    """Replace `is_last_rank`: its callers want the rank that reports, which lies on the edge."""
+    return dist.get_rank() == session.planned.writer_rank

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -17,19 +16,18 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H3",
             target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
-            build=functools.partial(_pad, session),
-            why="it pads to a multiple of its stage's size, so stages would disagree about the vocabulary",
-            versions=">=0.19,<0.20",
+            build=wrap_with(_pad, session),
+            why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
             remove_when="the padded vocabulary is computed from all stages",
         ),
     )
 
 
-def _pad(session: Session, original: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(original)
-    def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:
-        padded_args = copy.copy(args)
-        padded_args.tensor_model_parallel_size = session.planned.layout.vocab_multiple()
-        return original(orig_vocab_size, padded_args, logging_enabled)
-
-    return vocab_size_with_padding
+def _pad(
+    session: Session, original: Callable[..., int], orig_vocab_size: int, args: Any, logging_enabled: bool = True
+) -> int:
+    """Run `vocab_size_with_padding` with a multiple that all stages can split."""
+    # A copy: `args` must go on saying this stage's size.
+    padded_args = copy.copy(args)
+    padded_args.tensor_model_parallel_size = session.planned.layout.vocab_multiple()
+    return original(orig_vocab_size, padded_args, logging_enabled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
@@ -21,36 +20,33 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
             id="H7",
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
-            build=functools.partial(_setup, session),
+            build=wrap_with(_setup, session),
             why="without an embedding group Megatron leaves the last stage's copy at zero; also the first point where "
             "a model meets its groups, so a configuration made for another stage is refused here",
-            versions=">=0.19,<0.20",
             remove_when="with H6",
         ),
     )
 
 
-def _setup(session: Session, original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        if session.is_planned:
-            session.planned.check_model_config(
-                self.config.tensor_model_parallel_size, self.config.context_parallel_size
-            )
-        original(self)
-        if session.config.layerwise_disaggregated and self.share_embeddings_and_output_weights:
-            _tie_chunks(session, self)
-        tied = session.running.tied_weight if session.is_running else None
-        if tied is None or not self.share_embeddings_and_output_weights:
-            return
-        if self.pre_process if tied.is_first else self.post_process:
-            weight = self.shared_embedding_or_output_weight()
-            with torch.no_grad():
-                # As in Megatron, which may have drawn the values on the host.
-                weight.data = weight.data.to(session.planned.platform.device())
-                tied.copy_from_first(weight.data)
+def _setup(session: Session, original: Callable[[Any], None], chunk: Any) -> None:
+    """Run `setup_embeddings_and_output_layer`, then give the last stage the first one's word embedding.
 
-    return setup_embeddings_and_output_layer
+    Megatron all-reduces between the ends for that, which needs slices of one size.
+    """
+    if session.is_planned:
+        session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
+    original(chunk)
+    if not chunk.share_embeddings_and_output_weights:
+        return
+    if session.config.layerwise_disaggregated:
+        _tie_chunks(session, chunk)
+    tied = session.running.tied_weight if session.is_running else None
+    if tied is not None and (chunk.pre_process if tied.is_first else chunk.post_process):
+        weight = chunk.shared_embedding_or_output_weight()
+        with torch.no_grad():
+            # As in Megatron, which may have drawn the values on the host.
+            weight.data = weight.data.to(session.planned.platform.device())
+            tied.copy_from_first(weight.data)
 
 
 def _tie_chunks(session: Session, chunk: Any) -> None:
@@ -64,5 +60,5 @@ def _tie_chunks(session: Session, chunk: Any) -> None:
                 "the edge's last model chunk was built before its first one, whose word embedding it shares; build the "
                 "chunks in the order of their numbers, as Megatron's get_model does"
             )
-        weight = chunk.shared_embedding_or_output_weight()
-        weight.data = embedding.data.clone()
+        # A copy, not the same memory: each chunk has its gradient buffer, and H6 adds up the two gradients.
+        chunk.shared_embedding_or_output_weight().data = embedding.data.clone()
