@@ -157,9 +157,9 @@ class Run:
             self.ranks[rank] = Rank(rank=rank, pid=process.pid, output=output, process=process)
         return self.ranks[rank]
 
-    def reached(self, rank: int, limit_s: float = 300.0) -> None:
+    def reached(self, rank: int) -> None:
         """Wait until a rank is at its moment."""
-        path = self._folder / f"{rank}.reached"
+        path, limit_s = self._folder / f"{rank}.reached", 300.0 * self.pace
         wait_until(lambda: path.exists() or self.ranks[rank].status() is not None, limit_s, f"rank {rank} to be there")
         assert path.exists(), self.ranks[rank].text()
 

@@ -147,11 +147,11 @@ def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_pat
         line = r"start-up: waiting for ([^;]*); they meet at 127\.0\.0\.1:\d+; waited \d+ s, \d+ s left"
         wait_until(
             lambda: all(re.search(line, whole.ranks[rank].text()) for rank in others),
-            300.0,
+            300.0 * whole.pace,
             "the lines of all that wait",
         )
         whole.start(late, "--timeout-s=600", "--num-steps=1", env=env)
-        whole.ended(range(WORLD), 300.0)
+        whole.ended(range(WORLD), 300.0 * whole.pace)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
         whom = [re.findall(line, whole.ranks[rank].text())[0] for rank in others]
     wanted = "rank 2 at start" if late == 2 else "rank 0 or the launcher to open the store"
@@ -198,7 +198,7 @@ def test_ranks_that_end_seconds_apart(rank_server: Server, tmp_path: Path) -> No
     """Rank 0 is done long before the others, which need more than the timeout."""
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
         start_all(whole, "--num-steps=1", f"--linger-s={8 * whole.pace}", timeout_s=6.0)
-        whole.ended(range(WORLD), 300.0)
+        whole.ended(range(WORLD), 300.0 * whole.pace)
         assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
 
 
@@ -206,7 +206,7 @@ def test_ranks_that_end_seconds_apart(rank_server: Server, tmp_path: Path) -> No
 def test_stopping_the_monitor_takes_no_time(rank_server: Server, tmp_path: Path) -> None:
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
         start_all(whole, "--num-steps=1", "--timed-end", timeout_s=600.0)
-        whole.ended(range(WORLD), 300.0)
+        whole.ended(range(WORLD), 300.0 * whole.pace)
         times_s = [
             float(re.findall(r"stopped within ([\d.]+) s", whole.ranks[rank].text())[0]) for rank in range(WORLD)
         ]
@@ -220,7 +220,7 @@ def test_a_busy_machine_accuses_nobody(rank_server: Server, tmp_path: Path) -> N
     try:
         with run(tmp_path, rank_server, world_size=WORLD) as whole:
             start_all(whole, "--num-steps=4")
-            whole.ended(range(WORLD), 300.0)
+            whole.ended(range(WORLD), 300.0 * whole.pace)
             assert [whole.ranks[rank].status() for rank in range(WORLD)] == [0] * WORLD, whole.ranks[0].text()
     finally:
         for process in busy:
