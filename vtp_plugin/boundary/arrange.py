@@ -1,10 +1,9 @@
-"""Where everything of a pipeline's picture lies, in pixels: stages in bands, replicas one below the other."""
+"""Where everything in the picture of a pipeline lies, in pixels: stages in bands, replicas one below the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cached_property
 
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
@@ -18,56 +17,51 @@ FRAME_PAD = 14
 BRACKET_WIDTH = 26  # of a finish, between the frame and its boxes
 STAGE_GAP = 112
 MARGIN = 24
-LINE_HEIGHT = 20  # of the title and of what stands below it
+LINE_HEIGHT = 20  # of the title and of the line below it
 _HEADER_HEIGHT = 30  # titles of the stages
 _SITE_HEIGHT = 26
 _ROW_LABEL_HEIGHT = 26
 _ROW_GAP = 26
-WRAP_STEP = 9  # between the parallel lines that lead round a band
+WRAP_STEP = 9  # between the parallel lines round a band
 WRAP_LABEL_HEIGHT = 14  # above the innermost of them
-_MAX_WIDTH = 1000  # of a band with its margins, as far as that can be kept: readers scale wider pictures down
+_MAX_WIDTH = 1000  # of a band with its margins where possible: readers scale wider pictures down
 _MAX_REPLICAS_DRAWN = 4
-_MAX_BOXES = 8  # of a stage; of more ranks the first and the last are drawn
+_MAX_BOXES = 8  # of a stage; if it has more ranks, only the first few and the last get a box each
 _NUM_FIRST_BOXES = 3
 
 Boxes = tuple[tuple[int, int], ...]
-"""First and last tensor-parallel rank of every box of a stage, from above."""
+"""First and last tensor-parallel rank of every box of a stage, from the top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBoundary:
-    """One boundary of a replica that is drawn, with its forward plan."""
+    """A boundary in the picture, with its forward plan."""
 
     boundary: PipelineBoundary
     plan: BoundaryPlan
 
     @property
     def is_wrap(self) -> bool:
-        """Whether it leads from the last stage round to the first."""
+        """Whether it leads from the last stage back to the first."""
         return self.boundary.downstream < self.boundary.upstream
 
     @property
     def has_finish(self) -> bool:
-        """Whether ranks of the receiving stage do something together afterwards."""
+        """Whether a collective of the receiving stage completes the plan."""
         return self.plan.finish.kind is not CollectiveKind.NONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Picture:
-    """Where everything lies. Coordinates count from the upper left corner.
+    """What is drawn, and where. Coordinates count from the upper left corner.
 
     Attributes:
         layout: who is where.
-        sites: of every stage; empty where none were named.
+        sites: of every stage; empty if none were named.
         head_height: room for the title.
-        replicas: the ``(dp_rank, cp_rank)`` that are drawn, one row each; a stage without one has no frame there.
+        replicas: the ``(dp_rank, cp_rank)`` in the picture, one row each; a stage without that replica has no frame
+            in the row.
         boundaries: of these replicas.
-        boxes: of every stage.
-        frame_lefts: left edge of the frames, by stage.
-        bracket_widths: room for a finish at the left of a frame's boxes, by stage.
-        stages_per_band: so many stages stand side by side; the next ones below.
-        num_connectors: lines that lead from one band to the next.
-        num_wraps: lines from the last stage round to the first.
     """
 
     layout: PipelineLayout
@@ -75,12 +69,48 @@ class Picture:
     head_height: int
     replicas: tuple[tuple[int, int], ...]
     boundaries: tuple[DrawnBoundary, ...]
-    boxes: tuple[Boxes, ...]
-    frame_lefts: tuple[int, ...]
-    bracket_widths: tuple[int, ...]
-    stages_per_band: int
-    num_connectors: int
-    num_wraps: int
+
+    @cached_property
+    def boxes(self) -> tuple[Boxes, ...]:
+        """Boxes of every stage."""
+        return tuple(map(_boxes_of, self.layout.tp_sizes))
+
+    @cached_property
+    def stages_per_band(self) -> int:
+        """How many stages stand side by side; the next ones follow below, in bands of about equal length."""
+        widths = self._stage_widths
+        room = _MAX_WIDTH - 2 * MARGIN + STAGE_GAP
+        if sum(widths) <= room:
+            return len(widths)
+        # With several bands, lines lead round them and take some of the room.
+        most = max(1, (room - 6 * WRAP_STEP) // max(widths))
+        num_bands = -(-len(widths) // most)
+        return -(-len(widths) // num_bands)
+
+    @cached_property
+    def frame_lefts(self) -> tuple[int, ...]:
+        """Left edge of the frames, by stage."""
+        widths, band = self._stage_widths, self.stages_per_band
+        first = MARGIN + self.wrap_room
+        return tuple(first + sum(widths[stage - stage % band : stage]) for stage in range(len(widths)))
+
+    @property
+    def _stage_widths(self) -> list[int]:
+        return [self.frame_width(stage) + STAGE_GAP for stage in range(self.layout.num_stages)]
+
+    @cached_property
+    def num_connectors(self) -> int:
+        """Number of lines from a band to the next one."""
+        return self._most_lines(is_wrap=False)
+
+    @cached_property
+    def num_wraps(self) -> int:
+        """Number of lines from the last stage back to the first."""
+        return self._most_lines(is_wrap=True)
+
+    def _most_lines(self, *, is_wrap: bool) -> int:
+        around = (drawn for drawn in self.boundaries if self.goes_round(drawn) and drawn.is_wrap == is_wrap)
+        return max((len(self.edges(drawn)) for drawn in around), default=0)
 
     @property
     def has_row_labels(self) -> bool:
@@ -98,12 +128,11 @@ class Picture:
 
     def stages_of(self, band: int) -> range:
         """List the stages of a band."""
-        first = band * self.stages_per_band
-        return range(first, min(first + self.stages_per_band, self.layout.num_stages))
+        return range(self.layout.num_stages)[band * self.stages_per_band :][: self.stages_per_band]
 
     @property
     def wrap_room(self) -> int:
-        """Room that the lines round the bands need at each side."""
+        """Room that the lines round the bands need on each side."""
         num_lines = self.num_connectors + self.num_wraps
         return (num_lines + 2) * WRAP_STEP if num_lines else 0
 
@@ -129,13 +158,13 @@ class Picture:
         return max(len(self.boxes[stage]) for stage in self.stages_of(band))
 
     def band_top(self, row: int, band: int) -> int:
-        """Return where a band of a replica begins: the bands of one replica follow each other."""
+        """Return where a band of a replica starts; the bands of one replica follow each other."""
         heights = [self._band_height(b) for b in range(self.num_bands)]
         above = sum(self.num_bands * self._head(r) + sum(heights) for r in range(row))
         return MARGIN + self.head_height + above + band * self._head(row) + sum(heights[:band])
 
     def frame_top(self, row: int, band: int) -> int:
-        """Return where the frames of a replica begin in a band."""
+        """Return where the frames of a replica start in a band."""
         return self.band_top(row, band) + self._head(row)
 
     @property
@@ -146,64 +175,67 @@ class Picture:
     @property
     def frames_right(self) -> int:
         """Right edge of the widest band."""
-        return max(self.frame_lefts[stage] + self.frame_width(stage) for stage in range(self.layout.num_stages))
+        return max(left + self.frame_width(stage) for stage, left in enumerate(self.frame_lefts))
+
+    def bracket_width(self, stage: int) -> int:
+        """Return the room for a finish at the left of the boxes in a stage's frame."""
+        return BRACKET_WIDTH * any(d.has_finish and d.boundary.downstream == stage for d in self.boundaries)
 
     def frame_width(self, stage: int) -> int:
-        """Width of a stage's frame."""
-        return self.bracket_widths[stage] + BOX_WIDTH + 2 * FRAME_PAD
+        """Return the width of a stage's frame."""
+        return self.bracket_width(stage) + BOX_WIDTH + 2 * FRAME_PAD
 
     def frame_height(self, num_boxes: int) -> int:
-        """Height of a frame with so many boxes."""
+        """Return the height of a frame with so many boxes."""
         return num_boxes * (BOX_HEIGHT + BOX_GAP) - BOX_GAP + 2 * FRAME_PAD
 
-    def box_index(self, rank: int) -> int:
-        """Return which box of its stage a rank is in."""
+    def _cell(self, rank: int) -> tuple[int, int, int]:
+        """Return the row of a rank, its stage, and the number of its box in the frame."""
         place = self.layout.coord(rank)
-        return next(i for i, (first, last) in enumerate(self.boxes[place.stage]) if first <= place.tp_rank <= last)
+        boxes = enumerate(self.boxes[place.stage])
+        index = next(index for index, (first, last) in boxes if first <= place.tp_rank <= last)
+        return self.replicas.index((place.dp_rank, place.cp_rank)), place.stage, index
 
     def is_shown(self, rank: int) -> bool:
-        """Whether a rank has a box of its own."""
-        first, last = self.boxes[self.layout.stage_of(rank)][self.box_index(rank)]
+        """Whether a rank has a box to itself."""
+        _, stage, index = self._cell(rank)
+        first, last = self.boxes[stage][index]
         return first == last
 
     def box(self, rank: int) -> tuple[int, int]:
         """Return the upper left corner of a rank's box."""
-        place = self.layout.coord(rank)
-        left = self.frame_lefts[place.stage] + FRAME_PAD + self.bracket_widths[place.stage]
-        row = self.replicas.index((place.dp_rank, place.cp_rank))
-        top = self.frame_top(row, self.band(place.stage))
-        return left, top + FRAME_PAD + self.box_index(rank) * (BOX_HEIGHT + BOX_GAP)
+        row, stage, index = self._cell(rank)
+        left = self.frame_lefts[stage] + FRAME_PAD + self.bracket_width(stage)
+        return left, self.frame_top(row, self.band(stage)) + FRAME_PAD + index * (BOX_HEIGHT + BOX_GAP)
 
     def way_round(self, drawn: DrawnBoundary, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
         """Say how a line leads round a band: its right end, its height below the band, its left end.
 
         Args:
-            drawn: to the next band, or from the last stage to the first.
-            rank: where it begins.
-            index: of the line among `num_lines`; at the right the first is the outermost, so that they do not cross.
-            num_lines: of the boundary.
+            drawn: boundary to the next band, or from the last stage to the first.
+            rank: where the line starts.
+            index: number of the line among `num_lines`; on the right the first is the outermost, so that lines do not
+                cross.
+            num_lines: how many lines the boundary has.
         """
+        row, stage, _ = self._cell(rank)
+        below = self.frame_top(row, self.band(stage)) + self.frame_height(self._tallest(self.band(stage)))
         out = (num_lines - index + 1) * WRAP_STEP
-        # What leads back up to the first stage passes outside of what leads down to the next bands; there, the line
+        # Lines back up to the first stage pass outside the lines down to the next bands; among the latter, the line
         # that ends lowest must be the outermost.
         left = out + self.num_connectors * WRAP_STEP if drawn.is_wrap else (index + 2) * WRAP_STEP
-        return self.frames_right + out, self.below(rank) + out, self.frame_lefts[0] - left
-
-    def below(self, rank: int) -> int:
-        """Return where the lines round a band begin, below the row of a rank."""
-        place = self.layout.coord(rank)
-        band, row = self.band(place.stage), self.replicas.index((place.dp_rank, place.cp_rank))
-        return self.frame_top(row, band) + self.frame_height(self._tallest(band)) + WRAP_LABEL_HEIGHT
+        return self.frames_right + out, below + WRAP_LABEL_HEIGHT + out, self.frame_lefts[0] - left
 
     def goes_round(self, drawn: DrawnBoundary) -> bool:
         """Whether a boundary leads round a band and not straight to a neighbour."""
         return self.band(drawn.boundary.upstream) != self.band(drawn.boundary.downstream) or drawn.is_wrap
 
     def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
-        """Return the arrows of a boundary: two ranks, and how many transfers are between their boxes."""
-        found: dict[tuple[object, object], list[int]] = {}
+        """Return the arrows of a boundary: two ranks, and how many transfers run between their boxes."""
+        # Boxes are told apart by their cells: coordinates are not known yet when the lines round the bands are counted.
+        found: dict[object, list[int]] = {}
         for transfer in drawn.plan.transfers:
-            ends = self.box(transfer.src), self.box(transfer.dst)
+            ends = self._cell(transfer.src), self._cell(transfer.dst)
             found.setdefault(ends, [transfer.src, transfer.dst, 0])[2] += 1
         return tuple((src, dst, number) for src, dst, number in found.values())
 
@@ -211,14 +243,14 @@ class Picture:
 def arrange(
     layout: PipelineLayout, *, is_ring: bool, rules: TransportRules, dp_mode: DpMode, head_height: int
 ) -> Picture:
-    """Choose what is drawn, and where.
+    """Choose what is drawn.
 
     Args:
-        layout: Who is where.
-        is_ring: The last stage sends to the first.
-        rules: How boundaries are crossed.
-        dp_mode: How stages of different data-parallel sizes work together.
-        head_height: Room for the title.
+        layout: who is where.
+        is_ring: whether the last stage sends to the first.
+        rules: how boundaries are crossed.
+        dp_mode: how stages of different data-parallel sizes work together.
+        head_height: room for the title.
     """
     replicas = layout.replicas
     if len(replicas) > _MAX_REPLICAS_DRAWN:
@@ -228,54 +260,11 @@ def arrange(
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
         if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
     )
-    receiving = {drawn.boundary.downstream for drawn in boundaries if drawn.has_finish}
-    brackets = tuple(BRACKET_WIDTH if stage in receiving else 0 for stage in range(layout.num_stages))
-    widths = [width + BOX_WIDTH + 2 * FRAME_PAD + STAGE_GAP for width in brackets]
-    per_band = _stages_per_band(widths)
-    boxes = tuple(_boxes_of(size) for size in layout.tp_sizes)
-    plain = Picture(
-        layout=layout,
-        sites=rules.sites,
-        head_height=head_height,
-        replicas=replicas,
-        boundaries=boundaries,
-        boxes=boxes,
-        frame_lefts=(),
-        bracket_widths=brackets,
-        stages_per_band=per_band,
-        num_connectors=0,
-        num_wraps=0,
-    )
-    plain = replace(plain, frame_lefts=_lefts(widths, per_band, MARGIN))
-    counts = {
-        is_wrap: max(
-            (len(plain.edges(c)) for c in boundaries if plain.goes_round(c) and c.is_wrap == is_wrap), default=0
-        )
-        for is_wrap in (False, True)
-    }
-    picture = replace(plain, num_connectors=counts[False], num_wraps=counts[True])
-    return replace(picture, frame_lefts=_lefts(widths, per_band, MARGIN + picture.wrap_room))
-
-
-def _stages_per_band(widths: Sequence[int]) -> int:
-    """Return how many stages stand side by side; bands are about equally long."""
-    room = _MAX_WIDTH - 2 * MARGIN + STAGE_GAP
-    if sum(widths) <= room:
-        return len(widths)
-    # Lines that lead round the bands need some of it.
-    num = max(1, (room - 6 * WRAP_STEP) // max(widths))
-    return -(-len(widths) // -(-len(widths) // num))
-
-
-def _lefts(widths: Sequence[int], per_band: int, first: int) -> tuple[int, ...]:
-    lefts: list[int] = []
-    for start in range(0, len(widths), per_band):
-        lefts += list(accumulate(widths[start : start + per_band], initial=first))[:-1]
-    return tuple(lefts)
+    return Picture(layout=layout, sites=rules.sites, head_height=head_height, replicas=replicas, boundaries=boundaries)
 
 
 def _boxes_of(size: int) -> Boxes:
-    """Give every rank of a stage a box; of many ranks those in the middle share one.
+    """Give every rank of a stage a box; if there are many ranks, the middle ones share a box.
 
     >>> _boxes_of(2), _boxes_of(64)
     (((0, 0), (1, 1)), ((0, 0), (1, 1), (2, 2), (3, 62), (63, 63)))

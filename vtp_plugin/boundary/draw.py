@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
 
+from vtp_plugin import svg
 from vtp_plugin.boundary.arrange import (
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -24,18 +25,15 @@ from vtp_plugin.layout.replicas import DpMode
 
 _LEGEND_STEP = 24
 _SAMPLE_WIDTH = 30  # of a mark in the legend
-# No font is at hand to measure with: a letter is at most so many pixels wide.
-_TITLE_LETTER_WIDTH, _STAGE_LETTER_WIDTH, _LETTER_WIDTH = 10, 9, 7
+# There is no font to measure with: a letter is at most this many pixels wide.
+_TITLE_LETTER_WIDTH, _LETTER_WIDTH = 10, 7
 _TEXT_COLUMNS = 78  # of a line of the title
 
 Point = tuple[int, int]
 Area = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 
-# The background is the reader's: the grey of the texts on it stands out from white (4.3 : 1) and from black (4.9 : 1).
 _STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
 text.stage { font-size: 14px; font-weight: bold; text-anchor: middle; }
 text.rank { font-size: 14px; font-weight: bold; fill: #ffffff; text-anchor: middle; }
 text.place { fill: #ffffff; text-anchor: middle; }
@@ -64,24 +62,23 @@ def draw_pipeline(
 ) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
-    More stages than fit beside each other go on in a band below. Replicas are stacked; of more than four only those of
-    the first dp rank are drawn, with the number of all, or the first one where replicas do not mix. Of a stage with
-    many ranks the first and the last are drawn.
+    Stages that do not fit beside each other continue in a band below. Replicas are stacked. If there are more than
+    four, the picture states their number and shows the first one, or, where replicas mix, those of the first dp rank.
+    Of a stage with many ranks it shows the first few and the last.
 
     Args:
-        layout: Who is where.
-        is_ring: The last stage sends to the first, as with virtual stages.
-        rules: How boundaries are crossed, and the sites; default is the automatic choice inside one site.
-        dp_mode: How stages of different data-parallel sizes work together.
-        is_u_shaped: The first stage also holds the last layers, so that the pipeline is a ring.
+        layout: who is where.
+        is_ring: whether the last stage sends to the first, as with virtual stages.
+        rules: how boundaries are crossed, and the sites; by default the automatic choice inside one site.
+        dp_mode: how stages of different data-parallel sizes work together.
+        is_u_shaped: whether the first stage also holds the last layers, which makes the pipeline a ring.
 
     Returns:
-        An SVG document: ASCII, no scripts, nothing loaded from elsewhere, a transparent background. Transfers are paths
-        of the class `transfer`, each with a title such as `rank 0 to rank 1`; boxes are of the class `leader` or
-        `member`. The same arguments always give the same text.
+        An SVG document (see :mod:`vtp_plugin.svg`). Transfers are paths of the class `transfer`, each with a title such
+        as `rank 0 to rank 1`; boxes have the class `leader` or `member`. Equal arguments give equal text.
 
     Raises:
-        ConfigError: The dp sizes cannot be joined, or the rules do not fit a boundary.
+        ConfigError: the dp sizes cannot be joined, or the rules do not fit a boundary.
 
     >>> svg = draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=3))
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
@@ -97,24 +94,21 @@ def draw_pipeline(
         head_height=len(head) * LINE_HEIGHT,
     )
     legend = _legend(picture)
-    body = [_text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
+    body = [f"<defs>{_arrow_head('transfer', 5)}{_arrow_head('finish', 6)}</defs>"]
+    body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
     body += [*_headers(picture), *_rows(picture), *_arrows(picture, is_u_shaped)]
     for index, (kind, text) in enumerate(legend):
         body += _legend_entry(picture.bottom + index * _LEGEND_STEP, kind, text)
-    # The width of a text is the most that its letters can take, in the legend beside a mark of six letters' width.
+    # The most that each text can take; a mark of the legend takes as much as six letters.
     widths = [(_TITLE_LETTER_WIDTH if kind else _LETTER_WIDTH) * len(text) for text, kind in head]
     widths += [_LETTER_WIDTH * (len(text) + 6) for _, text in legend]
     width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
     height = picture.bottom + len(legend) * _LEGEND_STEP + MARGIN // 2
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img">\n<title>{title}: {_counts(layout)}</title>\n<style>\n{_STYLE}\n</style>\n'
-        f"<defs>{_head('transfer', 5)}{_head('finish', 6)}</defs>\n" + "\n".join(body) + "\n</svg>\n"
-    )
+    return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=_STYLE, body=body)
 
 
 def _arrows(picture: Picture, is_u_shaped: bool) -> Iterator[str]:
-    """Draw what crosses. Arrows come after all boxes, since what is painted last lies above."""
+    """Draw what crosses, after all boxes: what is painted last lies on top."""
     lines: list[Sequence[Point]] = []
     for drawn in picture.boundaries:
         yield from _transfers(picture, drawn, lines)
@@ -124,21 +118,22 @@ def _arrows(picture: Picture, is_u_shaped: bool) -> Iterator[str]:
 
 def _titles(layout: PipelineLayout, dp_mode: DpMode, is_u_shaped: bool) -> tuple[str, str]:
     """Return the flags that the picture shows, and what they mean."""
-    what = "tensor-parallel size"
-    title = f"--vtp-size-list {','.join(str(size) for size in layout.tp_sizes)}"
+    title, what = f"--vtp-size-list {_commas(layout.tp_sizes)}", "tensor-parallel size"
     if len(set(layout.cp_sizes)) > 1:
-        what = "parallel sizes"
-        title += f" --vtp-cp-list {','.join(str(size) for size in layout.cp_sizes)}"
+        title, what = f"{title} --vtp-cp-list {_commas(layout.cp_sizes)}", "parallel sizes"
     if len(set(layout.dp_sizes)) > 1:
-        what = "parallel sizes"
-        title += f" --vtp-dp-list {','.join(str(size) for size in layout.dp_sizes)} --vtp-dp-mode {dp_mode}"
+        title, what = f"{title} --vtp-dp-list {_commas(layout.dp_sizes)} --vtp-dp-mode {dp_mode}", "parallel sizes"
     if is_u_shaped:
         title += " --layerwise-disaggregated-training"
     return title, _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
 
 
+def _commas(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
 def _counts(layout: PipelineLayout) -> str:
-    """Count stages, ranks and replicas; ranks that share a sequence are no replicas of each other."""
+    """Count stages, ranks and replicas; the parts of one sequence (context parallelism) count as one replica."""
     parts = [(layout.num_stages, "stage"), (layout.world_size, "rank")]
     if max(layout.dp_sizes) > 1 and len(set(layout.dp_sizes)) == 1:
         parts.append((layout.dp_sizes[0], "replica"))
@@ -159,38 +154,35 @@ def _headers(picture: Picture) -> Iterable[str]:
             middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
             size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
             size += f", dp {grid.dp}" if len(set(picture.layout.dp_sizes)) > 1 else ""
-            yield _text(middle, y, f"stage {stage} - {size}", "stage")
+            yield svg.text(middle, y, f"stage {stage} - {size}", "stage")
         for site, group in groupby(stages, key=lambda stage: picture.sites[stage]) if picture.sites else ():
             members = list(group)
             left, right = picture.frame_lefts[members[0]], picture.frame_lefts[members[-1]]
             right += picture.frame_width(members[-1])
-            yield _text((left + right) // 2, y - 32, f"site {site}", "site")
+            yield svg.text((left + right) // 2, y - 32, f"site {site}", "site")
             yield _path([(left, y - 18), (left, y - 25), (right, y - 25), (right, y - 18)], "site")
 
 
 def _rows(picture: Picture) -> Iterable[str]:
-    """Draw every replica: a label where there are several, frames, and boxes."""
+    """Draw every replica: its frames and boxes, and a label if there are several."""
     layout = picture.layout
     for row, (dp_rank, cp_rank) in enumerate(picture.replicas):
-        for band in range(picture.num_bands):
-            if picture.has_row_labels:
-                top = picture.frame_top(row, band)
-                yield _text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
+        for band in range(picture.num_bands) if picture.has_row_labels else ():
+            top = picture.frame_top(row, band)
+            yield svg.text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
         for stage, grid in enumerate(layout.stages):
             if dp_rank >= grid.dp or cp_rank >= grid.cp:
                 continue
-            yield (
-                f'<rect class="frame" x="{picture.frame_lefts[stage]}" '
-                f'y="{picture.frame_top(row, picture.band(stage))}" width="{picture.frame_width(stage)}" '
-                f'height="{picture.frame_height(len(picture.boxes[stage]))}" rx="10"/>'
-            )
+            left, top = picture.frame_lefts[stage], picture.frame_top(row, picture.band(stage))
+            width, height = picture.frame_width(stage), picture.frame_height(len(picture.boxes[stage]))
+            yield svg.element("rect", kind="frame", x=left, y=top, width=width, height=height, rx=10)
             ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
             for first, last in picture.boxes[stage]:
                 yield from _box(picture, ranks[first], ranks[last])
 
 
 def _row_label(picture: Picture, dp_rank: int, cp_rank: int) -> str:
-    """Name a replica, and say how many there are if not all are drawn."""
+    """Name a replica, and state how many there are unless all are drawn."""
     num_dp, num_cp = max(picture.layout.dp_sizes), max(picture.layout.cp_sizes)
     label = f"replica {dp_rank}" + (f", context-parallel rank {cp_rank}" if num_cp > 1 else "")
     if len(picture.replicas) == len(picture.layout.replicas):
@@ -208,13 +200,13 @@ def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
     if last != rank:
         kind, name, place = "hidden", f"{last - rank + 1} ranks", f"ranks {rank} to {last}"
     middle = left + BOX_WIDTH // 2
-    yield f'<rect class="{kind}" x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
-    yield _text(middle, top + 18, name, "rank")
-    yield _text(middle, top + 34, place, "place")
+    yield svg.element("rect", kind=kind, x=left, y=top, width=BOX_WIDTH, height=BOX_HEIGHT, rx=6)
+    yield svg.text(middle, top + 18, name, "rank")
+    yield svg.text(middle, top + 34, place, "place")
 
 
 def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
-    """Draw the arrows of one boundary, and note where they lead."""
+    """Draw the arrows of one boundary, and add them to `lines`."""
     edges = picture.edges(drawn)
     for index, (src, dst, number) in enumerate(edges):
         (start_x, start_y), (end_x, end_y) = picture.box(src), picture.box(dst)
@@ -231,7 +223,7 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
 
 
 def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: bool) -> Iterator[str]:
-    """Say how each boundary is crossed, where no arrow and no other label is."""
+    """Say how each boundary is crossed, next to its arrows; no label covers an arrow or another label."""
     taken: list[Area] = []
     for drawn in picture.boundaries:
         transfers = drawn.plan.transfers
@@ -254,12 +246,12 @@ def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: boo
         for x, y in places:
             half = _LETTER_WIDTH * len(text) / 2
             area = (x - half, y - 11, x + half, y + 4)
-            if any(area == other for other in taken):
+            if area in taken:  # by the same words: a replica that shares the arrows of this one
                 break
             is_free = not any(_overlap(area, other) for other in taken)
             if is_free and not any(_meets(part, area) for points in lines for part in pairwise(points)):
                 taken.append(area)
-                yield _text(x, y, text, "middle")
+                yield svg.text(x, y, text, "middle")
                 break
 
 
@@ -268,33 +260,33 @@ def _overlap(one: Area, other: Area) -> bool:
 
 
 def _meets(line: tuple[Point, Point], area: Area) -> bool:
-    """Tell whether a line comes into an area: the part of it beside the area is cut off, axis by axis."""
+    """Whether a line enters an area: cut off, axis by axis, what lies beside the area, and see if anything is left."""
     (ax, ay), (bx, by) = line
     begin, end = 0.0, 1.0
-    for start, way, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
-        if not way:
-            if not low < start < high:
-                return False
-            continue
-        near, far = sorted(((low - start) / way, (high - start) / way))
-        begin, end = max(begin, near), min(end, far)
+    for start, length, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
+        if length:
+            near, far = sorted(((low - start) / length, (high - start) / length))
+            begin, end = max(begin, near), min(end, far)
+        elif not low < start < high:
+            return False
     return begin < end
 
 
 def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
     """Draw the collective that completes a plan as a bracket at the left of the stage.
 
-    A broadcast leads from its root to the other ranks, an all-gather into every rank.
+    Arrows of a broadcast lead from its root to the other ranks, those of an all-gather to every rank.
     """
     finish = drawn.plan.finish
     low = BOX_HEIGHT - 8
-    # In an all-gather every rank has the head of a transfer in the middle of its box.
+    # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
     entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
     for group in finish.groups:
         root, *others = group
         left, top = picture.box(root)
         turn = left - BRACKET_WIDTH + 8
-        yield f"<g><title>{finish.kind} among {', '.join(f'rank {rank}' for rank in group)}</title>"
+        members = ", ".join(f"rank {rank}" for rank in group)
+        yield "<g>" + svg.title_of(f"{finish.kind} among {members}")
         start = (left, top + low)
         for box_top in dict.fromkeys(picture.box(rank)[1] for rank in others):
             end = (left, box_top + entry)
@@ -305,7 +297,7 @@ def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
 
 
 def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
-    """Return the kinds of marks in the picture that need a word, and the word."""
+    """Return the kinds of marks in the picture that need an explanation, and the explanation."""
     entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
     if any(first != last for boxes in picture.boxes for first, last in boxes):
         entries.append(("hidden", "ranks that are not drawn one by one; dashed: their transfers"))
@@ -320,24 +312,19 @@ def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
 def _legend_entry(top: int, kind: str, text: str) -> Iterable[str]:
     left, right = MARGIN, MARGIN + _SAMPLE_WIDTH
     if kind in ("leader", "hidden"):
-        yield f'<rect class="sample {kind}" x="{left}" y="{top}" width="{_SAMPLE_WIDTH}" height="14" rx="3"/>'
+        yield svg.element("rect", kind=f"sample {kind}", x=left, y=top, width=_SAMPLE_WIDTH, height=14, rx=3)
     else:
         yield _path([(left, top + 7), (right, top + 7)], f"sample {kind}")
-    yield _text(right + 12, top + 11, text)
+    yield svg.text(right + 12, top + 11, text)
 
 
-def _head(kind: str, size: int) -> str:
+def _arrow_head(kind: str, size: int) -> str:
     """Define the arrow head of a kind of path, `size` line widths long."""
-    return (
-        f'<marker id="{kind}-head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="{size}" markerHeight="{size}" '
-        f'orient="auto"><path class="{kind}-head" d="M 0 0 L 10 5 L 0 10 z"/></marker>'
-    )
+    triangle = svg.element("path", kind=f"{kind}-head", d="M 0 0 L 10 5 L 0 10 z")
+    box = {"viewBox": "0 0 10 10", "refX": 9, "refY": 5, "markerWidth": size, "markerHeight": size, "orient": "auto"}
+    return svg.element("marker", triangle, id=f"{kind}-head", **box)
 
 
-def _path(points: Sequence[tuple[int, int]], kind: str, title: str = "") -> str:
-    way = "M " + " L ".join(f"{x} {y}" for x, y in points)
-    return f'<path class="{kind}" d="{way}"' + (f"><title>{title}</title></path>" if title else "/>")
-
-
-def _text(x: int, y: int, text: str, kind: str = "") -> str:
-    return f'<text x="{x}" y="{y}"' + (f' class="{kind}"' if kind else "") + f">{text}</text>"
+def _path(points: Sequence[Point], kind: str, title: str = "") -> str:
+    corners = "M " + " L ".join(f"{x} {y}" for x, y in points)
+    return svg.element("path", svg.title_of(title) if title else "", kind=kind, d=corners)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from vtp_plugin import svg
 from vtp_plugin.schedule.cost.simulate import Span, Timeline
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_label
@@ -15,15 +16,12 @@ from vtp_plugin.schedule.order.messages import channel_label
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
 _MARGIN, _LINE_HEIGHT = 20, 20
 _PERCENT_WIDTH = 52  # at the right of a row
-_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # at most, on average over a line; no font is at hand to measure with
+_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
 _DIGIT_WIDTH = 6  # of the number of a microbatch
 _SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
 _MAX_TICKS = 12
 
-# The background is the reader's: the grey of the texts on it stands out from white (4.3 : 1) and from black (4.9 : 1).
 _STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
 text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
 text.tick { text-anchor: middle; }
 rect.row { fill: #737b85; fill-opacity: 0.12; }
@@ -48,8 +46,8 @@ that is too long, the last digit of the microbatch; dots: the stage is idle."""
 def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     """Draw one line for each worker, time from left to right, and a legend.
 
-    A compute is written as its action, or where that is too long as the last digit of its microbatch, and filled up
-    with `-` (forward) or `=` (backward) as long as it lasts; a dot is idle time.
+    A compute shows its action, or the last digit of its microbatch where the action is too long, padded to its duration
+    with `-` (forward) or `=` (backward). A dot is idle time.
 
     Args:
         timeline: What to draw.
@@ -77,7 +75,7 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
 
 
 def summarize(timeline: Timeline, *, unit: str = "") -> str:
-    """Say in one line how long the step takes, and how much of it the stages work.
+    """Say in one line how long the step takes, and for what share of it the stages compute.
 
     Args:
         timeline: What to sum up.
@@ -102,7 +100,7 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
 def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680) -> str:
     """Draw one row for each worker: computes as boxes with the number of their microbatch, messages as thin lines.
 
-    At the right of a row stands how much of the step the worker computes.
+    The number at the right of a row is the share of the step in which the worker computes.
 
     Args:
         timeline: What to draw.
@@ -111,43 +109,29 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
         width: Of the time axis, in pixels.
 
     Returns:
-        An SVG document: ASCII, no scripts, nothing loaded from elsewhere, a transparent background. Every compute has a
-        title with its action and times. The same timeline always gives the same text.
+        An SVG document (see :mod:`vtp_plugin.svg`). Every compute has a title with its action and times. Equal
+        timelines give equal text.
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
     left = _MARGIN + round(max(map(len, labels)) * _LETTER_WIDTH) + 8
     full_width = left + width + _PERCENT_WIDTH + _MARGIN // 2
     room = full_width - 2 * _MARGIN
-    y = _MARGIN
-    head: list[str] = []
-    for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH)):
-        head.append(f'<text class="title" x="{_MARGIN}" y="{y + 8}">{_escape(line)}</text>')
-        y += _LINE_HEIGHT
-    for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH)):
-        head.append(f'<text x="{_MARGIN}" y="{y + 8}">{line}</text>')
-        y += _LINE_HEIGHT
-    legend, y = _legend(timeline, y, full_width - _MARGIN)
+    head = [(line, "title") for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH))]
+    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH))]
+    legend, y = _legend(timeline, _MARGIN + len(head) * _LINE_HEIGHT, full_width - _MARGIN)
     top = y + 14
     bottom = top + len(labels) * _ROW_HEIGHT
-    full_height = bottom + 30
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{full_width}" height="{full_height}" '
-        f'viewBox="0 0 {full_width} {full_height}" role="img">',
-        f"<title>{_escape(title)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *head,
-        *legend,
-        *_axis(timeline, left, scale, top, bottom, unit),
-    ]
+    body = [svg.text(_MARGIN, _MARGIN + 8 + i * _LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
+    body += [*legend, *_axis(timeline, left, scale, top, bottom, unit)]
     for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
         y = top + worker * _ROW_HEIGHT
-        lines.append(f'<text x="{_MARGIN}" y="{y + 16}">{label}</text>')
-        lines.append(f'<rect class="row" x="{left}" y="{y}" width="{width}" height="{_BOX_HEIGHT}"/>')
-        lines.append(f'<text x="{left + width + 8}" y="{y + 16}">{100 * share:.0f} %</text>')
-    lines += _messages(timeline, left, scale, top)
-    lines += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        body.append(svg.text(_MARGIN, y + 16, label))
+        body.append(svg.element("rect", kind="row", x=left, y=y, width=width, height=_BOX_HEIGHT))
+        body.append(svg.text(left + width + 8, y + 16, f"{100 * share:.0f} %"))
+    body += _messages(timeline, left, scale, top)
+    body += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
+    return svg.document(full_width, bottom + 30, title=title, style=_STYLE, body=body)
 
 
 def chrome_trace(timeline: Timeline) -> str:
@@ -155,25 +139,22 @@ def chrome_trace(timeline: Timeline) -> str:
 
     Workers are the threads of one process, channels those of another. The timeline must be in seconds.
     """
-    events: list[Mapping[str, object]] = []
-    events += [_meta("process_name", pid, 0, name) for pid, name in enumerate(("stages", "channels"))]
+    events = [_meta("process_name", pid, 0, name) for pid, name in enumerate(("stages", "channels"))]
     for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):
         events.append(_meta("thread_name", 0, worker, label))
-        for span in spans:
-            pass_name = "backward" if span.action.op is Op.B else "forward"
-            events.append(
-                {"ph": "X", "name": str(span.action), "cat": pass_name, "pid": 0, "tid": worker}
-                | {"ts": _us(span.start), "dur": _us(span.end) - _us(span.start)}
-            )
+        events += [
+            {"ph": "X", "name": str(span.action), "cat": _pass_name(span.action), "pid": 0, "tid": worker}
+            | {"ts": _us(span.start), "dur": _us(span.end) - _us(span.start)}
+            for span in spans
+        ]
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
     channels = [*names]
     events += [_meta("thread_name", 1, tid, name) for tid, name in enumerate(names.values())]
     for number, flight in enumerate(timeline.flights):
-        # Messages overlap in time where latency is long, so they cannot be nested spans of a thread.
+        # Messages overlap in time if the latency is long, so they cannot be nested spans of a thread.
         common = {"name": str(flight.action), "cat": names[flight.channel], "id": number, "pid": 1}
         common["tid"] = channels.index(flight.channel)
-        events.append({"ph": "b", "ts": _us(flight.start)} | common)
-        events.append({"ph": "e", "ts": _us(flight.end)} | common)
+        events += [{"ph": "b", "ts": _us(flight.start)} | common, {"ph": "e", "ts": _us(flight.end)} | common]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
@@ -182,15 +163,20 @@ def _labels(timeline: Timeline) -> list[str]:
 
 
 def _cell(action: Action, length: int) -> str:
+    """Write a compute in so many letters."""
     name = str(action)
     if len(name) > length:
         name = name[-1]
     return name.ljust(length, "=" if action.op is Op.B else "-")[:length]
 
 
+def _pass_name(action: Action) -> str:
+    return "backward" if action.op is Op.B else "forward"
+
+
 def _kind(timeline: Timeline, span: Span) -> str:
-    pass_name = "backward" if span.action.op is Op.B else "forward"
-    return f"{pass_name}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
+    """Return the CSS class of a compute, a key of `_KINDS`."""
+    return f"{_pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
 
 
 def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -> Iterator[str]:
@@ -198,13 +184,12 @@ def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -
     for span in timeline.spans[worker]:
         x, box_width = left + span.start * scale, (span.end - span.start) * scale
         # The gap keeps neighbours apart without strokes.
-        yield (
-            f'<rect class="{_kind(timeline, span)}" x="{x:.1f}" y="{y}" width="{max(0.5, box_width - 1):.1f}" '
-            f'height="{_BOX_HEIGHT}" rx="2"><title>{span.action}: {span.start:.6g} to {span.end:.6g}</title></rect>'
-        )
+        title = svg.title_of(f"{span.action}: {span.start:.6g} to {span.end:.6g}")
+        shape = {"x": x, "y": y, "width": max(0.5, box_width - 1), "height": _BOX_HEIGHT, "rx": 2}
+        yield svg.element("rect", title, kind=_kind(timeline, span), **shape)
         number = str(span.action.microbatch)
         if box_width >= _DIGIT_WIDTH * len(number) + 2:
-            yield f'<text class="number" x="{x + box_width / 2:.1f}" y="{y + 16}">{number}</text>'
+            yield svg.text(x + box_width / 2, y + 16, number, "number")
 
 
 def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator[str]:
@@ -213,7 +198,7 @@ def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator
         y1 = top + flight.channel.src * _ROW_HEIGHT + (_BOX_HEIGHT if down else 0)
         y2 = top + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
         x1, x2 = left + flight.start * scale, left + flight.end * scale
-        yield f'<line class="message" x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}"/>'
+        yield svg.element("line", kind="message", x1=x1, y1=y1, x2=x2, y2=y2)
 
 
 def _axis(timeline: Timeline, left: int, scale: float, top: int, bottom: int, unit: str) -> Iterator[str]:
@@ -222,9 +207,8 @@ def _axis(timeline: Timeline, left: int, scale: float, top: int, bottom: int, un
     for tick in range(last + 1):
         time = tick * step
         x = left + time * scale
-        yield f'<line class="tick" x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{bottom}"/>'
-        text = f"{time:.4g}" + (f" {unit}" if unit and tick == last else "")
-        yield f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{text}</text>'
+        yield svg.element("line", kind="tick", x1=x, y1=top - 6, x2=x, y2=bottom)
+        yield svg.text(x, bottom + 16, f"{time:.4g}" + (f" {unit}" if unit and tick == last else ""), "tick")
 
 
 def _tick_step(makespan: float) -> float:
@@ -236,7 +220,7 @@ def _tick_step(makespan: float) -> float:
 
 
 def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
-    """Return the marks that are used with their words, and the height below them."""
+    """Return the marks in the picture with their meanings, and the height below them."""
     used = {_kind(timeline, span) for spans in timeline.spans for span in spans}
     entries = {kind: text for kind, text in _KINDS.items() if kind in used}
     if timeline.flights:
@@ -248,16 +232,12 @@ def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
         if x > _MARGIN and x + entry_width > right:
             x, y = _MARGIN, y + _LINE_HEIGHT
         if kind == "message":
-            lines.append(f'<line class="sample" x1="{x}" y1="{y + 8}" x2="{x + 14}" y2="{y - 2}"/>')
+            lines.append(svg.element("line", kind="sample", x1=x, y1=y + 8, x2=x + 14, y2=y - 2))
         else:
-            lines.append(f'<rect class="sample {kind}" x="{x}" y="{y - 2}" width="14" height="12" rx="2"/>')
-        lines.append(f'<text x="{x + _SAMPLE_WIDTH}" y="{y + 8}">{text}</text>')
+            lines.append(svg.element("rect", kind=f"sample {kind}", x=x, y=y - 2, width=14, height=12, rx=2))
+        lines.append(svg.text(x + _SAMPLE_WIDTH, y + 8, text))
         x += entry_width
     return lines, y + _LINE_HEIGHT
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
