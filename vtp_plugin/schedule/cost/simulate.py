@@ -1,9 +1,9 @@
-"""When everything happens, if compute takes what it is said to take and the links have latency and bandwidth."""
+"""When everything happens in a step, for given durations of the computes and given latency and bandwidth of links."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from vtp_plugin.advance import advance_orders
@@ -13,10 +13,10 @@ from vtp_plugin.schedule.cost.bounds import ROUNDING
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.messages import channel_of, link_of, started_by
+from vtp_plugin.schedule.order.messages import channel_of, link_of, peer_of, started_by
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.proof.check import Mode, check, is_lowered, peak_activations, peak_in_flight
+from vtp_plugin.schedule.proof.check import Mode, is_lowered, peak_activations, peak_in_flight, require_valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class Flight:
     """A message on its channel.
 
     Attributes:
-        channel: Where it goes.
+        channel: Which channel carries it.
         action: Its send.
-        sent: When it was posted.
-        start: When its first byte leaves: channel free, and in rendezvous mode the receiver's word that it is ready
-            there.
+        sent: When the send was posted.
+        start: When its first byte leaves: the channel is free and, in rendezvous mode, the receiver has answered that
+            it is ready.
         end: When its last byte has arrived.
     """
 
@@ -56,10 +56,10 @@ class Timeline:
         placement: Which stage holds which virtual stage, and its replicas.
         spans: By worker, its computes in their order.
         flights: All messages in the order in which they were sent.
-        makespan: When the last worker is through with its list.
+        makespan: When the last worker reaches the end of its list.
         in_flight: Most microbatches in flight at a time, by worker.
-        activations: Most activations that one worker keeps for a backward at a time, by virtual stage.
-        bytes_by_channel: Channels with the bytes that they carry in the step, in order.
+        activations: Most activations that one worker keeps for its backwards at a time, by virtual stage.
+        bytes_by_channel: Channels with the bytes that each carries in the step, in order.
     """
 
     placement: Placement
@@ -82,15 +82,15 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Timeline:
-    """Walk all workers' lists in time.
+    """Find out when each action of each worker happens.
 
-    Compute takes its duration; all other actions take none, but waits wait. A message leaves when it is sent and the
-    messages before it have left its channel; it keeps the channel for `message_bytes / bandwidth` and arrives one
-    latency later. In rendezvous mode (gloo, NCCL) it also does not leave before the receiver's word that the receive
-    is posted has come, one latency after posting. A wait for a send lasts until the message has arrived.
+    A compute takes its duration; other actions take no time, except that waits wait. A message leaves once it is sent
+    and the messages before it have left its channel; it keeps the channel busy for `message_bytes / bandwidth` and
+    arrives one latency later. In rendezvous mode (gloo, NCCL) the receiver must also have answered that its receive is
+    posted; the answer takes one latency. A wait for a send lasts until the message has arrived.
 
     Args:
-        schedule: Lowered; or compute only, which is simulated with all receives posted at the start of the step.
+        schedule: Lowered, or compute only: then all receives are posted at the start of the step.
         costs: Of the schedule's placement.
         mode: When messages leave.
 
@@ -101,9 +101,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     >>> timeline.makespan, round(1 - max(timeline.utilization), 3), timeline.in_flight
     (17.0, 0.294, (2, 1))
     """
-    problems = check(schedule)
-    if problems:
-        raise PlanError.listing(f"invalid schedule {schedule.name}", problems)
+    require_valid(schedule)
     num_vstages = schedule.placement.num_vstages
     if len(costs.forward) != num_vstages:
         raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
@@ -129,12 +127,11 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
 
 @dataclass(slots=True, kw_only=True)
 class _Queue:
-    """One channel: what was posted on it so far; the n-th send meets the n-th receive."""
+    """One channel: the sends and receives on it that have not met yet; the n-th send meets the n-th receive."""
 
     free_at: float = 0.0
-    sent: list[tuple[Action, float]] = field(default_factory=list)
-    posted: list[float] = field(default_factory=list)
-    num_moved: int = 0
+    sent: deque[tuple[Action, float]] = field(default_factory=deque)
+    posted: deque[float] = field(default_factory=deque)
 
 
 class _Walk:
@@ -149,64 +146,57 @@ class _Walk:
         self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
         self.flights: list[Flight] = []
         self.queues: dict[ChannelId, _Queue] = defaultdict(_Queue)
-        # When a message has arrived, by microbatch and link and direction.
-        self.arrivals: dict[tuple[ChannelId, int, int], float] = {}
+        # When a message has arrived, by its send and by its receive.
+        self.arrivals: dict[Action, float] = {}
 
     def run(self) -> None:
-        """Let every worker go as far as it can until all are through."""
+        """Let every worker advance until all have reached the end of their lists."""
         reached = advance_orders(self.schedule.orders, self.do)
         if reached != [*map(len, self.schedule.orders)]:
             raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {reached}")
 
     def do(self, worker: int, action: Action) -> bool:
-        """Do one action; False if it waits for something whose time is not known yet."""
+        """Do one action; return False if it waits for something whose time is not known yet."""
+        now = self.now[worker]
         if action.op.is_compute:
             durations = self.costs.backward if action.op is Op.B else self.costs.forward
-            start, end = self.now[worker], self.now[worker] + durations[action.vstage]
-            self.spans[worker].append(Span(action=action, start=start, end=end))
-            self.now[worker] = end
+            self.now[worker] = now + durations[action.vstage]
+            self.spans[worker].append(Span(action=action, start=now, end=self.now[worker]))
             return True
         if action.op.startswith("WAIT"):
-            arrival = self.arrivals.get(self.message(started_by(action)))
+            arrival = self.arrivals.get(started_by(action))
             if arrival is None:
                 return False
-            self.now[worker] = max(self.now[worker], arrival)
+            self.now[worker] = max(now, arrival)
             return True
-        queue = self.queues[channel_of(self.schedule.placement, action)]
+        channel = channel_of(self.schedule.placement, action)
+        queue = self.queues[channel]
         if action.op in (Op.SEND_F, Op.SEND_B):
-            queue.sent.append((action, self.now[worker]))
+            queue.sent.append((action, now))
         else:
-            queue.posted.append(self.now[worker])
-        self.move(queue)
+            queue.posted.append(now)
+        self.move(channel, queue)
         return True
 
-    def move(self, queue: _Queue) -> None:
-        """Let all messages of a channel go whose time is known."""
-        while queue.num_moved < len(queue.sent):
-            if self.mode == "rendezvous" and queue.num_moved >= len(queue.posted):
-                return
-            action, sent = queue.sent[queue.num_moved]
-            link = link_of(action)
+    def move(self, channel: ChannelId, queue: _Queue) -> None:
+        """Let every message of a channel leave whose time of departure is known."""
+        while queue.sent and (queue.posted or self.mode == "buffered"):
+            action, sent = queue.sent.popleft()
+            latency, transfer_time = self.costs.latency[link_of(action)], self.costs.transfer_time(link_of(action))
             start = max(sent, queue.free_at)
             if self.mode == "rendezvous":
-                start = max(start, queue.posted[queue.num_moved] + self.costs.latency[link])
-            queue.free_at = start + self.costs.transfer_time(link)
-            queue.num_moved += 1
-            channel = channel_of(self.schedule.placement, action)
-            end = queue.free_at + self.costs.latency[link]
+                start = max(start, queue.posted.popleft() + latency)
+            queue.free_at = start + transfer_time
+            end = queue.free_at + latency
             self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
-            self.arrivals[self.message(action)] = end
-
-    def message(self, action: Action) -> tuple[ChannelId, int, int]:
-        """Name the message of a send or a receive, the same at both ends."""
-        return channel_of(self.schedule.placement, action), link_of(action), action.microbatch
+            self.arrivals[action] = self.arrivals[peer_of(action)] = end
 
 
 def choose_lookahead(schedule: Schedule, costs: Costs) -> int:
     """Return the smallest lookahead that costs no time in rendezvous mode.
 
-    Lowered with it (:func:`~vtp_plugin.schedule.order.lower.lower`), the step is as fast as with all receives posted at
-    its start.
+    Lowered with this lookahead (:func:`~vtp_plugin.schedule.order.lower.lower`), the step is as fast as with all
+    receives posted at its start.
 
     Args:
         schedule: Compute only.

@@ -11,7 +11,7 @@ from vtp_plugin.text_enum import TextEnum
 
 
 class Op(TextEnum):
-    """Kinds of actions. What each one promises is written in :mod:`vtp_plugin.schedule.order.lower`."""
+    """Kinds of actions; :mod:`vtp_plugin.schedule.order.lower` says what each one promises."""
 
     F = "F"
     B = "B"
@@ -26,12 +26,12 @@ class Op(TextEnum):
 
     @cached_property
     def is_compute(self) -> bool:
-        """Whether it computes; all others communicate."""
+        """Whether the action computes; all others communicate."""
         return self in (Op.F, Op.B)
 
     @cached_property
     def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass: of the gradient, not of the activation."""
+        """Whether the action belongs to the backward pass, and so is about a gradient, not an activation."""
         return self.value.endswith("B")
 
 
@@ -44,8 +44,8 @@ class Action:
 
     Attributes:
         op: What is done.
-        vstage: Virtual stage that does it: `1SEND_F3` sends the output of virtual stage 1 to virtual stage 2, which
-            receives it by `2RECV_F3`; `1SEND_B3` sends the gradient of virtual stage 1's input to virtual stage 0.
+        vstage: Virtual stage that does it: `1SEND_F3` sends the output of virtual stage 1 to virtual stage 2, where
+            `2RECV_F3` receives it; `1SEND_B3` sends the gradient of virtual stage 1's input to virtual stage 0.
         microbatch: Number of the microbatch in the step, from 0. A stage that serves k replicas in turn (unequal data
             parallelism) counts the microbatches of all replicas: number i belongs to replica i mod k.
 
@@ -65,7 +65,7 @@ def parse_action(text: str) -> Action:
     """Read the text form of an action.
 
     Raises:
-        ConfigError: The text has another form.
+        ConfigError: The text is not of this form.
 
     >>> parse_action("0RECV_B2")
     Action(op=<Op.RECV_B: 'RECV_B'>, vstage=0, microbatch=2)
@@ -77,7 +77,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_actions(actions: tuple[Action, ...]) -> str:
-    """Write a list of actions in one line, the inverse of :func:`parse_actions`.
+    """Write actions in one line; inverse of :func:`parse_actions`.
 
     >>> format_actions(parse_actions("0F0 0F1 0B0"))
     '0F0 0F1 0B0'

@@ -1,26 +1,27 @@
 """Add the communication to an order of compute, so that an executor only walks its worker's list.
 
-What the actions of a lowered list promise to each other:
+A lowered list keeps these promises:
 
 * `RECV` posts a receive into a fresh buffer and returns at once. On every channel the receives are posted in the order
   in which the other side sends, so no tags are needed.
-* `WAIT_RECV` stands before the compute that takes the tensor, once for each receive. With one exception below it is
-  the only action before the last compute that may have to wait for another worker.
-* Directly after it, before the compute, stand the `RECV`s for the next `lookahead` computes: they are under way while
-  this one runs. During a compute at most `lookahead` receives are posted and not waited for; more only where messages
-  overtake each other between two virtual stages that share a channel.
+* `WAIT_RECV` stands before the compute that takes the tensor, once for each receive. With the one exception below, no
+  other action before the last compute ever waits for another worker.
+* Directly after it, before the compute, stand the `RECV`s for the next `lookahead` computes: their messages travel
+  while this compute runs. During a compute at most `lookahead` receives are posted and not yet waited for; more only
+  if messages overtake each other between two virtual stages that share a channel.
 * `SEND` stands directly after the compute that makes the tensor. It returns at once and holds the tensor until its
   `WAIT_SEND`.
-* `WAIT_SEND` stands once for each send, at the first place where what this worker has received proves that the other
-  side has waited for the message; so it takes no time. Sends without such a place are drained at the end of the list,
-  in the order of posting. One kind of schedule brings no proof back: forward only with one virtual stage for each
-  stage. There a send is waited for so that never more than `lookahead + 1` are open: the other side posts no more
-  receives ahead. This can take time, but as nothing comes back it cannot deadlock.
+* `WAIT_SEND` stands once for each send, at the first point where the messages that this worker has received prove that
+  the other side has waited for the message; so it takes no time. Sends without such a point are drained at the end of
+  the list, in the order of posting. In one kind of schedule no message comes back to prove anything: forward only, with
+  one virtual stage on each stage. There the waits leave at most `lookahead + 1` sends open, because the other side
+  posts no more receives ahead. Such a wait can take time, but cannot deadlock, because nothing comes back.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 
 from vtp_plugin.advance import advance_orders
@@ -28,6 +29,7 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.messages import (
+    by_channel,
     channel_of,
     inputs_of,
     peer_of,
@@ -35,17 +37,16 @@ from vtp_plugin.schedule.order.messages import (
     send_after,
     wait_for,
 )
-from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Actions, Schedule
 
 
 def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
-    """Return a schedule with all communication; the module's text says what it promises.
+    """Return a schedule with all communication; the module's docstring says what it promises.
 
     Args:
-        schedule: Compute only; its orders must not wait for each other (see :mod:`vtp_plugin.schedule.proof.check`).
-        lookahead: For how many computes ahead receives are posted, at least 1. A link whose messages start only when
-            the receive is posted (gloo, NCCL) hides its latency if the receive is posted that long before the send.
+        schedule: Compute only, and free of deadlocks (see :mod:`vtp_plugin.schedule.proof.check`).
+        lookahead: How many computes ahead receives are posted, at least 1. If a message starts only when its receive is
+            posted (gloo, NCCL), the link hides its latency only if the receive is posted that long before the send.
 
     Raises:
         ConfigError: `lookahead` is below 1.
@@ -57,71 +58,69 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """
     if lookahead < 1:
         raise ConfigError(f"lookahead {lookahead}: receives are posted at least 1 compute ahead")
-    posts = [_posts(schedule, worker, lookahead) for worker in range(len(schedule.orders))]
+    sends = (send_after(schedule.placement, compute) for order in schedule.orders for compute in order)
+    sent = by_channel(schedule.placement, (send for send in sends if send))
+    incoming = {channel: deque(map(peer_of, sends)) for channel, sends in sent.items()}
+    posts = [_posts(schedule, order, incoming, lookahead) for order in schedule.orders]
     proofs = _proved_sends(schedule, lookahead + 1)
     orders: list[Actions] = []
     for worker, order in enumerate(schedule.orders):
         actions: list[Action] = [*posts[worker][0]]
-        sent: list[Action] = []
+        unproved: dict[Action, None] = {}  # an ordered set
         for index, compute in enumerate(order):
-            receive = receive_for(schedule.placement, compute)
-            if receive is not None:
+            if receive := receive_for(schedule.placement, compute):
                 actions.append(wait_for(receive))
             actions += posts[worker][index + 1]
-            actions += [wait_for(send) for send in proofs[worker][index]]
+            for send in proofs[worker][index]:
+                actions.append(wait_for(send))
+                del unproved[send]
             actions.append(compute)
-            send = send_after(schedule.placement, compute)
-            if send is not None:
+            if send := send_after(schedule.placement, compute):
                 actions.append(send)
-                sent.append(send)
-        proved = {send for sends in proofs[worker] for send in sends}
-        actions += [wait_for(send) for send in sent if send not in proved]
-        orders.append(tuple(actions))
+                unproved[send] = None
+        orders.append((*actions, *map(wait_for, unproved)))
     return replace(schedule, orders=tuple(orders))
 
 
-def _posts(schedule: Schedule, worker: int, lookahead: int) -> list[list[Action]]:
-    """List the receives to post: at the start of the step, then before each compute."""
-    order = schedule.orders[worker]
-    pending = _incoming(schedule, worker)
+def _posts(
+    schedule: Schedule, order: Actions, incoming: Mapping[ChannelId, deque[Action]], lookahead: int
+) -> list[list[Action]]:
+    """List the receives that a worker posts: at the start of the step, then before each compute.
+
+    Args:
+        schedule: For its placement.
+        order: Of the worker.
+        incoming: By channel, the receives that are not posted yet, in the order of the sends; this worker's are taken.
+        lookahead: How many computes ahead receives are posted.
+    """
     posted: set[Action] = set()
     posts: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for index, compute in enumerate(order):
         receive = receive_for(schedule.placement, compute)
         if receive is None or receive in posted:
             continue
-        # Messages that were sent before this one come first on its channel, even if they are needed later.
-        queue = pending[channel_of(schedule.placement, receive)]
+        # There are no tags: what was sent before it on the channel is received before it, even if needed later.
+        queue = incoming[channel_of(schedule.placement, receive)]
         due = [queue.popleft() for _ in range(queue.index(receive) + 1)]
         posted.update(due)
         posts[max(0, index - lookahead + 1)] += due
     return posts
 
 
-def _incoming(schedule: Schedule, worker: int) -> dict[ChannelId, deque[Action]]:
-    """Return the receives of a worker by channel, in the order in which the other sides send."""
-    incoming: dict[ChannelId, deque[Action]] = defaultdict(deque)
-    for order in schedule.orders:
-        for compute in order:
-            send = send_after(schedule.placement, compute)
-            if send is not None:
-                channel = channel_of(schedule.placement, send)
-                if channel.dst == worker:
-                    incoming[channel].append(peer_of(send))
-    return incoming
-
-
 def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Action]]]:
-    """List, by worker and compute, the sends that are to be waited for right before the compute.
+    """List, by worker and compute, the sends to wait for right before the compute.
 
-    Every worker keeps a clock: how many computes of every worker must have begun, as far as it knows. A message carries
-    the clock of its sender, and a send has been received as soon as the compute that takes it has begun. Where no
-    message comes back, `max_unproved` sends are left open.
+    Every worker keeps a vector clock: how many computes of each worker have started, as far as it can know. A message
+    carries the clock of its sender. A send has been received once the compute that takes it has started. Where no
+    message comes back, `max_unproved` sends stay open.
     """
     placement, orders = schedule.placement, schedule.orders
     proofs: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
     if schedule.forward_only and placement.num_stages == placement.num_vstages:
-        _limit_sends(placement, orders, proofs, max_unproved)
+        for order, waits in zip(orders, proofs, strict=True):
+            for compute, later in zip(order, waits[max_unproved:], strict=False):
+                if send := send_after(placement, compute):
+                    later.append(send)
         return proofs
     index_of = {action: index for order in orders for index, action in enumerate(order)}
     clocks = [[0] * len(orders) for _ in orders]
@@ -129,14 +128,12 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     open_sends: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
     for worker, index in _any_valid_order(schedule):
         compute, clock = orders[worker][index], clocks[worker]
-        receive = receive_for(placement, compute)
-        if receive is not None:
-            clocks[worker] = clock = [max(pair) for pair in zip(clock, messages.pop(receive), strict=True)]
+        if receive := receive_for(placement, compute):
+            clocks[worker] = clock = [*map(max, clock, messages.pop(receive))]
             proofs[worker][index] = [send for dst, taken, send in open_sends[worker] if clock[dst] > taken]
             open_sends[worker] = [entry for entry in open_sends[worker] if clock[entry[0]] <= entry[1]]
         clock[worker] = index + 1
-        send = send_after(placement, compute)
-        if send is not None:
+        if send := send_after(placement, compute):
             peer = peer_of(send)
             messages[peer] = [*clock]
             taker = Action(op=compute.op, vstage=peer.vstage, microbatch=peer.microbatch)
@@ -145,18 +142,8 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     return proofs
 
 
-def _limit_sends(
-    placement: Placement, orders: tuple[Actions, ...], proofs: list[list[list[Action]]], max_open: int
-) -> None:
-    for worker, order in enumerate(orders):
-        sends = [send_after(placement, compute) for compute in order]
-        for index, send in enumerate(sends[:-max_open]):
-            if send is not None:
-                proofs[worker][index + max_open].append(send)
-
-
 def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """List `(worker, index)` of all computes so that what a compute needs comes before it."""
+    """List `(worker, index)` of all computes, each one after the computes that it needs."""
     last = schedule.placement.num_vstages - 1
     done: set[Action] = set()
     numbered = [tuple(enumerate(order)) for order in schedule.orders]

@@ -1,6 +1,9 @@
-"""Who sends what to whom: the messages that the compute of a schedule needs, and their channels."""
+"""Which messages the computes of a schedule need, and on which channel each one goes."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
 
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.schedule.order.actions import Action, Op
@@ -22,7 +25,7 @@ def channels(placement: Placement) -> tuple[ChannelId, ...]:
 
 
 def channel_label(placement: Placement, channel: ChannelId) -> str:
-    """Name a channel for a reader; with replicas by its stages and replicas, else as `str` does.
+    """Name a channel for a reader: by stages and replicas if there are replicas, otherwise as `str` does.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
@@ -36,7 +39,7 @@ def channel_label(placement: Placement, channel: ChannelId) -> str:
 
 
 def channel_of(placement: Placement, action: Action) -> ChannelId:
-    """Return the channel of a communication, whichever end it is.
+    """Return the channel of a send or a receive.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -51,52 +54,51 @@ def channel_of(placement: Placement, action: Action) -> ChannelId:
     )
 
 
+def by_channel(placement: Placement, actions: Iterable[Action]) -> dict[ChannelId, list[Action]]:
+    """Group sends, or receives, by their channel, in the given order."""
+    groups: dict[ChannelId, list[Action]] = defaultdict(list)
+    for action in actions:
+        groups[channel_of(placement, action)].append(action)
+    return groups
+
+
 def link_of(action: Action) -> int:
-    """Return v where a communication is between the virtual stages v and v + 1."""
-    # A forward is received and a backward is sent towards the start of the model.
-    is_at_upper_end = (action.op in _SENDS) == action.op.is_backward
-    return action.vstage - 1 if is_at_upper_end else action.vstage
+    """Return v if a message passes between the virtual stages v and v + 1.
+
+    Args:
+        action: Its send or its receive, or the wait for one of them.
+    """
+    # Activations are received, and gradients sent, at the end of the link that is farther along the model.
+    is_at_far_end = (action.op in _SENDS) == action.op.is_backward
+    return action.vstage - 1 if is_at_far_end else action.vstage
 
 
 def inputs_of(compute: Action, last_vstage: int) -> set[Action]:
-    """Return the computes whose results a compute takes directly.
+    """Return the computes whose results a compute takes as its input.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
     >>> sorted(map(str, inputs_of(parse_action("1B0"), 2)))
     ['1F0', '2B0']
     """
-    v, microbatch = compute.vstage, compute.microbatch
-    needed: set[Action] = set()
-    if compute.op is Op.F:
-        if v > 0:
-            needed.add(Action(op=Op.F, vstage=v - 1, microbatch=microbatch))
-    else:
-        needed.add(Action(op=Op.F, vstage=v, microbatch=microbatch))
-        if v < last_vstage:
-            needed.add(Action(op=Op.B, vstage=v + 1, microbatch=microbatch))
-    return needed
+    v = compute.vstage
+    needed = [(Op.F, v - 1)] if compute.op is Op.F else [(Op.F, v), (Op.B, v + 1)]
+    return {Action(op=op, vstage=w, microbatch=compute.microbatch) for op, w in needed if 0 <= w <= last_vstage}
 
 
 def receive_for(placement: Placement, compute: Action) -> Action | None:
-    """Return the receive of the input of a compute, None where it is local or a sample."""
-    v = compute.vstage
-    is_needed = v + 1 < placement.num_vstages and placement.crosses(v)
-    if compute.op is Op.F:
-        is_needed = v > 0 and placement.crosses(v - 1)
-    op = Op.RECV_F if compute.op is Op.F else Op.RECV_B
-    return Action(op=op, vstage=v, microbatch=compute.microbatch) if is_needed else None
+    """Return the receive of a compute's input; None if the input is a sample or comes from the same stage."""
+    op, link = (Op.RECV_F, compute.vstage - 1) if compute.op is Op.F else (Op.RECV_B, compute.vstage)
+    return _with_op(op, compute) if placement.crosses(link) else None
 
 
 def send_after(placement: Placement, compute: Action) -> Action | None:
-    """Return the send of the result of a compute, None where it stays on the stage."""
-    v = compute.vstage
-    is_needed = placement.crosses(v) if compute.op is Op.F else v > 0 and placement.crosses(v - 1)
-    op = Op.SEND_F if compute.op is Op.F else Op.SEND_B
-    return Action(op=op, vstage=v, microbatch=compute.microbatch) if is_needed else None
+    """Return the send of a compute's result; None if the result stays on the stage."""
+    op, link = (Op.SEND_F, compute.vstage) if compute.op is Op.F else (Op.SEND_B, compute.vstage - 1)
+    return _with_op(op, compute) if placement.crosses(link) else None
 
 
 def peer_of(action: Action) -> Action:
-    """Return the receive of a send, or the send of a receive.
+    """Return the receive that belongs to a send, or the send that belongs to a receive.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
     >>> [str(peer_of(parse_action(text))) for text in ("1SEND_F3", "2RECV_F3", "1SEND_B3")]
@@ -109,20 +111,19 @@ def peer_of(action: Action) -> Action:
 
 def wait_for(action: Action) -> Action:
     """Return the wait that completes a send or a receive."""
-    return Action(op=_WAITS[action.op], vstage=action.vstage, microbatch=action.microbatch)
+    return _with_op(_WAITS[action.op], action)
 
 
 def started_by(wait: Action) -> Action:
     """Return the send or the receive that a wait completes."""
-    return Action(op=_STARTS[wait.op], vstage=wait.vstage, microbatch=wait.microbatch)
+    return _with_op(_STARTS[wait.op], wait)
+
+
+def _with_op(op: Op, action: Action) -> Action:
+    return Action(op=op, vstage=action.vstage, microbatch=action.microbatch)
 
 
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.WAIT_SEND_F, Op.WAIT_SEND_B})
 _PEERS = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
-_WAITS = {
-    Op.SEND_F: Op.WAIT_SEND_F,
-    Op.SEND_B: Op.WAIT_SEND_B,
-    Op.RECV_F: Op.WAIT_RECV_F,
-    Op.RECV_B: Op.WAIT_RECV_B,
-}
+_WAITS = {op: Op(f"WAIT_{op}") for op in _PEERS}
 _STARTS = {wait: start for start, wait in _WAITS.items()}

@@ -17,17 +17,18 @@ class Placement:
     last one computes the loss. A *stage* is a pipeline stage, Megatron's pipeline rank.
 
     Under unequal data parallelism the stages of a pipeline have different numbers of replicas, which share the
-    microbatches: stage i handles microbatch h on its replica `h mod num_replicas[i]`, so a narrow stage serves the
-    replicas of a wide one in turn. A *worker* is one replica of one stage; it does what a stage does where there are no
-    replicas. Workers are numbered stage by stage.
+    microbatches: replica `h mod num_replicas[i]` of stage i handles microbatch h, so a narrow stage serves the replicas
+    of a wide one in turn. A *worker* is one replica of one stage; without replicas it is the stage. Workers are
+    numbered stage by stage.
 
     Attributes:
         stages: `stages[v]` is the stage that holds virtual stage v. Every stage from 0 on holds at least one.
         num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
 
     Raises:
-        ConfigError: There is no virtual stage, a stage number is left out, there is not one number of replicas for each
-            stage, or those of two stages with a boundary between them do not divide one another.
+        ConfigError: There is no virtual stage, a stage number is left out, the list of replicas has another length than
+            the list of stages, or two stages with a boundary between them have numbers of replicas of which neither
+            divides the other.
 
     >>> u_placement(3).stages, u_placement(3).vstages(0), u_placement(3).chunk(3)
     ((0, 1, 2, 0), (0, 3), 1)
@@ -41,7 +42,7 @@ class Placement:
     _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be; fill in one replica for each stage."""
+        """Check the fields, and give every stage one replica by default."""
         if not self.stages:
             raise ConfigError("a placement needs at least one virtual stage")
         if set(self.stages) != set(range(max(self.stages) + 1)):
@@ -77,16 +78,16 @@ class Placement:
         return tuple(v for v, holder in enumerate(self.stages) if holder == stage)
 
     def chunk(self, vstage: int) -> int:
-        """Return the index of a virtual stage among those of its stage, Megatron's `vp_stage`."""
+        """Return the number of a virtual stage among the chunks of its stage, Megatron's `vp_stage`."""
         return self.stages[:vstage].count(self.stages[vstage])
 
     def crosses(self, vstage: int) -> bool:
-        """Whether the output of a virtual stage goes to another stage."""
-        return vstage + 1 < self.num_vstages and self.stages[vstage] != self.stages[vstage + 1]
+        """Whether the output of a virtual stage goes to another stage; False for -1 and for the last."""
+        return 0 <= vstage < self.num_vstages - 1 and self.stages[vstage] != self.stages[vstage + 1]
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Pairs `(upstream stage, downstream stage)` that activations cross, each once, in the order of first crossing.
+        """Pairs `(upstream stage, downstream stage)` between which activations cross, each once, along the model.
 
         >>> interleaved_placement(2, 2).boundaries, u_placement(3).boundaries
         (((0, 1), (1, 0)), ((0, 1), (1, 2), (2, 0)))
@@ -136,7 +137,7 @@ class Placement:
         return self._first_workers[stage] + microbatch % self.num_replicas[stage]
 
     def microbatches(self, worker: int, num_microbatches: int) -> range:
-        """List the microbatches that a worker handles, of all that a step has.
+        """List the microbatches of a step that a worker handles.
 
         >>> list(plain_placement(2, num_replicas=(1, 2)).microbatches(2, 6))
         [1, 3, 5]
@@ -151,19 +152,17 @@ class Placement:
 
     @property
     def worker_boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Pairs `(upstream worker, downstream worker)` that activations cross, each once: those of :attr:`boundaries`.
+        """Pairs `(upstream worker, downstream worker)` between which activations cross, boundary by boundary.
 
         >>> u_placement(3, num_replicas=(1, 2, 2)).worker_boundaries
         ((0, 1), (0, 2), (1, 3), (2, 4), (3, 0), (4, 0))
         """
-        pairs: list[tuple[int, int]] = []
-        for boundary in self.boundaries:
-            num_upstream, num_downstream = (self.num_replicas[stage] for stage in boundary)
-            pairs += [
-                (self.worker(boundary[0], h % num_upstream), self.worker(boundary[1], h % num_downstream))
-                for h in range(max(num_upstream, num_downstream))
-            ]
-        return tuple(pairs)
+        # One number of replicas divides the other, so after the larger number of microbatches the pairs repeat.
+        return tuple(
+            tuple(self._first_workers[stage] + h % self.num_replicas[stage] for stage in (upstream, downstream))
+            for upstream, downstream in self.boundaries
+            for h in range(max(self.num_replicas[upstream], self.num_replicas[downstream]))
+        )
 
 
 def plain_placement(num_stages: int, *, num_replicas: tuple[int, ...] = ()) -> Placement:
@@ -206,21 +205,21 @@ def _require_stages(num_stages: int, num_chunks: int) -> None:
 
 
 def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -> Placement:
-    """Place the chunks on the stages, and the microbatches of a copy of the pipeline on the replicas of every stage.
+    """Place the chunks on the stages, and the microbatches of one copy of the pipeline on the replicas of its stages.
 
     Args:
         replicas: of the stages.
         num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
-        is_u_shaped: stage 0 holds both ends of the model.
+        is_u_shaped: whether stage 0 holds both ends of the model.
 
     Raises:
-        ConfigError: there are several chunks on stages of different data-parallel sizes.
+        ConfigError: stages of different data-parallel sizes have several chunks.
 
     >>> place_workers(ReplicaMap(dp_sizes=(2, 4)), num_chunks=1, is_u_shaped=False).num_replicas
     (1, 2)
     """
     num_stages = len(replicas.dp_sizes)
-    # Split microbatches join all replicas: to the schedule they are one.
+    # In split mode all replicas of a stage run parts of one microbatch: to the schedule they are one worker.
     num_replicas = () if replicas.is_split else tuple(map(replicas.num_replicas, range(num_stages)))
     if is_u_shaped:
         return u_placement(num_stages, num_replicas=num_replicas)

@@ -13,14 +13,14 @@ Actions = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The order of compute for one step; with its communication after :func:`~vtp_plugin.schedule.order.lower.lower`.
+    """The orders of all workers for one step: compute only, or lowered, which means with all communication.
 
     Attributes:
         name: Short name of the kind, such as `1f1b`.
         placement: Which stage holds which virtual stage, and its replicas.
-        num_microbatches: Microbatches of the step, numbered from 0; replicas share them.
-        orders: `orders[worker]` are the actions of a worker (without replicas: a stage), one after the other.
-        forward_only: There is no backward pass (evaluation).
+        num_microbatches: Microbatches of the step, numbered from 0; the replicas of a stage share them.
+        orders: `orders[worker]` are the actions of a worker, one after the other.
+        forward_only: Whether there is no backward pass (evaluation).
     """
 
     name: str
@@ -32,7 +32,7 @@ class Schedule:
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when anything but the name differs; ranks compare them."""
-        # The orders' labels tell the numbers of replicas.
+        # The numbers of replicas are in it too, in the labels of the orders.
         text = f"{self.placement.stages} {self.num_microbatches} {self.forward_only}\n{self.describe()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from typing import Literal
 
 from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
-from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import (
+    by_channel,
     channel_label,
-    channel_of,
     inputs_of,
     peer_of,
     receive_for,
@@ -26,15 +26,15 @@ Mode = Literal["buffered", "rendezvous"]
 
 
 def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[str, ...]:
-    """List everything that is wrong with a schedule; empty means it is proved.
+    """List everything that is wrong with a schedule; an empty list proves it.
 
-    Proved is: every compute stands exactly once, on the worker that holds its virtual stage and handles its microbatch;
-    the workers' orders do not wait for each other in a circle; microbatches in flight keep the limits. If there is any
-    communication, also: every message is sent once, after the compute that makes it, and received once; every send and
-    receive is waited for exactly once, after it was posted, a receive before the compute that takes it; on each channel
-    the receives are posted in the order of the sends; and nothing deadlocks, whether sends are buffered or complete
-    only with their receive (rendezvous). Each problem is one line that names an action. Deadlocks are looked for only
-    when all else is right.
+    The proof: every compute is there exactly once, on the worker that holds its virtual stage and handles its
+    microbatch; the workers' orders do not wait for each other in a circle; microbatches in flight keep the limits.
+    With communication, also: every message is sent once, after the compute that makes it, and received once; every send
+    and receive is waited for exactly once, after it is posted, a receive before the compute that takes it; on each
+    channel the receives are posted in the order of the sends; and nothing deadlocks, whether sends are buffered or
+    complete only with their receive (rendezvous). Each problem is one line that names an action. The search for
+    deadlocks starts only if all else is right.
 
     Args:
         schedule: Compute only, or lowered.
@@ -66,7 +66,7 @@ def require_valid(schedule: Schedule) -> None:
     """Stop the run if a schedule has a problem.
 
     Raises:
-        PlanError: It has; the message shows the first problems.
+        PlanError: There are problems; the message shows the first ones.
     """
     if problems := check(schedule):
         raise PlanError.listing(f"invalid schedule {schedule.name}", problems)
@@ -78,7 +78,7 @@ def is_lowered(schedule: Schedule) -> bool:
 
 
 def peak_in_flight(schedule: Schedule, worker: int) -> int:
-    """Return the most microbatches of which a worker holds an activation at a time.
+    """Return the largest number of microbatches of which a worker holds an activation at the same time.
 
     A microbatch is in flight on a worker from the start of its first compute there to the end of its last.
 
@@ -90,21 +90,18 @@ def peak_in_flight(schedule: Schedule, worker: int) -> int:
 
 
 def peak_activations(schedule: Schedule, vstage: int) -> int:
-    """Return the most activations of a virtual stage that one worker keeps for a backward at a time.
+    """Return the largest number of activations of a virtual stage that one worker keeps for its backwards at a time.
 
     >>> from vtp_plugin.schedule.make.u_shape import reference_u_shape
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
-    placement, peak = schedule.placement, 0
-    stage = placement.stages[vstage]
-    for replica in range(placement.num_replicas[stage]):
-        live = 0
-        for action in schedule.orders[placement.worker(stage, replica)]:
-            if action.vstage == vstage and action.op.is_compute:
-                live += 1 if action.op is Op.F else -1
-                peak = max(peak, live)
-    return 0 if schedule.forward_only else peak
+    if schedule.forward_only:
+        return 0
+    placement = schedule.placement
+    workers = {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}
+    orders = [[action.op for action in schedule.orders[worker] if action.vstage == vstage] for worker in workers]
+    return max(max(accumulate((op is Op.F) - (op is Op.B) for op in ops), default=0) for ops in orders)
 
 
 def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
@@ -121,7 +118,7 @@ def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
 
 
 def _compute_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield computes that are missing, come twice, or stand on the wrong worker."""
+    """Yield computes that are missing, repeated, or on the wrong worker."""
     placement = schedule.placement
     if len(schedule.orders) != placement.num_workers:
         yield f"{len(schedule.orders)} orders for {placement.num_workers} workers"
@@ -139,6 +136,7 @@ def _compute_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _count_problems(label: str, found: Counter[Action], wanted: Counter[Action]) -> Iterator[str]:
+    """Yield actions of a worker that are not there as often as they should be."""
     for action in sorted(found.keys() | wanted.keys()):
         if not wanted[action]:
             yield f"{label}: {action} does not belong there"
@@ -147,72 +145,62 @@ def _count_problems(label: str, found: Counter[Action], wanted: Counter[Action])
 
 
 def _limit_problems(schedule: Schedule, limits: Sequence[int]) -> Iterator[str]:
+    """Yield the first compute of each worker at which too many microbatches are in flight."""
     for worker, limit in enumerate(limits):
-        for live, action in _in_flight(schedule, worker):
-            if live > limit:
-                label = schedule.placement.label(worker)
-                yield f"{label}: {live} microbatches in flight at {action}, the limit is {limit}"
-                break
+        for live, action in (pair for pair in _in_flight(schedule, worker) if pair[0] > limit):
+            label = schedule.placement.label(worker)
+            yield f"{label}: {live} microbatches in flight at {action}, the limit is {limit}"
+            break
 
 
 def _message_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield communication that is missing, comes twice, or belongs elsewhere, with the waits."""
+    """Yield sends, receives and waits that are missing, repeated, or on the wrong worker."""
+    placement = schedule.placement
     for worker, order in enumerate(schedule.orders):
-        wanted: list[Action] = []
-        for compute in order:
-            if compute.op.is_compute:
-                messages = (receive_for(schedule.placement, compute), send_after(schedule.placement, compute))
-                wanted += [action for message in messages if message for action in (message, wait_for(message))]
+        computes = [action for action in order if action.op.is_compute]
+        messages = [find(placement, compute) for compute in computes for find in (receive_for, send_after)]
+        wanted = Counter(action for message in messages if message for action in (message, wait_for(message)))
         found = Counter(action for action in order if not action.op.is_compute)
-        yield from _count_problems(schedule.placement.label(worker), found, Counter(wanted))
+        yield from _count_problems(placement.label(worker), found, wanted)
 
 
 def _order_problems(schedule: Schedule) -> Iterator[str]:
-    """Yield actions that come too early on their worker, and channels whose ends disagree."""
+    """Yield actions that come too early on their worker, and channels whose two ends have different orders."""
+    placement = schedule.placement
     for worker, order in enumerate(schedule.orders):
         index_of = {action: index for index, action in enumerate(order)}
         for action in order:
+            pairs: list[tuple[Action, Action]] = []
             if action.op.is_compute:
-                send, receive = send_after(schedule.placement, action), receive_for(schedule.placement, action)
-                pairs = [(action, send), (wait_for(receive) if receive else None, action)]
+                if send := send_after(placement, action):
+                    pairs.append((action, send))
+                if receive := receive_for(placement, action):
+                    pairs.append((wait_for(receive), action))
             elif action.op.startswith("WAIT"):
-                pairs = [(started_by(action), action)]
-            else:
-                continue
+                pairs.append((started_by(action), action))
             for first, second in pairs:
-                if first and second and index_of[first] > index_of[second]:
-                    yield f"{schedule.placement.label(worker)}: {second} comes before {first}"
-    sent, received = _channel_orders(schedule)
+                if index_of[first] > index_of[second]:
+                    yield f"{placement.label(worker)}: {second} comes before {first}"
+    actions = [*chain.from_iterable(schedule.orders)]
+    sent = by_channel(placement, (action for action in actions if action.op in (Op.SEND_F, Op.SEND_B)))
+    received = by_channel(placement, (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B)))
     for channel in sorted(sent):
         for send, receive in zip(sent[channel], received[channel], strict=True):
             if peer_of(send) != receive:
-                label = channel_label(schedule.placement, channel)
-                yield f"{label}: {send} is sent where {receive} is received"
+                yield f"{channel_label(placement, channel)}: {send} is sent where {receive} is received"
                 break
 
 
-def _channel_orders(schedule: Schedule) -> tuple[dict[ChannelId, list[Action]], dict[ChannelId, list[Action]]]:
-    sent: dict[ChannelId, list[Action]] = defaultdict(list)
-    received: dict[ChannelId, list[Action]] = defaultdict(list)
-    for order in schedule.orders:
-        for action in order:
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                sent[channel_of(schedule.placement, action)].append(action)
-            elif action.op in (Op.RECV_F, Op.RECV_B):
-                received[channel_of(schedule.placement, action)].append(action)
-    return sent, received
-
-
 def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
-    """Walk all lists as far as they go; yield one line if that is not the end."""
+    """Let all workers advance as far as they can; yield one line if some do not reach the end of their list."""
     lowered = is_lowered(schedule)
     done: set[Action] = set()
 
     def run(_worker: int, action: Action) -> bool:
-        is_possible = _needed(schedule, action, mode, lowered) <= done
-        if is_possible:
-            done.add(action)
-        return is_possible
+        if not _needed(schedule, action, mode, lowered) <= done:
+            return False
+        done.add(action)
+        return True
 
     reached = advance_orders(schedule.orders, run)
     stuck = [
@@ -226,12 +214,12 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
 
 
 def _needed(schedule: Schedule, action: Action, mode: Mode, lowered: bool) -> set[Action]:
-    """Return the actions that must be through before a worker can get past an action."""
+    """Return the actions that must be done before a worker can get past an action."""
     if action.op.is_compute:
         computes = inputs_of(action, schedule.placement.num_vstages - 1)
         stage_of = schedule.placement.stages
-        # In a lowered schedule the wait before the compute stands for what other workers do. Virtual stages of one
-        # stage handle a microbatch on one worker.
+        # In a lowered schedule the wait before the compute takes care of what other workers do. Comparing stages is
+        # enough: all virtual stages of one stage handle a microbatch on the same worker.
         return {c for c in computes if not lowered or stage_of[c.vstage] == stage_of[action.vstage]}
     if action.op in (Op.WAIT_RECV_F, Op.WAIT_RECV_B):
         receive = started_by(action)
@@ -239,4 +227,4 @@ def _needed(schedule: Schedule, action: Action, mode: Mode, lowered: bool) -> se
     if action.op in (Op.WAIT_SEND_F, Op.WAIT_SEND_B):
         send = started_by(action)
         return {send, peer_of(send)} if mode == "rendezvous" else {send}
-    return set()
+    return set()  # posting a send or a receive never blocks
