@@ -1,4 +1,4 @@
-"""How fast a step can be at best, and how many microbatches in flight that takes. No order is looked at here."""
+"""How fast a step can be at best, whatever the order, and how many microbatches in flight that takes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from vtp_plugin.schedule.cost.chain import Chain, make_chain
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement
 
-ROUNDING = 1e-9  # relative error that sums of durations may have
+ROUNDING = 1e-9  # relative error of sums of durations, at most
 
 
 def in_flight_needed(placement: Placement, costs: Costs) -> int:
-    """Return how many microbatches must be in flight on stage 0 to keep the busiest stage busy all the time.
+    """Return how many microbatches must be in flight on each worker of stage 0 to keep the busiest stage busy.
 
-    That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one, both
-    shared by the replicas of the stages: the result is for each worker of stage 0. Without replicas it is for the
-    model U-shape `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))` with the forward times t_f of each part of the
-    edge and c of a cloud stage, and the one-way latency L.
+    That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one; replicas
+    of a stage share the work. For the model U-shape without replicas it is
+    `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))`, with the forward times t_f of each part of the edge and c of a
+    cloud stage, and the one-way latency L.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -29,7 +29,7 @@ def in_flight_needed(placement: Placement, costs: Costs) -> int:
 
 
 def in_flight_needed_on(chain: Chain, stage: int) -> int:
-    """Return :func:`in_flight_needed` for the part of the route that starts and ends on a stage."""
+    """Return the same as :func:`in_flight_needed` for any stage, from its first leg to its last."""
     busiest = max(
         sum(chain.durations[q] for q in chain.legs(s)) / num_replicas
         for s, num_replicas in enumerate(chain.num_replicas)
@@ -39,12 +39,12 @@ def in_flight_needed_on(chain: Chain, stage: int) -> int:
 
 
 def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> float:
-    """Return a time that no order can beat: the largest of what is known of the single resources.
+    """Return a time that no order can beat: the largest of these bounds.
 
     * One microbatch alone takes its whole route.
-    * A worker works for all its microbatches. Before, the first of them has to reach it, and after, the last has to get
-      from it to the end; in between it stands still while nothing can be there (fill and drain). Replicas of a wide
-      stage cannot all start at once, nor all end at once, if a narrow stage before serves them in turn.
+    * A worker computes all its microbatches. Before that, the first of them has to reach it; after that, the last has
+      to get from it to the end; in between it is idle while nothing can have arrived (fill and drain). Replicas of a
+      wide stage cannot all start, nor all end, at once if a narrow stage serves them in turn.
     * A worker with a limit of k microbatches in flight needs `ceil(m / k)` round trips for its m one after the other.
     * A channel carries all its messages one after the other.
 
@@ -86,18 +86,18 @@ def _round_trip(chain: Chain, stage: int) -> float:
 
 
 def _stagger(chain: Chain, stage: int) -> float:
-    """Return by how much the replica with the longest wait starts late and ends early together, at least.
+    """Return how long, at least, some replica of a stage waits at the start and the end of the step together.
 
-    That is least if the replica that starts first ends first, and so on.
+    The largest such sum is smallest if the replica that starts first ends first, and so on.
     """
     late, early = _delays(chain, stage), _delays(chain.reversed(), stage)
     return max(first + last for first, last in zip(late, reversed(early), strict=True))
 
 
 def _delays(chain: Chain, stage: int) -> list[float]:
-    """Return how much later than a single microbatch allows the replicas of a stage start, at least; the first one 0.
+    """Return, by replica of a stage, how long after the first one it starts, at least.
 
-    When j of them have started, each leg before has run for j microbatches, shared by the replicas of its stage.
+    Once j of them have started, each earlier leg has run for j microbatches, shared by the replicas of its stage.
     """
     before = range(chain.legs(stage)[0])
     return [
@@ -109,12 +109,12 @@ def _delays(chain: Chain, stage: int) -> list[float]:
 
 
 def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
-    """Return how long a worker of a stage stands still between its first start and its last end, at least.
+    """Return how long a worker of a stage is idle between its first start and its last end, at least.
 
-    Until its i-th leg runs for the first time, a worker can only do the legs before it, each at most `limit` times
-    because no microbatch is through; the same holds at the end with time reversed. The two times do not overlap where
-    the leg of the one comes no later on the route than the leg of the other, or where the limit forces the last
-    microbatch to begin after the first is through.
+    Until its i-th leg runs for the first time, a worker can only run the legs before it, each at most `limit` times
+    because no microbatch is done; the same holds at the end with time reversed. The two idle times do not overlap if
+    the leg of the first comes no later on the route than the leg of the second, or if the limit forces the last
+    microbatch to start after the first is done.
     """
     fill = _fill(chain, stage, limit)
     drain = [*reversed(_fill(chain.reversed(), stage, limit))]
@@ -128,7 +128,7 @@ def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
 
 
 def _fill(chain: Chain, stage: int, limit: int) -> list[float]:
-    """Return for each leg of a stage how long a worker stands still until the leg first runs, at least."""
+    """Return for each leg of a stage how long a worker is idle before the leg first runs, at least."""
     legs = chain.legs(stage)
     start, done, idle = chain.heads[legs[0]], 0.0, list[float]()
     for q in legs:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import count
 
 from vtp_plugin.advance import advance
 from vtp_plugin.errors import PlanError
@@ -31,9 +32,9 @@ class Chain:
         durations: Duration of a leg.
         latency: From the end of a leg to the start of the next, without `occupancy`; the last entry is 0.
         occupancy: How long the message to the next leg keeps its channel busy; the last entry is 0.
-        boundaries: Number of the boundary that the message to the next leg crosses, another one in each direction; -1
-            where there is no message.
-        num_replicas: Replicas of every pipeline stage; the microbatches' numbers modulo this tell which of them.
+        boundaries: Number of the boundary that the message to the next leg crosses, a different one in each direction;
+            -1 if there is no message.
+        num_replicas: Replicas of every pipeline stage; replica `h mod num_replicas` runs microbatch h.
     """
 
     stages: tuple[int, ...]
@@ -60,30 +61,27 @@ class Chain:
 
     @property
     def mirrors(self) -> tuple[int, ...]:
-        """For each worker the one that does its work when time is reversed: the last microbatch is the first then."""
+        """For each worker, the one that does its work when time is reversed and the last microbatch is the first."""
         firsts, last = self.first_workers, [num - 1 for num in self.num_replicas]
         return tuple(firsts[stage] + last[stage] - replica for stage, replica in self.workers)
 
     @property
     def takers(self) -> tuple[range, ...]:
-        """Workers that run the next leg, by leg: microbatch h goes to entry h mod its length; empty at the last."""
+        """Workers that run the next leg, by leg: entry `h mod length` takes microbatch h; empty at the last leg."""
         firsts = self.first_workers
         takers = [range(firsts[stage], firsts[stage] + self.num_replicas[stage]) for stage in self.stages[1:]]
         return (*takers, range(0))
 
     @property
     def channels(self) -> tuple[range, ...]:
-        """Channels of the messages to the next leg, by leg: microbatch h takes entry h mod its length.
-
-        Messages of a channel go one after the other.
-        """
+        """Channels of the messages to the next leg, by leg: microbatch h takes entry `h mod length`."""
         width, replicas = max(self.num_replicas), [self.num_replicas[stage] for stage in self.stages]
         sizes = (*map(max, replicas[:-1], replicas[1:]), 0)
         return tuple(range(c * width, c * width + size) for c, size in zip(self.boundaries, sizes, strict=True))
 
     @property
     def num_channels(self) -> int:
-        """Number of channels; some have no messages."""
+        """Number of channels, unused ones included."""
         return (max(self.boundaries) + 1) * max(self.num_replicas)
 
     @property
@@ -92,7 +90,7 @@ class Chain:
         return len(self.stages)
 
     def legs(self, stage: int) -> tuple[int, ...]:
-        """List the legs of a stage in the order in which one microbatch passes them."""
+        """List the legs of a stage in the order of the route."""
         return tuple(q for q, holder in enumerate(self.stages) if holder == stage)
 
     @property
@@ -109,7 +107,7 @@ class Chain:
         return self.heads[-1] + self.durations[-1]
 
     def reversed(self) -> Chain:
-        """Let time run backwards: an order that is good for the result is good for this chain when it is reversed."""
+        """Let time run backwards: a good order for the result, reversed, is a good order for this chain."""
         return Chain(
             stages=self.stages[::-1],
             durations=self.durations[::-1],
@@ -121,7 +119,7 @@ class Chain:
 
 
 def in_ticks(chain: Chain) -> Chain:
-    """Write all times as whole numbers, seven digits for the longest, so that sums are exact and equal times equal.
+    """Round all times to whole numbers, seven digits for the longest: sums are exact, and equal times compare equal.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -153,19 +151,19 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     if len(costs.forward) != num_vstages:
         raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
     vstages, durations = [*range(num_vstages)], costs.forward
-    # By leg, the link v between v and v + 1 on which its message goes; the last virtual stage's forward sends nothing.
+    # By leg, the link v between v and v + 1 on which its message goes; -1 if nothing follows.
     links = [*range(num_vstages - 1), -1]
     if not forward_only:
         vstages, durations = vstages + vstages[::-1], durations + costs.backward[::-1]
         links += [*reversed(range(num_vstages - 1)), -1]
-    is_used = [link >= 0 and placement.crosses(link) for link in links]
+    is_used = [*map(placement.crosses, links)]
     latency = [costs.latency[link] if used else 0.0 for link, used in zip(links, is_used, strict=True)]
     occupancy = [costs.transfer_time(link) if used else 0.0 for link, used in zip(links, is_used, strict=True)]
-    boundaries = [-1] * len(links)
-    for q, link in enumerate(links):
-        if is_used[q]:
-            boundary = placement.boundaries.index((placement.stages[link], placement.stages[link + 1]))
-            boundaries[q] = 2 * boundary + (q >= num_vstages)
+    number_of = {pair: number for number, pair in enumerate(placement.boundaries)}
+    boundaries = [
+        2 * number_of[placement.stages[link], placement.stages[link + 1]] + (q >= num_vstages) if is_used[q] else -1
+        for q, link in enumerate(links)
+    ]
     return Chain(
         stages=tuple(placement.stages[v] for v in vstages),
         durations=tuple(durations),
@@ -183,14 +181,15 @@ def dispatch(
     limits: Sequence[int],
     detours: Iterator[Sequence[int] | None] | None = None,
 ) -> Orders:
-    """Build orders greedily: a worker that is free starts the best ranked leg for which its next microbatch is there.
+    """Build orders greedily: a free worker starts the highest-ranked leg whose next microbatch has arrived.
 
     Args:
         chain: Legs and costs.
         num_microbatches: Number of microbatches.
         ranking: `ranking[stage]` lists the legs of a stage, most urgent first.
-        limits: Most microbatches in flight, by worker: begun with the stage's first leg and not through its last.
-        detours: Asked at each decision of stage 0; a ranking that it gives is used instead, for this decision only.
+        limits: Most microbatches in flight, by worker: past the start of the stage's first leg, not yet through its
+            last.
+        detours: Gives a ranking, or None, for each decision of stage 0; a ranking replaces `ranking[0]` that once.
     """
     durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
     channels, takers = chain.channels, chain.takers
@@ -201,7 +200,7 @@ def dispatch(
     free_at = [0.0] * len(workers)
     channel_free_at = [0.0] * chain.num_channels
     orders: list[list[int]] = [[] for _ in workers]
-    # A worker looks for work when it gets free and when something arrives for it.
+    # A worker looks for work when it becomes free and when something arrives for it.
     events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == chain.stages[0]]
     while events:
         now, worker = heappop(events)
@@ -279,8 +278,8 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
 
 
 def _start(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
-    """Return by leg and microbatch when it arrives, and by leg and replica which microbatch is the next."""
-    # Numbers behind the last microbatch are asked for, and never arrive.
+    """Return, by leg and microbatch, when it arrives, and, by leg and replica, which microbatch is the next."""
+    # The loops look beyond the last microbatch: those entries never arrive, so no check of the index is needed.
     size = num_microbatches + max(chain.num_replicas)
     arrived = [[math.inf] * size for _ in chain.stages]
     arrived[0][:num_microbatches] = [0.0] * num_microbatches
@@ -288,7 +287,7 @@ def _start(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list
 
 
 def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
-    """Return the most microbatches in flight on each worker; a property of the orders alone."""
+    """Return the most microbatches in flight on each worker; durations do not matter."""
     peaks: list[int] = []
     for (stage, _), order in zip(chain.workers, orders, strict=True):
         first, last = chain.legs(stage)[0], chain.legs(stage)[-1]
@@ -302,7 +301,7 @@ def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
 
 
 def mirrored(chain: Chain, orders: Orders) -> Orders:
-    """Let time run backwards: from orders for a chain make those for :meth:`Chain.reversed`, or back.
+    """Let time run backwards: turn orders for a chain into orders for :meth:`Chain.reversed`, or back.
 
     >>> from vtp_plugin.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.schedule.order.placement import plain_placement
@@ -321,15 +320,12 @@ def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     >>> [str(a) for a in to_actions(plain_placement(1), ((0, 1, 0, 1),))[0]]
     ['0F0', '0B0', '0F1', '0B1']
     """
-    num_vstages = placement.num_vstages
+    vstages = range(placement.num_vstages)
+    legs = [*((Op.F, v) for v in vstages), *((Op.B, v) for v in reversed(vstages))]
     result: list[Actions] = []
     for worker, order in enumerate(orders):
         stage, replica = placement.stage_and_replica(worker)
-        upcoming = [replica] * (2 * num_vstages)
-        actions: list[Action] = []
-        for q in order:
-            op, vstage = (Op.F, q) if q < num_vstages else (Op.B, 2 * num_vstages - 1 - q)
-            actions.append(Action(op=op, vstage=vstage, microbatch=upcoming[q]))
-            upcoming[q] += placement.num_replicas[stage]
-        result.append(tuple(actions))
+        upcoming = [count(replica, placement.num_replicas[stage]) for _ in legs]
+        passes = ((*legs[q], next(upcoming[q])) for q in order)
+        result.append(tuple(Action(op=op, vstage=vstage, microbatch=h) for op, vstage, h in passes))
     return tuple(result)

@@ -12,15 +12,15 @@ from vtp_plugin.schedule.order.placement import Placement, u_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Durations and links of a placement. Times may have any unit, as long as all have the same; seconds are meant.
+    """Durations and links of a placement. Times may have any unit, as long as all have the same one.
 
-    The two directions of a boundary do not share bandwidth: each has its own channel, on which messages go one after
-    the other. A message is under way for `message_bytes / bandwidth + latency`.
+    The two directions of a boundary do not share bandwidth: each has a channel, on which messages go one after the
+    other. A message takes `message_bytes / bandwidth + latency`.
 
     Attributes:
         forward: Duration of one microbatch's forward, by virtual stage.
         backward: The same of the backward.
-        latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used where both lie on one stage.
+        latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used if one stage holds both.
         bandwidth: Bytes per unit of time on the same link, in each direction; `math.inf` for no limit.
         message_bytes: Size of an activation from v to v + 1, and of its gradient.
 
@@ -36,7 +36,7 @@ class Costs:
     message_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what no machine has."""
+        """Check lengths and values."""
         num_vstages = len(self.forward)
         lengths = {"backward": num_vstages} | dict.fromkeys(("latency", "bandwidth", "message_bytes"), num_vstages - 1)
         for name, length in lengths.items():
@@ -74,15 +74,15 @@ def uniform_costs(placement: Placement, *, forward: float = 1.0, backward: float
 def split_costs(placement: Placement, costs: Costs) -> Costs:
     """Return the costs of a pipeline with replicas in the mode `split`, for the placement without replicas.
 
-    There, one microbatch of the schedule is as many of `costs` as all numbers of replicas divide (their least common
-    multiple L, so a step has m / L): a stage with n replicas runs L / n of them at once, as one microbatch that takes
-    L / n times as long. A pair of workers has its own link in both modes, so a link between n and n' replicas carries
-    L / max(n, n') times the bytes at once; where all pairs share one link, divide its bandwidth by their number, in
-    both modes.
+    L is the least common multiple of the numbers of replicas. One microbatch of the schedule stands for L microbatches
+    of `costs`, so a step has m / L: a stage with n replicas runs L / n of them at once, as one microbatch that takes
+    L / n times as long. Each pair of workers has a link to itself in both modes, so a link between n and n' replicas
+    carries L / max(n, n') times the bytes at once. If all pairs share one link, divide its bandwidth by their number,
+    in both modes.
 
     Args:
         placement: With its replicas.
-        costs: Of one microbatch, as `placement` runs them in turn.
+        costs: Of one microbatch in `placement`, where replicas run them in turn.
 
     >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> placement = plain_placement(3, num_replicas=(1, 1, 2))

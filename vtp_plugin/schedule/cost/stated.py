@@ -1,9 +1,9 @@
-"""Costs as users write them and as a run prints them, and how the measurements of many ranks become one."""
+"""Costs as users write them and as a run prints them; costs from the measurements of many ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,18 +12,17 @@ from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement
 
 _BYTES_PER_MS = 125.0  # 1 Mbit/s
-# Faster than any link: from here on there is no limit.
-_MOST_MBIT = 1e6
+_MOST_MBIT = 1e6  # faster than any link, so it means no limit
 _EXAMPLE = "forward_ms=40,80,40 latency_ms=20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostKey:
-    """What a `name=value` word says, for people.
+    """What a `name=value` word means, for people.
 
     Attributes:
         unit: Of its numbers.
-        meaning: Of its numbers, with how many there are and the default.
+        meaning: Of its numbers; also their count and the default.
     """
 
     unit: str
@@ -65,7 +64,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
         message_bytes: Size of an activation where the words do not say it; None if it is not known.
 
     Raises:
-        ConfigError: A name is unknown or stands twice, a value is no number, or not as many as there must be.
+        ConfigError: A name is unknown or repeated, a value is not a number, or the count of values is wrong.
 
     >>> from vtp_plugin.schedule.order.placement import u_placement
     >>> costs = parse_costs(("forward_ms=40,80,90,40", "latency_ms=20", "mbit=100", "message_kib=256"), u_placement(3))
@@ -96,9 +95,9 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
 
 
 def format_costs(costs: Costs) -> str:
-    """Write costs in ms so that :func:`parse_costs` reads them, four digits each; the inverse but for rounding.
+    """Write costs in ms for :func:`parse_costs`, which inverts this up to rounding to four digits.
 
-    Where no link has a limit of bandwidth, `mbit` is left out; where some have, the others get 1,000,000 Mbit/s.
+    If no link has a limit of bandwidth, `mbit` is left out; if only some have one, the others get 1,000,000 Mbit/s.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
@@ -117,7 +116,7 @@ def format_costs(costs: Costs) -> str:
 
 
 def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placement: Placement) -> Costs:
-    """Make one set of costs of what the ranks measured: of every figure the slowest, in ms.
+    """Combine what the ranks measured: the slowest value of every figure, in ms.
 
     Args:
         reports: One for each rank: by the names `forward_ms`, `backward_ms` (keys: virtual stage), `latency_ms`,
@@ -155,10 +154,8 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"costs: {name}={text} is not a list of numbers; write {_EXAMPLE}") from None
-    is_positive: Callable[[float], bool] = (
-        (lambda number: number > 0) if name == "mbit" else (lambda number: number >= 0)
-    )
-    if not all(is_positive(number) and (number < math.inf or name == "mbit") for number in numbers):
+    # Comparisons that are false for NaN, so that it is refused as well.
+    if not all(number > 0 if name == "mbit" else 0 <= number < math.inf for number in numbers):
         raise ConfigError(f"costs: {name}={text}: no time, size or rate is like that; write {_EXAMPLE}")
     return numbers
 
@@ -173,7 +170,7 @@ def _entries(values: Mapping[str, tuple[float, ...]], name: str, length: int, wh
 def _by_link(
     values: Mapping[str, tuple[float, ...]], name: str, placement: Placement, *, nothing: float
 ) -> tuple[float, ...]:
-    """Give every link its value; a single one counts for the links from and to stage 0."""
+    """Return the value of every link; a single value counts for the links from and to stage 0."""
     links = list(zip(placement.stages, placement.stages[1:], strict=False))
     found = values.get(name, (nothing,))
     if len(found) != 1:

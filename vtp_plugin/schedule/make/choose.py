@@ -1,4 +1,4 @@
-"""Which schedule a step runs: chosen by the placement, lowered, and proved before anything runs."""
+"""Choose the schedule of a step by its placement, lower it, and prove it before anything runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vtp_plugin.schedule.order.placement import Placement, interleaved_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import peak_activations, require_valid
 
-# Computes ahead that a receive is posted in plain pipelines. One is enough without latency; over a slow link 1F1B is up
-# to 14 % slower with one, and forward only twice as slow. It costs the memory of one more activation.
+# How many computes ahead plain pipelines post a receive. One is enough without latency; over a slow link 1F1B is up to
+# 14 % slower with one, and forward only takes twice as long. The second costs the memory of one more activation.
 _PLAIN_LOOKAHEAD = 2
 
 
@@ -44,7 +44,7 @@ class ScheduleRequest:
 
 
 def is_u_shaped(placement: Placement) -> bool:
-    """Tell whether the order is chosen by costs and limits; the other placements have one order each."""
+    """Whether costs and limits decide on the order; the other placements have one order each."""
     return placement.num_stages > 1 and placement.stages == u_placement(placement.num_stages).stages
 
 
@@ -87,13 +87,13 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     schedule = generate(num_stages, num_microbatches, num_replicas=placement.num_replicas)
     if placement.num_workers == num_stages:
         return schedule, _PLAIN_LOOKAHEAD, ""
-    # A narrow stage keeps what several replicas have in flight: the log tells its memory.
+    # A narrow stage keeps the activations of several replicas; the log shows how many, since they cost memory.
     kept = "none kept" if request.forward_only else f"kept activations by stage {_kept(schedule)}"
     return schedule, _PLAIN_LOOKAHEAD, f"; replicas by stage {','.join(map(str, placement.num_replicas))}, {kept}"
 
 
 def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
-    """Choose the order of a U; the reason tells its costs, its limits, and what the limits mean in memory."""
+    """Choose the order of a U; the reason names its costs, its limits, and the activations that it keeps."""
     placement = request.placement
     costs = request.costs or u_costs(placement.num_stages)
     limits, why = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
@@ -112,7 +112,7 @@ def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
 
 
 def _kept(schedule: Schedule) -> str:
-    """List the most activations kept for a backward at a time: by stage, joined by + where it has several chunks.
+    """List the most activations that each stage keeps for a backward at a time, those of its chunks joined by +.
 
     >>> from vtp_plugin.schedule.make.u_shape import reference_u_shape
     >>> _kept(reference_u_shape(3, 8))

@@ -1,8 +1,8 @@
 """Orders of compute that follow a fixed rule: forward only, 1F1B and interleaved 1F1B.
 
-A generator answers only which microbatch of which virtual stage a worker computes next;
-:func:`~vtp_plugin.schedule.order.lower.lower` adds the communication. The U-shape has
-:mod:`vtp_plugin.schedule.make.u_shape`.
+A generator only decides which microbatch of which virtual stage a worker computes next;
+:func:`~vtp_plugin.schedule.order.lower.lower` adds the communication. :mod:`vtp_plugin.schedule.make.u_shape` orders
+the U-shape.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ def one_f_one_b(
     """Order a plain pipeline as 1F1B (PipeDream-Flush; Megatron's `forward_backward_pipelining_without_interleaving`).
 
     A worker of stage s runs k_s - 1 forwards (or all, if there are fewer), then one forward and one backward in turn,
-    then what is left: at most k_s microbatches are in flight on it. One is its own, the others are its share of those
-    that the next stage may have in flight on its n_(s+1) replicas: k_s = 1 + ceil(n_(s+1) k_(s+1) / n_s), and 1 on the
-    last stage. Without replicas that is P - s, as in Megatron.
+    then the remaining backwards: at most k_s microbatches are in flight on it. One of them is being computed here; the
+    others are this worker's share of what the next stage may have in flight on its n_(s+1) replicas:
+    k_s = 1 + ceil(n_(s+1) k_(s+1) / n_s), and 1 on the last stage. Without replicas that is P - s, as in Megatron.
 
-    No stages wait in a circle: before its backward of microbatch h, stage s runs forwards up to h + n_s (k_s - 1). An
-    earlier stage r runs its forward of x directly after its backward of x - n_r k_r. That is a microbatch before h as
-    long as n_s (k_s - 1) < n_r k_r; so everything waits for earlier microbatches, or for later stages. (Megatron's
-    P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.)
+    Stages cannot wait for each other in a circle: before its backward of microbatch h, stage s runs forwards up to
+    h + n_s (k_s - 1). An earlier stage r runs its forward of x directly after its backward of x - n_r k_r, which is a
+    microbatch before h as long as n_s (k_s - 1) < n_r k_r. So everything waits for earlier microbatches or for later
+    stages. (Megatron's P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.)
 
     Args:
         num_stages: Pipeline stages, P.
         num_microbatches: Microbatches of the step; every stage's replicas share them.
         num_replicas: Replicas of every stage, n; one each by default.
-        in_flight: Other values of k, by stage: more of them on the first stages hide latency.
+        in_flight: Other values of k, by stage; larger ones on the first stages hide latency.
 
     Raises:
         ConfigError: A count is below 1, replicas cannot share the microbatches or serve each other in turn, or stages
-            would wait in a circle.
+            would wait for each other in a circle.
 
     >>> print(one_f_one_b(2, 3).describe())
     stage 0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -115,7 +115,7 @@ def one_f_one_b(
 
 
 def one_f_one_b_limits(num_replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the most microbatches in flight on a worker in :func:`one_f_one_b`, by stage; fewer if it handles fewer.
+    """Return k of :func:`one_f_one_b`, by stage: the most microbatches in flight on a worker with enough of them.
 
     >>> one_f_one_b_limits((1, 1, 1)), one_f_one_b_limits((1, 3, 3)), one_f_one_b_limits((2, 1, 2))
     ((3, 2, 1), (7, 2, 1), (3, 3, 1))
@@ -136,8 +136,8 @@ def interleaved_one_f_one_b(
 ) -> Schedule:
     """Order an interleaved pipeline as Megatron's `forward_backward_pipelining_with_interleaving` does (0.19).
 
-    Microbatches run in groups: a stage runs a group through its first chunk, then through its second, and so on, and
-    gradients through the chunks in reverse.
+    Microbatches run in groups: a stage runs a group through its first chunk, then through its second, and so on;
+    gradients pass the chunks in reverse order.
 
     Args:
         num_stages: Pipeline stages, P.
@@ -175,9 +175,11 @@ def interleaved_one_f_one_b(
 
 
 def _check_in_flight(placement: Placement, num_microbatches: int, in_flight: tuple[int, ...]) -> None:
+    """Refuse limits under which stages would wait for each other in a circle."""
     if len(in_flight) != placement.num_stages or min(in_flight) < 1:
         raise ConfigError(f"{in_flight} microbatches in flight on {placement.num_stages} stages: each needs at least 1")
-    # What the workers of a stage may have in flight together, and how far its forwards run ahead of its backwards.
+    # By stage: how many microbatches its workers may have in flight together, and how far its forwards run ahead of
+    # its backwards. The docstring of one_f_one_b derives the condition.
     capacity = [min(n * k, num_microbatches) for n, k in zip(placement.num_replicas, in_flight, strict=True)]
     ahead = [most - n for n, most in zip(placement.num_replicas, capacity, strict=True)]
     for stage, later in combinations(range(placement.num_stages), 2):
@@ -201,10 +203,8 @@ def _computes(op: Op, placement: Placement, worker: int, num_microbatches: int) 
 
 def _one_f_one_b_order(forwards: list[Action], backwards: list[Action], num_warmup: int) -> Actions:
     """Run `num_warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
-    num_warmup = min(num_warmup, len(forwards))
-    num_steady = len(forwards) - num_warmup
     steady = [action for pair in zip(forwards[num_warmup:], backwards, strict=False) for action in pair]
-    return (*forwards[:num_warmup], *steady, *backwards[num_steady:])
+    return (*forwards[:num_warmup], *steady, *backwards[len(steady) // 2 :])
 
 
 def _grouped(vstages: tuple[int, ...], num_microbatches: int, group_size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""How many microbatches a stage may have in flight, if nobody says."""
+"""How many microbatches a stage may have in flight: as asked, or by default."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement
 
-# Above need. With it, a step of 16 microbatches under a latency of 1, 2 and 4 forwards of the edge's first part takes
-# at most 1.05, 1.10 and 1.20 of one without latency, and more memory gains next to nothing.
+# Microbatches above the need. With two, a step of 16 microbatches under a latency of 1, 2 and 4 forwards of the edge's
+# first part takes at most 1.05, 1.10 and 1.20 times a step without latency; more memory gains next to nothing.
 _SLACK = 2
 
 
 def check_in_flight(in_flight: Sequence[int], num_stages: int) -> None:
-    """Refuse limits that fit no pipeline of so many stages.
+    """Refuse limits that do not fit the number of stages.
 
     Args:
         in_flight: Most microbatches in flight: one number for all stages, or one for each.
@@ -42,11 +42,11 @@ def check_in_flight(in_flight: Sequence[int], num_stages: int) -> None:
 def choose_limits(
     in_flight: Sequence[int] | None, placement: Placement, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], str]:
-    """Return the most microbatches in flight on each stage, and in a few words where the numbers come from.
+    """Return the limit of microbatches in flight for each stage, and in a few words where the numbers come from.
 
-    The default is two more than :func:`~vtp_plugin.schedule.cost.bounds.in_flight_needed` on every worker: what is
-    needed keeps the busiest stage busy, and two more even out the start and the end of a step. A worker that serves
-    several replicas in turn may need more, and two more for each of them. No limit is above the number of microbatches.
+    The default on every worker is :func:`~vtp_plugin.schedule.cost.bounds.in_flight_needed`, which keeps the busiest
+    stage busy, plus two, which even out the start and the end of a step. A worker that serves several replicas in turn
+    may need more, and gets two for each of them. No limit is above the number of microbatches.
 
     Args:
         in_flight: What was asked for, see :func:`check_in_flight`; None for the default.
@@ -65,6 +65,7 @@ def choose_limits(
     if in_flight is None:
         chain = make_chain(placement, costs)
         needs = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
+        # A later stage with fewer in flight than stage 0 would slow stage 0 down.
         needs = [max(needs[0], needed) for needed in needs]
         shown = ",".join(map(str, needs if max(needs) > needs[0] else needs[:1]))
         widest = max(placement.num_replicas)

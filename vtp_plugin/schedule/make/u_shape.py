@@ -1,9 +1,9 @@
 """The U-shaped pipeline: stage 0, the edge, runs the first and the last part of the model.
 
 The edge has four kinds of work: FS and BE, forward and backward of the first part; FE and BS, forward and backward of
-the last part. A microbatch passes FS, the cloud, FE, BS, the cloud backwards, BE. Which of the four to run next decides
-how much of the links' latency is hidden, and no single rule is good for all durations and latencies. So a portfolio of
-orders is built and simulated, and the best is taken.
+the last part. A microbatch passes FS, the cloud, FE, BS, the cloud backwards, BE. The choice of what the edge runs next
+decides how much of the links' latency is hidden, and no single rule is good for all durations and latencies. So the
+planner builds and simulates a portfolio of orders, and takes the best.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from vtp_plugin.schedule.make.generate import require_counts, require_shares
 from vtp_plugin.schedule.order.placement import Placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
-# Rankings of the edge's legs, most urgent first. Of the 24 there are, these were enough to be best in every case of a
-# grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS right after it is the
-# rule that keeps the fewest activations of the last part.
+# Rankings of the edge's legs, most urgent first. These 7 of the 24 possible ones include a best one in every case of a
+# grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS first is the rule that
+# keeps the fewest activations of the last part.
 _EDGE_RANKINGS = (
     ("BS", "FS", "FE", "BE"),
     ("BS", "FE", "FS", "BE"),
@@ -45,10 +45,10 @@ _EDGE_RANKINGS = (
     ("BS", "FS", "BE", "FE"),
 )
 _EDGE_LEGS = {"FS": 0, "FE": 1, "BS": 2, "BE": 3}
-_CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, None)  # microbatches above need; None: up to the limit
-_EDGE_SLACKS = (0, 1, 2, None)
+_CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, math.inf)  # microbatches above need; infinity: up to the limit
+_EDGE_SLACKS = (0, 1, 2, math.inf)
 _NUM_PERTURBED = 160
-_SHARES = (0.1, 0.2, 0.3)  # of decisions that a perturbed rule takes by another ranking
+_SHARES = (0.1, 0.2, 0.3)  # of the decisions that a perturbed rule bases on another ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class UOrder:
         candidate: Name of the rule that gave it.
         makespan: Its simulated time, in the unit of the costs.
         lower_bound: Time that no order can beat under the limits.
-        reference_makespan: Time of the reference's order; None where it breaks a limit or there is none (forward only,
+        reference_makespan: Time of the reference's order; None if that breaks a limit or does not exist (forward only,
             replicas).
         in_flight: Most microbatches in flight on each worker, never above the limits.
         num_candidates: How many orders were simulated.
@@ -92,8 +92,8 @@ def reference_orders(num_stages: int, num_microbatches: int) -> Orders:
     """Order the U-shape as MindSpeed's layerwise disaggregated training does.
 
     The orders are legs of a :mod:`~vtp_plugin.schedule.cost.chain`. The edge runs min(P, m) FS; K times FE, BS; then
-    FS, FE, BS, BE in turn; then what is left of BE. Cloud stage r runs 1F1B after min(P - r, m) forwards. K is
-    `int((4 P + 1) / 6)`, here at most m: the original fails below that.
+    FS, FE, BS, BE in turn; then the remaining BE. Cloud stage r runs 1F1B after min(P - r, m) forwards. K is
+    `int((4 P + 1) / 6)`, here at most m: with fewer microbatches the original fails.
 
     >>> reference_orders(2, 2)
     ((0, 0, 2, 3, 2, 3, 5, 5), (1, 1, 4, 4))
@@ -114,7 +114,7 @@ def reference_orders(num_stages: int, num_microbatches: int) -> Orders:
 
 
 def reference_u_shape(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return the order of :func:`reference_orders` as a schedule, the baseline of ours.
+    """Return :func:`reference_orders` as a schedule, the baseline for the planned order.
 
     >>> print(reference_u_shape(2, 2).describe())
     stage 0: 0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1
@@ -142,20 +142,19 @@ def plan_u_shape(
     """Choose the order of a U-shaped pipeline.
 
     The candidates are greedy rules under many caps of microbatches in flight, the same with time reversed, the
-    reference's order, and, where no rule reaches the lower bound, rules that are perturbed now and then. The shortest
-    simulated step wins; of equal ones that with fewer microbatches in flight on a worker, summed over the stages; of
-    equal ones the first. Caps grow from level to level, and no level is begun after one that reached the lower bound.
-    The result is a function of the arguments alone, and never slower than the reference where that keeps the limits.
-    Ranks must pass the same costs: measured ones are to be agreed on first. Times are compared in seven digits of the
-    longest.
+    reference's order, and, if no rule reaches the lower bound, perturbed rules. The shortest simulated step wins; ties
+    go to the order with fewer microbatches in flight on a worker, summed over the stages, then to the first. Caps grow
+    from level to level, and the search stops after a level that reaches the lower bound. The result is a function of
+    the arguments alone, and never slower than the reference if the reference keeps the limits. All ranks must pass the
+    same costs, so they must agree on measured ones first. Times are compared to seven digits of the longest.
 
     Args:
         num_stages: Pipeline stages with the edge, P >= 2.
         num_microbatches: Microbatches of the step, m >= 1; every stage's replicas share them.
         costs: Of the P + 1 virtual stages.
         num_replicas: Replicas of every stage; one each by default.
-        limits: Most microbatches in flight on each worker: those of which it still holds an activation, from the
-            start of its first forward to the end of its last backward. No limit by default.
+        limits: Most microbatches in flight on each worker: it holds an activation of each, from the start of its first
+            forward to the end of its last backward. No limit by default.
         forward_only: No backward pass; a limit then counts from the start of FS to the end of FE on the edge.
 
     Raises:
@@ -214,13 +213,13 @@ def _check_limits(limits: tuple[int, ...], placement: Placement) -> None:
 
 
 class _Search:
-    """Tries candidates and keeps the best."""
+    """Simulates candidates and keeps the best."""
 
     def __init__(self, chain: Chain, num_microbatches: int, limits: tuple[int, ...]) -> None:
         self.chain = chain
-        # By whether time is reversed.
+        # With time as it is, and reversed: a bool is the index.
         self.chains = (chain, chain.reversed())
-        self.rankings = tuple(tuple(_rankings(way)) for way in self.chains)
+        self.rankings = tuple(tuple(_rankings(one)) for one in self.chains)
         self.num_microbatches = num_microbatches
         self.limits = tuple(
             min(limit, num_microbatches // chain.num_replicas[stage])
@@ -232,7 +231,7 @@ class _Search:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing can be faster than the best."""
+        """Whether no order can be faster than the best one so far."""
         return self.best[0] <= self.bound
 
     def offer(self, name: str, orders: Orders) -> float:
@@ -241,10 +240,9 @@ class _Search:
         if span is None:
             raise PlanError(f"{name}: deadlock: the orders wait for each other")
         self.num_tried += 1
-        if span <= self.best[0]:
-            memory = sum(self._peaks(orders))
-            if (span, memory) < self.best[:2]:
-                self.best = (span, memory, name, orders)
+        # Peaks take time to count and matter only in a tie or for a new best.
+        if span <= self.best[0] and (span, memory := sum(self._peaks(orders))) < self.best[:2]:
+            self.best = (span, memory, name, orders)
         return span
 
     def _peaks(self, orders: Orders) -> list[int]:
@@ -254,7 +252,7 @@ class _Search:
         return [max(peaks[first : first + num]) for first, num in zip(firsts, self.chain.num_replicas, strict=True)]
 
     def try_reference(self) -> Orders | None:
-        """Offer the reference's order and return it, None if it breaks a limit."""
+        """Offer the reference's order and return it; None if it breaks a limit."""
         orders = reference_orders(self.chain.num_stages, self.num_microbatches)
         peaks = in_flight(self.chain, orders)
         if any(peak > limit for peak, limit in zip(peaks, self.limits, strict=True)):
@@ -265,7 +263,7 @@ class _Search:
     def try_rules(self) -> None:
         """Offer every greedy rule, forward and reversed in time, under caps that grow from level to level."""
         needs = [in_flight_needed_on(self.chain, stage) for stage, _ in self.chain.workers]
-        # The limits themselves first: what they give is hard to beat, so that most of the levels need no look.
+        # The limits themselves come first: their result is hard to beat, so most caps below need no simulation.
         levels = [[self.limits]]
         levels += [[self._caps(needs, slack, edge_slack) for edge_slack in _EDGE_SLACKS] for slack in _CLOUD_SLACKS]
         tried: set[tuple[int, ...]] = set()
@@ -280,22 +278,22 @@ class _Search:
                 return
 
     def try_perturbed(self) -> None:
-        """Offer rules that now and then follow another ranking on the edge, unless nothing is left to gain."""
+        """Offer rules that sometimes follow another ranking on the edge, until nothing is left to gain."""
         for seed in range(_NUM_PERTURBED):
             if self.is_done:
                 return
             rule = seed // 2 % len(self.rankings[0])
             self._offer_rule(rule, seed % 2 == 1, self.limits, seed)
 
-    def _caps(self, needs: list[int], slack: int | None, edge_slack: int | None) -> tuple[int, ...]:
+    def _caps(self, needs: list[int], slack: float, edge_slack: float) -> tuple[int, ...]:
+        """Allow every worker as many microbatches in flight as it needs plus a slack, within its limit."""
         num_replicas = self.chain.num_replicas
         caps: list[int] = []
         for (stage, _), needed, limit in zip(self.chain.workers, needs, self.limits, strict=True):
-            # What one more on each replica of a wide stage is for a worker of a narrow one.
+            # One more on each replica of a wide stage means this many more on a worker of a narrow stage.
             share = math.ceil(max(num_replicas) / num_replicas[stage])
-            slacks = (slack, edge_slack) if stage == 0 else (slack,)
-            extra = [share * more for more in slacks if more is not None]
-            caps.append(min(limit, needed + sum(extra)) if len(extra) == len(slacks) else limit)
+            extra = share * (slack + edge_slack if stage == 0 else slack)
+            caps.append(int(min(limit, needed + extra)))
         return tuple(caps)
 
     def _offer_rule(self, rule: int, is_reversed: bool, caps: tuple[int, ...], seed: int | None = None) -> float:
@@ -307,13 +305,13 @@ class _Search:
         orders = dispatch(chain, self.num_microbatches, ranking, limits, detours)
         if is_reversed:
             orders = mirrored(chain, orders)
-        way = "reversed" if is_reversed else "forward"
+        direction = "reversed" if is_reversed else "forward"
         perturbed = "" if seed is None else f", perturbed {seed}"
-        return self.offer(f"greedy {way} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)
+        return self.offer(f"greedy {direction} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)
 
 
 def _rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
-    """Yield rankings for all stages, with a name; the cloud prefers backwards, or forwards."""
+    """Yield a ranking for every stage, with a name; the cloud prefers backwards, or forwards."""
     edge_legs = chain.legs(0)
     is_forward_only = len(edge_legs) == 2
     edge_rankings = (("FE", "FS"), ("FS", "FE")) if is_forward_only else _EDGE_RANKINGS
@@ -324,8 +322,8 @@ def _rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
 
 
 def _detours(rankings: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int] | None]:
-    """Yield a ranking for a share of the decisions, None for the others; the same on every rank and Python."""
-    # Of a seeded generator Python only promises that `random()` stays as it is.
+    """Yield a ranking for a share of the decisions, None for the others; the same on every rank and Python version."""
+    # `random()` is the only method whose numbers for a given seed Python promises not to change.
     numbers = random.Random(seed)
     share = _SHARES[seed % len(_SHARES)]
     while True:
