@@ -399,7 +399,7 @@ def test_prototype_is_the_probe_but_for_the_numbers_of_the_ranks(exchange: Excha
         with pytest.raises(ConfigError):
             _ = spec.prototype
         return
-    prototype, place = spec.prototype.plan, spec.members.index
+    prototype, place = spec.prototype, spec.members.index
     assert [(t.src, t.dst, t.boxes) for t in prototype.transfers] == [
         (place(t.src), place(t.dst), t.boxes) for t in probe.transfers
     ]

@@ -1,4 +1,4 @@
-"""The closed list of what the plugin ships between stages; nothing else has a way through its channels."""
+"""The closed list of what the plugin sends between stages; its channels let nothing else through."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vtp_plugin.text_enum import TextEnum
 
 
 class Cargo(TextEnum):
-    """What a message between stages is; :data:`CARGO_FORMS` says what each looks like."""
+    """Kinds of messages between stages; :data:`CARGO_FORMS` describes each."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -32,4 +32,4 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         Cargo.WARM_UP: "a single zero for every link, at start-up",
     }
 )
-"""The form of each kind of message, for people; documentation is made of it."""
+"""The form of each kind of message, for people; `scripts/make_docs.py` copies it into the documents."""

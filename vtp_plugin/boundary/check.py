@@ -1,6 +1,6 @@
 """Proof that a boundary plan delivers what it must, and the bytes it costs.
 
-All arithmetic is on boxes, so the cost depends on the number of transfers and not on the size of the tensor.
+All arithmetic is on boxes, so the cost of a proof depends on the number of transfers, not on the size of the tensor.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from vtp_plugin.errors import PlanError
 
 
 def check(plan: BoundaryPlan) -> tuple[str, ...]:
-    """List everything that is wrong with a plan; empty means it is proved.
+    """List everything that is wrong with a plan; an empty list proves it.
 
-    Proved is: sources and destinations are ranks of their spreads; each transfer's source holds its boxes, counting the
-    start; each rank of `plan.dst` gets every element of its boxes exactly once, counting the finish, and no other
-    element; the members of the finish bring what it takes (each its even cut of the rows to an all-gather, only the
-    root anything to a broadcast or scatter); a pair of ranks has at most one transfer; no link carries more than the
-    strategy promises (rank0: one transfer between two leaders; sliced: each rank an even share). Problems are one line
-    each, in a fixed order. When ranks or boxes are malformed only that is reported, because nothing else can be worked
-    out.
+    The proof: sources and destinations are ranks of their spreads; the source of each transfer holds its boxes, after
+    the start; each rank of `plan.dst` gets every element of its boxes exactly once, finish included, and no other
+    element; the members of the finish contribute what it needs (to an all-gather each its even cut of the rows, to a
+    broadcast or scatter only the root anything); a pair of ranks has at most one transfer; no link carries more than
+    the strategy promises (rank0: one transfer between two leaders; sliced: each rank an even share). Each problem is
+    one line; their order is fixed. Malformed ranks or boxes are reported alone, because nothing else can be computed.
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.boundary.plan import plan_sliced
@@ -55,7 +54,7 @@ def require_valid(plan: BoundaryPlan) -> None:
     """Stop the run if a plan has a problem.
 
     Raises:
-        PlanError: It has; the message shows the first problems.
+        PlanError: There are problems; the message shows the first ones.
     """
     problems = check(plan)
     if problems:
@@ -63,7 +62,7 @@ def require_valid(plan: BoundaryPlan) -> None:
 
 
 def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every rank that stands where the spreads do not have it."""
+    """Yield every rank on a side that it does not belong to, and collectives that cannot be there."""
     src_ranks, dst_ranks = set(plan.src.ranks), set(plan.dst.ranks)
     for transfer in plan.transfers:
         if transfer.src not in src_ranks:
@@ -82,7 +81,7 @@ def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every box that is no part of the tensor."""
+    """Yield every box that is not a part of the tensor."""
     if plan.src.shape != plan.dst.shape:
         yield f"the shape is {plan.src.shape} at the source and {plan.dst.shape} at the destination"
         return
@@ -94,7 +93,7 @@ def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every transfer that sends what its source does not have, or not as pieces of its memory."""
+    """Yield every transfer that sends what its source does not have, or a box that spans pieces of its memory."""
     held = _after_start(plan)
     for transfer in plan.transfers:
         for box in transfer.boxes:
@@ -105,14 +104,14 @@ def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _after_start(plan: BoundaryPlan) -> dict[int, Sequence[Box]]:
-    """Return the boxes that each source rank has once the start is over."""
+    """Return the boxes that each source rank has after the start."""
     held: dict[int, Sequence[Box]] = {holding.rank: holding.boxes for holding in plan.src.holdings}
     gathered = {group[0]: [box for rank in group for box in held[rank]] for group in plan.start.groups}
     return {**held, **gathered}
 
 
 def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every element, as boxes, that a destination gets not once, or gets without holding it."""
+    """Yield, as boxes, what a destination gets twice, never, or without need."""
     delivered = _delivered(plan)
     for holding in plan.dst.holdings:
         rank, boxes = holding.rank, delivered[holding.rank]
@@ -131,9 +130,9 @@ def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _finish_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield members of the finish that do not bring what it takes: even cuts of rows, or everything at the root.
+    """Yield members of the finish that do not contribute what it needs: even cuts of rows, or everything at the root.
 
-    The runtime gathers the cuts in place, and writes over what others than the root of a broadcast or scatter have.
+    The runtime gathers the cuts in place; a broadcast or scatter overwrites what any rank but the root has received.
     """
     finish = plan.finish
     for group in finish.groups:
@@ -142,8 +141,8 @@ def _finish_problems(plan: BoundaryPlan) -> Iterator[str]:
             if finish.kind is CollectiveKind.ALL_GATHER:
                 boxes = plan.dst.boxes_of(rank)
                 start, stop = even_cuts(num_rows(boxes), len(group))[index]
-                own = rows_of(boxes, start, stop)
-                if any(_outside(own, arrived)) or any(_outside(arrived, own)):
+                wanted = rows_of(boxes, start, stop)
+                if any(_outside(wanted, arrived)) or any(_outside(arrived, wanted)):
                     yield f"finish all-gather: what {rank} receives is not rows {start}:{stop} of its memory"
             elif index > 0 and arrived:
                 yield f"finish {finish.kind}: {rank} receives transfers, but {group[0]} is the root"
@@ -151,9 +150,7 @@ def _finish_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 def _delivered(plan: BoundaryPlan) -> dict[int, list[Box]]:
     """Return all boxes that reach each destination rank, by transfers and by the finish."""
-    arrived: dict[int, list[Box]] = {rank: [] for rank in plan.dst.ranks}
-    for transfer in plan.transfers:
-        arrived[transfer.dst] += transfer.boxes
+    arrived = {rank: [box for transfer in plan.receives_of(rank) for box in transfer.boxes] for rank in plan.dst.ranks}
     delivered = {rank: list(boxes) for rank, boxes in arrived.items()}
     for group in plan.finish.groups:
         root, *others = group
@@ -164,7 +161,7 @@ def _delivered(plan: BoundaryPlan) -> dict[int, list[Box]]:
                 case CollectiveKind.ALL_GATHER:
                     delivered[rank] += [box for other in group if other != rank for box in arrived[other]]
                 case CollectiveKind.SCATTER:
-                    parts = [intersect(box, own) for box in arrived[root] for own in plan.dst.boxes_of(rank)]
+                    parts = [intersect(box, held) for box in arrived[root] for held in plan.dst.boxes_of(rank)]
                     kept = [] if rank == root else arrived[rank]
                     delivered[rank] = kept + [part for part in parts if part is not None]
                 case _:
@@ -173,20 +170,20 @@ def _delivered(plan: BoundaryPlan) -> dict[int, list[Box]]:
 
 
 def _outside(boxes: Sequence[Box], others: Sequence[Box]) -> Iterator[Box]:
-    """Yield what `boxes` have and `others` do not."""
+    """Yield the parts of `boxes` that are outside all `others`."""
     for box in boxes:
         yield from subtract(box, others)
 
 
 def _pair_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield pairs of ranks with several transfers: some backends take one block per direction between two ranks."""
+    """Yield pairs of ranks with several transfers: some backends allow one message per direction between two ranks."""
     for (src, dst), num_transfers in Counter((t.src, t.dst) for t in plan.transfers).items():
         if num_transfers > 1:
             yield f"{num_transfers} transfers {src} -> {dst}, not one"
 
 
 def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield what the strategy promises and the plan does not keep."""
+    """Yield the promises of the strategy that the plan breaks."""
     if plan.strategy == "rank0":
         leaders = [
             (source[0], wanting[0])
@@ -202,7 +199,7 @@ def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
             ("source", plan.src, egress_bytes(plan, itemsize_bytes=1)),
             ("destination", plan.dst, ingress_bytes(plan, itemsize_bytes=1)),
         )
-        # Equal sides are joined rank to rank: each carries all it has.
+        # Between equal sides each rank sends all it has to its peer.
         is_paired = [h.boxes for h in plan.src.holdings] == [h.boxes for h in plan.dst.holdings]
         for side, spread, num_elements in sides:
             share = spread if is_paired else spread.divided()
@@ -213,7 +210,7 @@ def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int], int]:
-    """Count the bytes that each link carries, from (src, dst) to bytes, in plan order; the finish is not counted.
+    """Return the bytes that each link (src, dst) carries, in the order of the plan, without start and finish.
 
     >>> from vtp_plugin.boundary.plan import plan_rank0
     >>> from vtp_plugin.boundary.spread import replicated
@@ -228,28 +225,22 @@ def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int],
 
 
 def egress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
-    """Count the bytes that each source rank sends; a rank that sends nothing has 0.
+    """Return the bytes that each source rank sends in transfers.
 
     >>> from vtp_plugin.boundary.plan import plan_rank0
     >>> from vtp_plugin.boundary.spread import replicated
     >>> egress_bytes(plan_rank0(replicated((4, 2), (0, 1)), replicated((4, 2), (2,))), itemsize_bytes=2)
     {0: 16, 1: 0}
     """
-    total_bytes = dict.fromkeys(plan.src.ranks, 0)
-    for (src, _), num_bytes in link_bytes(plan, itemsize_bytes).items():
-        total_bytes[src] += num_bytes
-    return total_bytes
+    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.sends_of(rank)) for rank in plan.src.ranks}
 
 
 def ingress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
-    """Count the bytes that each destination rank receives over the boundary; a rank that receives nothing has 0.
+    """Return the bytes that each destination rank receives in transfers.
 
     >>> from vtp_plugin.boundary.plan import plan_rank0
     >>> from vtp_plugin.boundary.spread import replicated
     >>> ingress_bytes(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))), itemsize_bytes=2)
     {1: 16, 2: 0}
     """
-    total_bytes = dict.fromkeys(plan.dst.ranks, 0)
-    for (_, dst), num_bytes in link_bytes(plan, itemsize_bytes).items():
-        total_bytes[dst] += num_bytes
-    return total_bytes
+    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.receives_of(rank)) for rank in plan.dst.ranks}

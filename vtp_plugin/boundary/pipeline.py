@@ -28,12 +28,12 @@ class PipelineBoundary:
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
         dp_ranks: Data-parallel ranks of the upstream stage that it joins, and of the downstream stage.
         workers: Numbers of the joined replicas in the schedule of their copy of the pipeline, upstream and downstream.
-        cp_rank: Context-parallel rank of the replica; None where the stages' sizes differ and it joins all of them.
+        cp_rank: Context-parallel rank of the replica; None if the sizes differ and the boundary joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
-        is_shared: Ranks of one stage have several such boundaries, one for each replica of the other that they serve.
-        tensor_bytes: Size of the whole tensor that crosses; None where it is not known beforehand.
+        is_shared: Whether ranks of one stage have several such boundaries, one for each replica that they serve.
+        tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
     """
 
     upstream: int
@@ -48,7 +48,7 @@ class PipelineBoundary:
     tensor_bytes: int | None = None
 
     def channel(self, direction: Direction) -> ChannelSpec:
-        """Give one direction; each is planned by the same strategy."""
+        """Return the channel of one direction; both directions use the same strategy."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
         cargo = Cargo.ACTIVATION if direction is Direction.FORWARD else Cargo.GRADIENT
         return ChannelSpec(
@@ -61,7 +61,7 @@ class PipelineBoundary:
         )
 
     def id(self, direction: Direction) -> ChannelId:
-        """Give the identity of one direction; unique on each rank."""
+        """Return the identity of one direction, which is unique on each rank."""
         return ChannelId.between(*self.workers, direction)
 
     @property
@@ -84,8 +84,8 @@ def pipeline_boundaries(
 
     Args:
         layout: Who is where.
-        is_ring: Virtual stages let the last stage send to the first.
-        rules: How each is crossed; default is the automatic choice inside one site.
+        is_ring: Whether the last stage sends to the first, because of virtual stages.
+        rules: How each is crossed; by default the automatic choice inside one site.
         dp_mode: How stages of different data-parallel sizes work together.
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
@@ -137,7 +137,7 @@ def pipeline_boundaries(
 def _whole_bytes(
     layout: PipelineLayout, replicas: ReplicaMap, tensor_bytes: int | None, upstream: int, downstream: int
 ) -> int | None:
-    """Give the size of what crosses one boundary: longer pieces, or more samples, than where the stages are widest."""
+    """Return the size of what crosses a boundary: narrower stages exchange longer pieces, or more samples, at once."""
     if tensor_bytes is None:
         return None
     src, dst = layout.stages[upstream], layout.stages[downstream]
@@ -147,7 +147,7 @@ def _whole_bytes(
 
 
 def _side(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Side:
-    """Give the ranks of a stage in some replicas, of one cp rank or of all."""
+    """Return the side of a stage in some replicas, with one cp rank or with all."""
     cp_ranks = range(layout.stages[stage].cp) if cp_rank is None else (cp_rank,)
     rows = tuple(layout.tp_ranks(stage, dp_rank, c) for dp_rank in dp_ranks for c in cp_ranks)
     return Side(ranks_by_cp=rows, num_replicas=len(dp_ranks))

@@ -1,15 +1,16 @@
 """What crosses a boundary between two stages: transfers between ranks, with a collective before and after.
 
-A plan is data. It is made from the upstream and the downstream :class:`~vtp_plugin.boundary.spread.Spread` of one
-tensor by a planner of :data:`STRATEGIES`, proved by :mod:`vtp_plugin.boundary.check` and carried out by the runtime,
-which must not need to know which planner made it. Gradients are not sent by the plan turned round: their way is planned
-anew by the same strategy, because after a broadcast every destination has the whole gradient, and one of them sends it.
+A plan is data. A planner of :data:`STRATEGIES` makes it from the :class:`~vtp_plugin.boundary.spread.Spread` of one
+tensor upstream and the spread downstream, :mod:`vtp_plugin.boundary.check` proves it, and the runtime carries it out
+without knowing which planner made it. Gradients do not take the same plan in reverse: after a broadcast every
+destination has the whole gradient and only one of them needs to send it, so the strategy plans each direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
@@ -22,9 +23,9 @@ class Transfer:
     """One point-to-point message.
 
     Attributes:
-        src: Global rank that sends; it has every box inside one of its own.
+        src: Global rank that sends; every box lies inside one box that it holds.
         dst: Global rank that receives.
-        boxes: What is sent, one box behind the other in ascending order, in coordinates of the global tensor;
+        boxes: What is sent, box after box in ascending order, in coordinates of the global tensor;
             :func:`local_slices` finds a box in a rank's memory.
     """
 
@@ -46,7 +47,7 @@ class CollectiveKind(TextEnum):
     """What ranks of one stage do together; the root of a group is its first rank.
 
     GATHER: the root gets what all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each
-    member gets its own boxes of what arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
+    member gets its boxes of what arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
     """
 
     NONE = "none"
@@ -62,7 +63,7 @@ class Collective:
 
     Attributes:
         kind: What it does.
-        groups: Disjoint groups of ranks, each for itself; empty for NONE.
+        groups: Disjoint groups of ranks; each runs the collective among its members. Empty for NONE.
     """
 
     kind: CollectiveKind = CollectiveKind.NONE
@@ -81,7 +82,7 @@ class Collective:
         return tuple(rank for group in self.groups for rank in group)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the group of a rank, or None for a rank that takes no part."""
+        """Return the group of a rank; None if the rank does not take part."""
         return next((group for group in self.groups if rank in group), None)
 
     def describe(self) -> str:
@@ -92,16 +93,16 @@ class Collective:
 NO_COLLECTIVE = Collective()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BoundaryPlan:
     """How one tensor gets from the ranks of one stage to the ranks of the next.
 
     Attributes:
-        src: Where the tensor is before.
-        dst: Where it is after, the finish included.
-        start: What ranks of `src` do together before: nothing, or GATHER.
+        src: Where the tensor is at first.
+        dst: Where it is in the end, after the finish.
+        start: What ranks of `src` do together before the transfers: nothing, or GATHER.
         transfers: All messages of one exchange, at most one for each pair of ranks.
-        finish: What ranks of `dst` do together afterwards.
+        finish: What ranks of `dst` do together after the transfers.
         strategy: Name of the planner in :data:`STRATEGIES`, or `header`, which promises nothing about its links.
     """
 
@@ -112,33 +113,35 @@ class BoundaryPlan:
     finish: Collective
     strategy: str
 
-    @property
+    # Cached: all channels of equal sizes ask one prototype.
+    @cached_property
     def participants(self) -> tuple[int, ...]:
-        """Ranks that send or receive a transfer, ascending; members of a collective alone are not among them."""
+        """Ranks that send or receive a transfer, ascending; a part in a collective does not count."""
         return tuple(sorted({rank for transfer in self.transfers for rank in (transfer.src, transfer.dst)}))
 
+    @cached_property
+    def largest_transfer(self) -> int:
+        """Elements of the largest transfer."""
+        return max(transfer.num_elements for transfer in self.transfers)
+
     def sends_of(self, rank: int) -> tuple[Transfer, ...]:
-        """Return what `rank` sends, in plan order; empty for a rank without a send."""
+        """Return what `rank` sends, in the order of the plan."""
         return tuple(transfer for transfer in self.transfers if transfer.src == rank)
 
     def receives_of(self, rank: int) -> tuple[Transfer, ...]:
-        """Return what `rank` receives by transfers, in plan order; empty for a rank without a receive."""
+        """Return what `rank` receives by transfers, in the order of the plan."""
         return tuple(transfer for transfer in self.transfers if transfer.dst == rank)
 
     def sent_from(self, rank: int) -> Holding:
-        """Return the memory that the transfers of a source rank read: its own part, or what it gathered."""
-        if self.start.kind is CollectiveKind.GATHER and rank in {group[0] for group in self.start.groups}:
-            return Holding(rank=rank, boxes=(_joint_box(self.src, self.start.group_of(rank) or ()),))
-        return Holding(rank=rank, boxes=self.src.boxes_of(rank))
+        """Return the memory that the transfers of a source rank read: what it holds, or what it has gathered."""
+        return _memory(self.src, self.start, CollectiveKind.GATHER, rank)
 
     def lands_in(self, rank: int) -> Holding:
-        """Return the memory that the transfers to a destination rank fill: its own part, or what it will scatter."""
-        if self.finish.kind is CollectiveKind.SCATTER and rank in {group[0] for group in self.finish.groups}:
-            return Holding(rank=rank, boxes=(_joint_box(self.dst, self.finish.group_of(rank) or ()),))
-        return Holding(rank=rank, boxes=self.dst.boxes_of(rank))
+        """Return the memory that the transfers to a destination rank fill: what it holds, or what it will scatter."""
+        return _memory(self.dst, self.finish, CollectiveKind.SCATTER, rank)
 
     def describe(self) -> str:
-        """Write the start if there is one, one line per transfer in plan order, and the finish if there is one.
+        """Write the start, one line for each transfer, and the finish.
 
         >>> from vtp_plugin.boundary.spread import replicated
         >>> print(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))).describe())
@@ -149,8 +152,15 @@ class BoundaryPlan:
         return "\n".join(part for part in parts if part)
 
 
+def _memory(spread: Spread, collective: Collective, kind: CollectiveKind, rank: int) -> Holding:
+    """Return the joint box of a group for the root of a collective of this kind, else what the rank holds."""
+    group = collective.group_of(rank) if collective.kind is kind else None
+    boxes = (_joint_box(spread, group),) if group and group[0] == rank else spread.boxes_of(rank)
+    return Holding(rank=rank, boxes=boxes)
+
+
 def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
-    """Return all rows of what ranks hold together; beyond the first dimension as far as their boxes reach."""
+    """Return a box that contains what ranks hold together: all rows, and as much of the other dimensions as needed."""
     boxes = [box for rank in ranks for box in spread.boxes_of(rank)]
     if not boxes:
         return whole_box(spread.shape)
@@ -159,19 +169,19 @@ def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
 
 
 Planner = Callable[[Spread, Spread], BoundaryPlan]
-"""Makes the plan from the upstream to the downstream spread; the same arguments always give the same plan."""
+"""Makes the plan from the upstream to the downstream spread; equal arguments give equal plans on every rank."""
 
 
 def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
 
-    Only one link is used, whatever the sizes of the stages. Each side is replicated, or sharded with one box for every
-    rank: a sharded source is gathered at its leader first, a sharded destination is scattered from its leader. Where a
-    side consists of replicas with different samples (:attr:`~vtp_plugin.boundary.spread.Spread.columns`), each of them
-    has its leader, and there is a link between every two leaders that have samples in common.
+    This uses one link, whatever the sizes of the stages. Each side is replicated, or sharded with one box on every
+    rank: the leader gathers a sharded source first, and scatters to a sharded destination. If a side consists of
+    replicas with different samples (:attr:`~vtp_plugin.boundary.spread.Spread.columns`), each replica has a leader, and
+    every two leaders with samples in common have a link.
 
     Raises:
-        ConfigError: A rank holds none or several boxes, as under context parallelism.
+        ConfigError: A rank holds no box or several, as under context parallelism.
 
     >>> from vtp_plugin.boundary.spread import replicated, sharded
     >>> print(plan_rank0(sharded((4, 2), (0, 1), dim=0), replicated((4, 2), (2, 3, 4))).describe())
@@ -204,30 +214,31 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
 
 
 def _is_for_leaders(spread: Spread) -> bool:
-    """Whether each rank has one box, and those of a column are copies of all its rows, or slices of them."""
+    """Whether each rank has one box, and the boxes of a column are copies of all its rows, or slices of them."""
     has_one_box_each = all(len(holding.boxes) == 1 for holding in spread.holdings)
     num_boxes = len({holding.boxes for holding in spread.holdings})
     return has_one_box_each and num_boxes in (len(spread.columns), len(spread.ranks))
 
 
 def _is_in_slices(spread: Spread) -> bool:
+    """Whether ranks hold slices, not copies; the leader, which is never empty, shows it."""
     leader = spread.ranks[0]
     return spread.boxes_of(leader) != (spread.column_box(leader),)
 
 
 def _inside(kind: CollectiveKind, spread: Spread) -> Collective:
-    """Give the collective inside the columns of a spread."""
+    """Return the collective inside every column of a spread that has several ranks."""
     groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
     return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
 
 
 def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces straight.
+    """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces directly.
 
-    What several ranks hold alike is cut in as many even pieces of rows, so a source rank sends at most
-    ``ceil(rows / tp_src)`` rows and a destination rank receives at most ``ceil(rows / tp_dst)``, for any two sizes.
-    Ranks that want copies complete them by an all-gather; sharded ranks have their part already. Where both sides hold
-    the same boxes rank by rank, each rank sends all it has to its peer, as between stages of stock Megatron.
+    Ranks with equal boxes divide these into even pieces of rows, so a source rank sends at most ``ceil(rows / tp_src)``
+    rows and a destination rank receives at most ``ceil(rows / tp_dst)``, for any two sizes. Ranks that need copies
+    complete them by an all-gather; sharded ranks already have their part. If both sides hold the same boxes rank by
+    rank, each rank sends all it has to its peer, as between stages of stock Megatron.
 
     Transfers are ordered by the positions of destination and source in their spreads.
 
@@ -246,6 +257,7 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
     if [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]:
         pairs = zip(src.holdings, dst.ranks, strict=True)
         transfers = [Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes]
+        # A peer's copy is complete: cutting it and gathering the pieces again would only add a collective.
         copies: tuple[tuple[int, ...], ...] = ()
     else:
         transfers = _overlaps(src.divided(), dst.divided())
@@ -261,8 +273,9 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
 
 
 def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
-    """Join each source with each destination that wants some of its elements; every element has one holder."""
+    """List a transfer from each source to each destination that needs some of its elements."""
     transfers = []
+    # Destination first: every rank then has the same order of messages, which backends without tags rely on.
     for wanting in dst.holdings:
         for holding in src.holdings:
             common = [intersect(box, wanted) for box in holding.boxes for wanted in wanting.boxes]
@@ -275,8 +288,8 @@ def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
 def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
     """Plan how a small vector gets to every destination rank of `plan`, over links that `plan` uses.
 
-    Where the plan broadcasts or scatters from leaders, the vector is broadcast as well; elsewhere every destination
-    has it from the first rank that sends it anything, so `plan` must send something to each.
+    If leaders carry the plan, they broadcast the vector; otherwise every destination gets it from the first rank that
+    sends it anything, so `plan` must send something to each.
 
     >>> from vtp_plugin.boundary.spread import replicated
     >>> print(plan_header(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))), 3).describe())
@@ -294,7 +307,7 @@ def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
 
 
 STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "sliced": plan_sliced})
-"""Planner for every strategy name; a plan carries the name of the planner that made it."""
+"""Planner of every strategy; a plan carries the name of the strategy that made it."""
 
 
 def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
@@ -302,7 +315,7 @@ def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
 
     Args:
         box: Global coordinates, inside one of the held boxes.
-        holding: Of the rank whose memory is addressed; its boxes lie one behind the other along the first dimension.
+        holding: What the rank holds; in its memory the boxes follow each other along the first dimension.
 
     Returns:
         One slice per dimension that indexes the local tensor.
@@ -324,6 +337,6 @@ def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
 
 
 def _require_same_shape(src: Spread, dst: Spread) -> None:
-    """Refuse spreads of two different global tensors."""
+    """Refuse spreads of tensors of different shapes."""
     if src.shape != dst.shape:
         raise PlanError(f"the shape is {src.shape} upstream and {dst.shape} downstream")

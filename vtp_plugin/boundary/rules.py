@@ -1,4 +1,4 @@
-"""Which strategy carries a boundary, as far as it follows from the layout, the sites and the size of the tensor."""
+"""Which strategy carries a boundary, given the layout, the sites and the size of the tensor."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TransportRules:
         transport: `"auto"`, `"rank0"` or `"sliced"`.
         sites: Site of every stage; empty for one site.
         tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
-            None where it is not known beforehand.
-        threshold_bytes: From this size on tensors cross in slices where there is a choice; None where nobody said it.
+            None if it is not known beforehand.
+        threshold_bytes: From this size on, tensors cross in slices if there is a choice; None if no option gave it.
     """
 
     transport: str = "auto"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
+from operator import floordiv, mul
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
 from vtp_plugin.errors import ConfigError
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, int, int]
-"""Of a side: its tensor-parallel ranks, its rows of them, and its replicas."""
+"""Of a side: tensor-parallel ranks in a row, rows, and replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +20,10 @@ class Side:
     """The ranks of one stage that take part in a boundary, and how they hold a tensor `[S, B, H]`.
 
     Attributes:
-        ranks_by_cp: Global ranks by tensor-parallel rank, for every context-parallel rank that the boundary joins: one
-            row where both stages have the same context-parallel size, since their replicas do not mix then. Of
-            several replicas the rows of the first one come first.
-        num_replicas: Data-parallel replicas that are joined; each holds an even part of the batch.
+        ranks_by_cp: Global ranks by tensor-parallel rank, one row for every context-parallel rank that the boundary
+            joins: a single row if both stages have the same context-parallel size, because then context-parallel ranks
+            do not mix. With several replicas, the rows of the first one come first.
+        num_replicas: Data-parallel replicas that the boundary joins; each holds an even part of the batch.
     """
 
     ranks_by_cp: tuple[tuple[int, ...], ...]
@@ -35,16 +36,16 @@ class Side:
 
     @property
     def sizes(self) -> Sizes:
-        """What plans depend on: two sides of equal sizes differ only in the numbers of their ranks."""
+        """What plans depend on: two sides of equal sizes have plans that differ only in the numbers of their ranks."""
         return len(self.ranks_by_cp[0]), len(self.ranks_by_cp), self.num_replicas
 
     @property
     def cp(self) -> int:
-        """Context-parallel ranks that the boundary joins."""
+        """Number of context-parallel ranks that the boundary joins."""
         return len(self.ranks_by_cp) // self.num_replicas
 
     def num_parts(self, *, is_sharded: bool) -> int:
-        """Count into how many parts the sequence is cut over the ranks.
+        """Return the number of parts into which the ranks cut the sequence.
 
         >>> side = Side(ranks_by_cp=((0, 1), (2, 3)))
         >>> side.num_parts(is_sharded=False), side.num_parts(is_sharded=True)
@@ -53,37 +54,34 @@ class Side:
         return self.cp * (len(self.ranks_by_cp[0]) if is_sharded else 1)
 
     def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
-        """Give the shape of the whole tensor for the part `[S, B, ...]` of one rank.
+        """Return the shape of the whole tensor for the part `[S, B, ...]` of one rank.
 
         >>> Side(ranks_by_cp=((0,), (1,)), num_replicas=2).whole_shape((8, 2, 4), is_sharded=False)
         (8, 4, 4)
         """
-        first, *rest = local
-        if self.num_replicas > 1:
-            rest[0] *= self.num_replicas
-        return (first * self.num_parts(is_sharded=is_sharded), *rest)
+        return tuple(map(mul, local, self._num_parts_by_dim(is_sharded)))
 
     def local_shape(self, whole: Sequence[int], *, is_sharded: bool) -> Shape:
-        """Give the shape of the part of one rank; inverse of :meth:`whole_shape`."""
-        first, *rest = whole
-        if self.num_replicas > 1:
-            rest[0] //= self.num_replicas
-        return (first // self.num_parts(is_sharded=is_sharded), *rest)
+        """Return the shape of the part of one rank; inverse of :meth:`whole_shape`."""
+        return tuple(map(floordiv, whole, self._num_parts_by_dim(is_sharded)))
+
+    def _num_parts_by_dim(self, is_sharded: bool) -> Iterator[int]:
+        return chain((self.num_parts(is_sharded=is_sharded), self.num_replicas), repeat(1))
 
     def spread(self, shape: Shape, *, is_sharded: bool) -> Spread:
         """Say what each rank holds of a tensor.
 
-        Under context parallelism a rank has a chunk from the front and its counterpart from the back, one behind the
-        other (Megatron 0.19, `get_batch_on_this_cp_rank`); sequence parallelism cuts these rows evenly. Replicas have
-        the parts of the batch in their order.
+        Under context parallelism a rank has a chunk from the front of the sequence, followed by its counterpart from
+        the back (Megatron 0.19, `get_batch_on_this_cp_rank`); sequence parallelism cuts these rows evenly. Replicas
+        hold the parts of the batch in their order.
 
         Args:
-            shape: Of the whole tensor, the first dimension being the sequence, or the rows of a weight; the second the
-                batch, where there are several replicas.
-            is_sharded: Tensor-parallel ranks hold slices, not copies (sequence parallelism).
+            shape: Of the whole tensor: first the sequence, or the rows of a weight; second the batch, if there are
+                several replicas.
+            is_sharded: Whether tensor-parallel ranks hold slices, not copies (sequence parallelism).
 
         Raises:
-            ConfigError: The sequence does not divide, or the batch.
+            ConfigError: The sequence or the batch does not divide evenly.
 
         >>> Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
         (((0, 2),), ((6, 8),))
@@ -114,7 +112,10 @@ class Side:
 
 
 def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
-    """Return what a context-parallel rank holds, in the order of its memory."""
+    """Return what a context-parallel rank holds, in the order of its memory.
+
+    A causal mask makes late rows dearer than early ones; a chunk from each end gives all ranks equal work.
+    """
     rest = tuple((0, length) for length in shape[1:])
     if cp == 1:
         return (((0, shape[0]), *rest),)
@@ -123,7 +124,7 @@ def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
 
 
 def number_ranks(sizes: Sizes, *, first: int) -> Side:
-    """Make a side whose ranks are counted from `first`.
+    """Make a side of these sizes whose ranks count up from `first`.
 
     >>> number_ranks((2, 2, 1), first=4).ranks_by_cp
     ((4, 5), (6, 7))

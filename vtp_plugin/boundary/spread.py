@@ -2,13 +2,13 @@
 
 Everything is in global coordinates: a :data:`Box` is a half-open index interval per dimension of the global tensor, for
 activations ``[S, B, H]`` (sequence, batch, hidden), for a weight ``[V, H]``. A :class:`Spread` says which boxes each
-rank holds; it knows nothing about why (tensor, sequence, context or data parallelism) nor about processes.
+rank holds; it does not know why (tensor, sequence, context or data parallelism), and nothing about processes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,7 +28,7 @@ def volume(box: Box) -> int:
 
 
 def format_box(box: Box) -> str:
-    """Write a box the way it would index a tensor.
+    """Write a box as an index into a tensor.
 
     >>> format_box(((0, 4), (2, 5)))
     '[0:4, 2:5]'
@@ -46,7 +46,7 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes of the same rank, or None when they share no element.
+    """Return the common part of two boxes with the same number of dimensions; None if they share no element.
 
     >>> intersect(((0, 4), (0, 2)), ((3, 6), (0, 2)))
     ((3, 4), (0, 2))
@@ -58,9 +58,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(box: Box, holes: Sequence[Box]) -> tuple[Box, ...]:
-    """Return disjoint boxes that together are `box` without every element of `holes`.
+    """Return disjoint boxes that together contain the elements of `box` outside all `holes`.
 
-    How the remainder is cut into boxes depends on the order of `holes`; which elements it has does not.
+    The order of `holes` decides how the remainder is cut into boxes, but not which elements it contains.
 
     >>> subtract(((0, 4), (0, 2)), [((1, 2), (0, 2))])
     (((0, 1), (0, 2)), ((2, 4), (0, 2)))
@@ -74,7 +74,7 @@ def subtract(box: Box, holes: Sequence[Box]) -> tuple[Box, ...]:
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield `box` minus one hole: per dimension the slabs before and after the hole, the rest inside its interval."""
+    """Yield `box` minus one hole: for each dimension the slabs before and after the hole, within it beyond that."""
     common = intersect(box, hole)
     if common is None:
         yield box
@@ -88,8 +88,8 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
     """Yield every pair of positions ``(i, j)``, i < j, whose boxes share an element. Boxes have at least one dimension.
 
-    The boxes are swept along the dimension with most different intervals, so that a tensor cut into n pieces along one
-    dimension costs n log n and not n * n comparisons.
+    A sweep along the dimension with the most different intervals makes a tensor cut into n pieces along one dimension
+    cost n log n comparisons, not n * n.
 
     >>> list(overlaps([((0, 3),), ((3, 5),), ((2, 4),)]))
     [(0, 2), (1, 2)]
@@ -109,7 +109,7 @@ def overlaps(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:
     """Return what lies in the rows `start:stop` of the memory of a rank that holds `boxes`.
 
-    A rank's memory is its boxes one behind the other along the first dimension.
+    In a rank's memory its boxes follow each other along the first dimension.
 
     >>> rows_of([((0, 2), (0, 3)), ((6, 8), (0, 3))], 1, 3)
     (((1, 2), (0, 3)), ((6, 7), (0, 3)))
@@ -134,11 +134,11 @@ def num_rows(boxes: Sequence[Box]) -> int:
 
 
 def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut ``range(length)`` into `parts` consecutive intervals whose sizes differ by at most one, the first a largest.
+    """Cut ``range(length)`` into `parts` consecutive intervals; sizes differ by at most one, none exceeds the first.
 
-    Cuts lie at the fractions ``k / parts`` of the length, rounded up. Rounding keeps their order, so pieces of two cuts
-    of one length (4 and 6 parts) overlap at most where the same fractions of the whole do, whatever the length.
-    Some intervals are empty when there are more parts than elements.
+    Cuts lie at the fractions ``k / parts`` of the length, rounded up. Rounding keeps their order, so if one length is
+    cut into 4 and into 6 parts, two pieces overlap only if the same fractions of the whole overlap, whatever the
+    length: the links of a plan do not depend on the shape. With more parts than elements some intervals are empty.
 
     >>> even_cuts(7, 3)
     ((0, 3), (3, 5), (5, 7))
@@ -157,9 +157,8 @@ class Holding:
 
     Attributes:
         rank: Global rank.
-        boxes: Disjoint boxes in the order in which they lie in the rank's memory, one behind the other along the first
-            dimension: one normally, several under context parallelism, none when the tensor has fewer slices than
-            there are ranks.
+        boxes: Disjoint boxes in the order of the rank's memory, where they follow each other along the first dimension:
+            normally one, several under context parallelism, none if there are more ranks than slices of the tensor.
     """
 
     rank: int
@@ -167,7 +166,7 @@ class Holding:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the rank's own tensor; the boxes must agree beyond the first dimension.
+        """Shape of the rank's tensor; the boxes must have equal lengths beyond the first dimension.
 
         >>> Holding(rank=0, boxes=(((0, 2), (0, 3)), ((6, 8), (0, 3)))).local_shape
         (4, 3)
@@ -182,8 +181,8 @@ class Holding:
 class Spread:
     """A global tensor cut into disjoint boxes, each held by one or more ranks.
 
-    Invariants, checked on construction: every element is held by some rank, and two boxes of any two ranks are either
-    the same box or share no element (a spread is one partition, not two overlaid ones).
+    The constructor checks two invariants: some rank holds every element, and two boxes of any two ranks are either the
+    same box or share no element (a spread is one partition, not several that overlap).
 
     Attributes:
         shape: Shape of the global tensor, every length positive.
@@ -211,10 +210,10 @@ class Spread:
         return tuple(holding.rank for holding in self.holdings)
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
-        """Return the boxes that `rank` holds, in the order in which they lie in its memory.
+        """Return the boxes that `rank` holds, in the order of its memory.
 
         Raises:
-            KeyError: `rank` has no part in this spread.
+            KeyError: `rank` is not in this spread.
 
         >>> sharded((4, 2), (6, 7), dim=0).boxes_of(7)
         (((2, 4), (0, 2)),)
@@ -226,41 +225,34 @@ class Spread:
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same boxes, in the order of the spread; the groups too, each by its first rank.
+        """Groups of ranks that hold the same boxes, in the order of the spread.
 
         >>> replicated((4,), (0, 1)).copies, sharded((4,), (0, 1), dim=0).copies
         (((0, 1),), ((0,), (1,)))
         """
-        groups: dict[tuple[Box, ...], list[int]] = {}
-        for holding in self.holdings:
-            groups.setdefault(holding.boxes, []).append(holding.rank)
-        return tuple(tuple(ranks) for ranks in groups.values())
+        return _grouped((holding.boxes, holding.rank) for holding in self.holdings)
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks whose boxes reach equally far beyond the first dimension, in the order of the spread.
+        """Groups of ranks whose boxes are equal beyond the first dimension, in the order of the spread.
 
-        These are the replicas that have different samples of a batch. A rank that holds nothing is in none.
+        Each group is a replica with different samples of a batch. A rank that holds nothing is in no group.
 
         >>> halves = [((0, 4), (0, 2)), ((0, 4), (2, 3))]
         >>> holdings = tuple(Holding(rank=rank, boxes=(box,)) for rank, box in enumerate(halves))
         >>> Spread(shape=(4, 3), holdings=holdings).columns, sharded((4, 3), (0, 1), dim=0).columns
         (((0,), (1,)), ((0, 1),))
         """
-        groups: dict[Box, list[int]] = {}
-        for holding in self.holdings:
-            for box in holding.boxes[:1]:
-                groups.setdefault(box[1:], []).append(holding.rank)
-        return tuple(tuple(ranks) for ranks in groups.values())
+        return _grouped((holding.boxes[0][1:], holding.rank) for holding in self.holdings if holding.boxes)
 
     def column_box(self, rank: int) -> Box:
-        """Return all rows of what a rank holds a part of, beyond the first dimension."""
+        """Return the box of a rank's column: all rows, and its interval in the other dimensions."""
         return ((0, self.shape[0]), *self.boxes_of(rank)[0][1:])
 
     def divided(self) -> Spread:
-        """Cut what several ranks hold alike into even pieces of their memory's rows, one each.
+        """Divide what several ranks hold alike among them, in even pieces of the rows of their memory.
 
-        Afterwards every element has one holder. Ranks must hold the same boxes or none in common.
+        In the result one rank holds every element. Two ranks must hold the same boxes, or no common box.
 
         >>> replicated((5,), (0, 1)).divided() == sharded((5,), (0, 1), dim=0)
         True
@@ -278,8 +270,16 @@ class Spread:
         return divided
 
 
+def _grouped(keyed_ranks: Iterable[tuple[object, int]]) -> tuple[tuple[int, ...], ...]:
+    """Group ranks by their keys; groups and members keep the order of the ranks."""
+    groups: dict[object, list[int]] = {}
+    for key, rank in keyed_ranks:
+        groups.setdefault(key, []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
 def _require_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Refuse distinct `boxes` that do not cut the tensor without gap or overlap."""
+    """Refuse distinct `boxes` that leave a gap in the tensor, or overlap."""
     for box in boxes:
         if len(box) != len(shape):
             raise PlanError(f"box {format_box(box)} does not have the dimensions of {shape}")
@@ -288,14 +288,14 @@ def _require_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
             raise PlanError(f"box {format_box(box)} is empty or leaves the tensor {shape}")
     for i, j in overlaps(boxes):
         raise PlanError(f"boxes {format_box(boxes[i])} and {format_box(boxes[j])} overlap but differ")
-    # Disjoint boxes inside the tensor cover it exactly when they have as many elements as it has.
+    # Disjoint boxes inside the tensor cover it if and only if they have as many elements as the tensor.
     held = sum(volume(box) for box in boxes)
     if held != math.prod(shape):
         raise PlanError(f"{held} elements are held, the tensor {shape} has {math.prod(shape)}")
 
 
 def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
-    """Spread a tensor so that each of `ranks` holds all of it (activations of tensor parallelism).
+    """Give each of `ranks` the whole tensor, as tensor parallelism does with activations.
 
     >>> [h.boxes for h in replicated((4,), (0, 1)).holdings]
     [(((0, 4),),), (((0, 4),),)]
@@ -306,7 +306,7 @@ def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
 def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
     """Cut a tensor along `dim` by :func:`even_cuts`, one piece for each of `ranks` in their order.
 
-    Some ranks hold nothing when there are more ranks than slices.
+    If there are more ranks than slices, some ranks hold nothing.
 
     Args:
         shape: Global shape.

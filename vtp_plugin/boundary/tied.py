@@ -9,9 +9,10 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 
 
 def tied_weight_specs(layout: PipelineLayout) -> tuple[ChannelSpec, ...]:
-    """Plan the channels between the first and the last stage, in one order for all ranks.
+    """List the channels between the first and the last stage, in one order for all ranks.
 
-    Every replica of either end hears from one of the other: from that of its own number, modulo how many there are.
+    Every replica of either end receives from one replica of the other end: the one with the same number, modulo the
+    number of replicas there.
 
     >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
     >>> [(spec.src.ranks, spec.dst.ranks) for spec in tied_weight_specs(layout)]

@@ -17,8 +17,8 @@ def in_flight_needed(placement: Placement, costs: Costs) -> int:
 
     That is the time of one microbatch through the whole pipeline, divided by the busiest stage's time for one; replicas
     of a stage share the work. For the model U-shape without replicas it is
-    `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))`, with the forward times t_f of each part of the edge and c of a
-    cloud stage, and the one-way latency L.
+    `ceil((6 t_f + 4 L + 3 c (P - 1)) / max(6 t_f, 3 c))`, with the forward times t_f of each part of the edge and c of
+    a cloud stage, and the one-way latency L.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement

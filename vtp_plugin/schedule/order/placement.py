@@ -158,10 +158,11 @@ class Placement:
         ((0, 1), (0, 2), (1, 3), (2, 4), (3, 0), (4, 0))
         """
         # One number of replicas divides the other, so after the larger number of microbatches the pairs repeat.
+        first, num = self._first_workers, self.num_replicas
         return tuple(
-            tuple(self._first_workers[stage] + h % self.num_replicas[stage] for stage in (upstream, downstream))
+            (first[upstream] + h % num[upstream], first[downstream] + h % num[downstream])
             for upstream, downstream in self.boundaries
-            for h in range(max(self.num_replicas[upstream], self.num_replicas[downstream]))
+            for h in range(max(num[upstream], num[downstream]))
         )
 
 
