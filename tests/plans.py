@@ -14,3 +14,12 @@ def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
 def is_replicated(spread: Spread) -> bool:
     """Whether every rank holds the whole tensor in one box; true for any spread over a single rank."""
     return all(holding.boxes == (whole_box(spread.shape),) for holding in spread.holdings)
+
+
+def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int], int]:
+    """Return the bytes that each link (src, dst) carries, in the order of the plan, without start and finish."""
+    total_bytes: dict[tuple[int, int], int] = {}
+    for transfer in plan.transfers:
+        link = transfer.src, transfer.dst
+        total_bytes[link] = total_bytes.get(link, 0) + transfer.num_elements * itemsize_bytes
+    return total_bytes

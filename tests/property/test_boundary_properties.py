@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from tests.plans import is_replicated, reversed_plan
+from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,

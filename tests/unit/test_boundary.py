@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from tests.plans import is_replicated, reversed_plan
+from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, link_bytes, require_valid
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,

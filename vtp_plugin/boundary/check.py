@@ -209,21 +209,6 @@ def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
                     yield f"strategy sliced moves {carried} elements at {side} rank {rank}, more than its {fair}"
 
 
-def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int], int]:
-    """Return the bytes that each link (src, dst) carries, in the order of the plan, without start and finish.
-
-    >>> from vtp_plugin.boundary.plan import plan_rank0
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> link_bytes(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))), itemsize_bytes=2)
-    {(0, 1): 16}
-    """
-    total_bytes: dict[tuple[int, int], int] = {}
-    for transfer in plan.transfers:
-        link = transfer.src, transfer.dst
-        total_bytes[link] = total_bytes.get(link, 0) + transfer.num_elements * itemsize_bytes
-    return total_bytes
-
-
 def egress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
     """Return the bytes that each source rank sends in transfers.
 
