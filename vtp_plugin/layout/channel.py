@@ -1,4 +1,4 @@
-"""What a channel is called: who sends, who receives, and in which direction of the pipeline."""
+"""The identity of a channel: who sends, who receives, and in which direction of the pipeline."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Direction(TextEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelId:
-    """One direction between two workers, the replicas of stages that run a schedule (without replicas: the stages).
+    """One direction between two workers.
 
-    Messages arrive in the order in which they were sent; there are no tags. Channels sort by upstream worker, then
-    downstream worker, forward before backward: the same order on every rank.
+    Messages arrive in the order of their sends; there are no tags. Channels sort by upstream worker, then downstream
+    worker, then forward before backward, so every rank has them in the same order.
 
     Attributes:
         src: Worker that sends.
         dst: Worker that receives.
-        direction: Whether activations or gradients go from the one to the other.
+        direction: What it carries: activations or gradients.
 
     >>> str(ChannelId(src=1, dst=0, direction=Direction.BACKWARD))
     'boundary 0->1, backward'

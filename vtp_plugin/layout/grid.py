@@ -46,13 +46,13 @@ class _View:
         return tuple(name for name in reversed(self.dim_names) if name in names)
 
     def enumerate(self, dims: Sequence[str], first_rank: int) -> list[list[int]]:
-        """Return the rank lists over ``dims`` (slowest first), one list per place along the other dimensions."""
+        """Return the rank lists over ``dims`` (slowest first), one for every combination along the other dimensions."""
         others = [name for name in reversed(self.dim_names) if name not in dims]
         inside = self._offsets(dims)
         return [[first_rank + start + offset for offset in inside] for start in self._offsets(others)]
 
     def _offsets(self, dims: Sequence[str]) -> list[int]:
-        """Return the rank offsets of all places along ``dims``, the last of them changing fastest."""
+        """Return the rank offsets along ``dims``, the last of them changing fastest."""
         offsets = [0]
         for name in dims:
             index = self.dim_names.index(name)
@@ -101,7 +101,7 @@ class RankGrid(Generic[GroupT]):
             dim_names: name of every dimension, all different.
             rank_offset: first rank of the grid.
             backend: backend that is handed to ``make_groups``.
-            world_size: number of ranks of the world, to check that the grid fits; None leaves that out.
+            world_size: number of ranks of the world, to check that the grid fits; None skips the check.
             rank: the rank of this process, for :meth:`is_current_rank_in_grid`; None in a pure plan.
             make_groups: creates the groups of all the given rank lists and returns the one that this process is in,
                 or None. It gets the lists, the backend and the keyword arguments of ``create_pg``.

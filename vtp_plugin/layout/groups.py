@@ -1,9 +1,8 @@
 """Rank lists of all process groups of a pipeline.
 
 Creating a process group is collective over the world, so every rank must create the same groups in the same order: the
-order of the lists is a part of the plan. :class:`LayoutRankGenerator` answers the questions that Megatron's
-``initialize_model_parallel`` puts to its own rank generator, for stages of different sizes; with a uniform layout its
-answers are Megatron's.
+order of the lists is a part of the plan. :class:`LayoutRankGenerator` replaces the rank generator of Megatron's
+``initialize_model_parallel`` for stages of different sizes; with a uniform layout it gives the same lists.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ _AXES = ("tp", "gtp_remat", "cp", "ep", "dp", "pp")
 
 
 class LayoutRankGenerator:
-    """Rank lists along any axes of a pipeline with stages of their own sizes.
+    """Rank lists along any axes of a pipeline whose stages may differ in size.
 
     It has the interface of Megatron's ``RankGenerator``: a token such as "tp" or "tp-dp-cp" names the axes along which
-    the ranks of a group differ; there is one group for every place along the other axes. Groups are ordered by that
-    place and ranks by their place inside the group, in both cases with the earlier axis of the rank order changing
-    faster. The axes are tp, gtp_remat (always 1), cp, ep, pp and dp; the dense generator has ep = 1, the expert one
-    cp = 1 and its own tp and dp.
+    the ranks of a group differ; there is one group for every combination of coordinates along the other axes. Groups
+    are ordered by these coordinates, and ranks in a group by theirs, in both cases with the earlier axis of the rank
+    order changing faster. The axes are tp, gtp_remat (always 1), cp, ep, pp and dp; the dense generator has ep = 1, the
+    expert generator cp = 1 and expert sizes of tp and dp.
 
-    Tokens without "pp" give every stage's own groups, which partition the world. A token with "pp" and "tp" unites the
-    stages' ranks of a replica; where cp or dp sizes differ a rank is in several replicas, and there is one such group:
-    the world. A token with "pp" and without "tp" would find no partner for the higher ranks of a large stage in a small
-    one: a rank of stage ``i`` therefore stands for all places that are its own modulo the sizes of its stage. For "pp"
-    these are the pipeline groups of the layout; the first list that contains a rank is its own.
+    Tokens without "pp" give groups inside the stages, which partition the world. A token with "pp" and "tp" unites the
+    ranks of a replica over all stages; if cp or dp sizes differ, a rank is in several replicas, and the only group is
+    the world. With "pp" and without "tp", the higher ranks of a large stage have no partner in a small one, so a rank
+    of stage ``i`` represents all coordinates that equal its coordinates modulo the sizes of its stage. For "pp" these
+    groups are the pipeline groups of the layout; Megatron uses the first list that contains a rank.
 
-    That a rank of a narrow stage is in several pipeline groups cannot be helped: Megatron reads a rank's stage and the
-    number of stages from its pipeline group, so every rank of a wide stage needs one with a rank of each stage, and a
-    stage of T ranks beside one of W has no more than T to give: each is in W / T of them.
+    A rank of a narrow stage must be in several pipeline groups: Megatron reads a rank's stage and the number of stages
+    from its pipeline group, so every rank of a wide stage needs a group with a rank of each stage. A stage of T ranks
+    beside a stage of W can only provide T, so each is in W / T groups.
 
     >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
     >>> generator.get_ranks("tp")
@@ -54,7 +53,7 @@ class LayoutRankGenerator:
         expert: bool = False,
         expert_tensor_parallel_size: int | None = None,
     ) -> None:
-        """Give every rank its place along every axis.
+        """Check the sizes, and describe the ranks of every stage by axes.
 
         Args:
             layout: the stages.
@@ -79,7 +78,7 @@ class LayoutRankGenerator:
         self._lists: dict[frozenset[str], list[list[int]]] = {}
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return the rank lists of the groups along the axes of ``token``; they are shared, so nobody may change them.
+        """Return the rank lists of the groups along the axes of ``token``. Callers share them and must not change them.
 
         Args:
             token: names of axes joined by "-", in any order.
@@ -93,7 +92,7 @@ class LayoutRankGenerator:
             raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {_AXES}")
         if "pp" in masked and not self._layout.has_equal_replicas:
             return self._groups_over_replicas(masked)
-        # Many tokens differ only in axes of one place, and some are asked for several times.
+        # Many tokens differ only in axes of length 1, and Megatron asks for some of them several times.
         axes = frozenset(masked) & self._axes
         if axes not in self._lists:
             self._lists[axes] = self._groups_along(axes)
@@ -105,13 +104,13 @@ class LayoutRankGenerator:
         if "pp" in masked:
             return [sorted(chain.from_iterable(parts)) for parts in zip(*by_stage, strict=True)]
         if self._layout.order is RankOrder.REPLICA_MAJOR and "dp" not in masked and len(by_stage) > 1:
-            # Here a replica counts more than a stage, for the order of the groups as for the numbering of the ranks.
+            # In this order the replica is the slower axis than the stage, for groups as for ranks.
             by_replica = [_cut(groups, self._layout.stages[0].dp) for groups in by_stage]
             by_stage = list(chain.from_iterable(zip(*by_replica, strict=True)))
         return list(chain.from_iterable(by_stage))
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Return the groups of Megatron's weight rematerialisation, which are single ranks.
+        """Return the groups of Megatron's weight rematerialization, each of a single rank.
 
         Raises:
             ConfigError: the size is not 1.
@@ -143,7 +142,7 @@ class LayoutRankGenerator:
 
 
 class _Axis(NamedTuple):
-    """One axis of a stage: how many places it has, and how far apart the ranks of neighbouring places are."""
+    """One axis of a stage: its length, and the distance between ranks that are neighbours along it."""
 
     name: str
     length: int
@@ -155,18 +154,18 @@ class _StageRanks(NamedTuple):
 
     Attributes:
         first: the first rank.
-        axes: the slowest first, tp last; those that are left out have one place.
+        axes: the slowest first, tp last; axes of length 1 may be left out.
     """
 
     first: int
     axes: tuple[_Axis, ...]
 
     def groups(self, masked: Collection[str], width: int | None) -> list[list[int]]:
-        """Return the rank lists along the `masked` axes, one for every place along the others.
+        """Return the rank lists along the `masked` axes, one for every combination of coordinates along the others.
 
         Args:
             masked: names of axes.
-            width: if given, tp places of the widest stage; a rank stands for all that are its own modulo the stage's.
+            width: tp size of the widest stage, if there shall be as many lists as it needs; tp ranks then repeat.
         """
         outside = [axis for axis in self.axes if axis.name not in masked]
         if width is None:
@@ -183,7 +182,7 @@ class _StageRanks(NamedTuple):
 
 
 def _ranks(first: int, axes: Sequence[_Axis]) -> list[int]:
-    """Return the ranks at all places along some axes, the last one changing fastest."""
+    """Return the ranks along some axes from `first` on, the last axis changing fastest."""
     ranks = [first]
     for _, length, stride in _joined(axes):
         ranks = [rank + step for rank in ranks for step in range(0, length * stride, stride)]
@@ -191,7 +190,7 @@ def _ranks(first: int, axes: Sequence[_Axis]) -> list[int]:
 
 
 def _joined(axes: Sequence[_Axis]) -> list[_Axis]:
-    """Make one axis of neighbours without a gap between them: most lists of ranks are then one Python range."""
+    """Merge neighbouring axes without a gap between them: most lists of ranks are then one range, which is fast."""
     joined: list[_Axis] = []
     for axis in axes:
         if joined and joined[-1].stride == axis.length * axis.stride:
@@ -201,7 +200,7 @@ def _joined(axes: Sequence[_Axis]) -> list[_Axis]:
 
 
 def _cut(groups: list[list[int]], parts: int) -> list[list[list[int]]]:
-    """Cut a list into so many lists of one length."""
+    """Cut a list into this many lists of equal length."""
     size = len(groups) // parts
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
@@ -212,9 +211,9 @@ def _dense_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
 
 
 def _expert_ranks(layout: PipelineLayout, stage: int, tp: int, ep: int) -> _StageRanks:
-    """Factor a stage's ranks a second way: expert tp fastest, then ep, then expert dp."""
+    """Factor a stage's ranks for the experts: expert tp fastest, then ep, then expert dp."""
     grid = layout.stages[stage]
-    # With as many expert replicas as dense ones the two are the same blocks, which need not be neighbours.
+    # With as many expert replicas as dense ones both are the same blocks, which need not be contiguous in the world.
     stride = layout.dp_stride(stage) if tp * ep == grid.tp * grid.cp else tp * ep
     return _stage_ranks(layout, stage, dp=(grid.size // (tp * ep), stride), ep=(ep, tp), tp=(tp, 1))
 
@@ -227,9 +226,9 @@ def _stage_ranks(layout: PipelineLayout, stage: int, **axes: tuple[int, int]) ->
 def rank_generators(
     layout: PipelineLayout, *, ep: int = 1, expert_tensor_parallel_size: int | None = None
 ) -> tuple[LayoutRankGenerator, LayoutRankGenerator]:
-    """Give the dense generator and the expert one, which are one object where experts have no sizes of their own.
+    """Return the dense and the expert generator; they are one object if the experts have the same sizes.
 
-    Arguments and errors as for :class:`LayoutRankGenerator`.
+    Arguments and errors are those of :class:`LayoutRankGenerator`.
     """
     dense = LayoutRankGenerator(layout)
     expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
@@ -237,7 +236,7 @@ def rank_generators(
 
 
 def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> tuple[int, ...]:
-    """Return the expert tp size of every stage after checking that the expert grid covers each stage."""
+    """Return the expert tp size of every stage, after a check that the expert grid covers each stage."""
     for name, size in (("ep", ep), ("tp", explicit)):
         if size is not None and size < 1:
             raise ConfigError(f"the expert {name} size must be a positive integer, got {size}: give at least 1")

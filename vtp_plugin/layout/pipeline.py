@@ -1,14 +1,14 @@
-"""Which global rank has which place in a pipeline whose stages have their own parallel sizes.
+"""Which global rank has which coordinates in a pipeline whose stages may differ in their parallel sizes.
 
 A :class:`PipelineLayout` is a list of stages, each a small grid ``tp x cp x dp``, and a rank order. It answers "who is
-where" by arithmetic (a binary search over the stages, never a scan over the ranks), so it is as cheap for ten thousand
-ranks as for three. It creates no process groups and knows nothing of torch or Megatron.
+where" by arithmetic (a binary search over the stages, never a scan over the ranks), so a query costs as little for ten
+thousand ranks as for three. It creates no process groups and does not know torch or Megatron.
 
-Words used here: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader*
-of a stage in a replica is its tp rank 0; *pipeline group* ``t`` of a replica holds one rank of every stage. Where sizes
-differ, a rank of a smaller stage stands for every place of the largest one that equals its own modulo its stage's
-sizes: stage ``i`` has rank ``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)`` in group ``t`` of replica
-``(dp_rank, cp_rank)``.
+Terms: a *rank* is always global; a *replica* is one ``(dp_rank, cp_rank)`` through all stages; the *leader* of a stage
+in a replica is its tp rank 0; *pipeline group* ``t`` of a replica has one rank of every stage. If sizes differ, a rank
+of a smaller stage represents all coordinates of the largest stage that equal its coordinates modulo the sizes of its
+stage: in group ``t`` of replica ``(dp_rank, cp_rank)``, stage ``i`` has rank
+``(t mod tp_i, cp_rank mod cp_i, dp_rank mod dp_i)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 
 from vtp_plugin.errors import LayoutError, PlanError
 from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
@@ -64,7 +64,7 @@ class StageGrid:
 
 @dataclass(frozen=True, slots=True)
 class Coord:
-    """Place of one rank: its stage and its rank along each axis of that stage's grid, all counted from 0."""
+    """Coordinates of one rank: its stage, and its rank along each axis of that stage's grid, all counted from 0."""
 
     stage: int
     tp_rank: int
@@ -74,7 +74,7 @@ class Coord:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """Stages of a pipeline and the global ranks that form them.
+    """The stages of a pipeline, and their global ranks.
 
     The layout covers exactly the ranks ``0 .. world_size - 1``. Stages may have different tp sizes. In stage-major
     order they may also have different cp and dp sizes; a rank of the smaller stage is then in several replicas.
@@ -84,7 +84,7 @@ class PipelineLayout:
         order: numbering of the ranks.
 
     Raises:
-        ConfigError: no stages, or a replica-major order with different cp or dp sizes.
+        ConfigError: there are no stages, or a replica-major order meets different cp or dp sizes.
 
     >>> layout = PipelineLayout.from_sizes([1, 2], world_size=6)
     >>> layout.stage_ranks(1), layout.coord(5)
@@ -95,18 +95,22 @@ class PipelineLayout:
 
     stages: tuple[StageGrid, ...]
     order: RankOrder = RankOrder.STAGE_MAJOR
-    # First rank of every stage; in replica-major order counted inside a data-parallel replica.
+    # First rank of every stage; in replica-major order relative to the data-parallel replica.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise LayoutError("a pipeline layout needs at least one stage, got none: give one tp size per stage")
-        if self.order is RankOrder.REPLICA_MAJOR and not self.has_equal_replicas:
+        is_replica_major = self.order is RankOrder.REPLICA_MAJOR
+        if is_replica_major and not self.has_equal_replicas:
+            sizes = f"cp {','.join(map(str, self.cp_sizes))} and dp {','.join(map(str, self.dp_sizes))}"
             raise LayoutError(
-                f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {self._cp_dp_text()}: "
+                f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {sizes}: "
                 f"use the order {RankOrder.STAGE_MAJOR} or equal sizes"
             )
-        object.__setattr__(self, "_starts", tuple(accumulate(self._block_sizes()[:-1], initial=0)))
+        # Each stage has one contiguous block of ranks (per replica in replica-major order).
+        blocks = [stage.tp * stage.cp if is_replica_major else stage.size for stage in self.stages]
+        object.__setattr__(self, "_starts", tuple(accumulate(blocks[:-1], initial=0)))
 
     @classmethod
     def from_sizes(
@@ -124,7 +128,8 @@ class PipelineLayout:
             tp_sizes: tensor-parallel size of every stage, first stage first.
             world_size: number of ranks.
             cp: context-parallel size, one for all stages or one for each.
-            dp: data-parallel size of every stage; None gives all one size, ``world_size`` over the sum of ``tp * cp``.
+            dp: data-parallel size of every stage; None gives all the same one, ``world_size`` over the sum of
+                ``tp * cp``.
             order: numbering of the ranks.
 
         Raises:
@@ -187,14 +192,13 @@ class PipelineLayout:
 
     @property
     def num_pipeline_groups(self) -> int:
-        """Pipeline groups of one replica: the largest tp size."""
+        """Number of pipeline groups of one replica: the largest tp size."""
         return max(self.tp_sizes)
 
     @property
     def replicas(self) -> tuple[tuple[int, int], ...]:
         """All ``(dp_rank, cp_rank)`` of the largest stage, cp_rank changing fastest."""
-        num_dp, num_cp = max(stage.dp for stage in self.stages), max(self.cp_sizes)
-        return tuple((dp_rank, cp_rank) for dp_rank in range(num_dp) for cp_rank in range(num_cp))
+        return tuple(product(range(max(self.dp_sizes)), range(max(self.cp_sizes))))
 
     @property
     def writer_rank(self) -> int:
@@ -214,7 +218,7 @@ class PipelineLayout:
         return math.lcm(*(self.stages[index].tp for index in stages))
 
     def rank_of(self, stage: int, tp_rank: int, cp_rank: int = 0, dp_rank: int = 0) -> int:
-        """Return the rank at a place. Inverse of :meth:`coord`.
+        """Return the rank with these coordinates. Inverse of :meth:`coord`.
 
         >>> PipelineLayout.from_sizes([1, 2], world_size=6, order=RankOrder.REPLICA_MAJOR).rank_of(1, 1, dp_rank=1)
         5
@@ -224,11 +228,10 @@ class PipelineLayout:
         grid = self.stages[stage]
         if not (0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp):
             raise PlanError(f"tp rank {tp_rank}, cp rank {cp_rank}, dp rank {dp_rank}: stage {stage} is {grid}")
-        in_replica = tp_rank + grid.tp * cp_rank
-        return self._starts[stage] + in_replica + self.dp_stride(stage) * dp_rank
+        return self._starts[stage] + tp_rank + grid.tp * cp_rank + self.dp_stride(stage) * dp_rank
 
     def coord(self, rank: int) -> Coord:
-        """Return the place of a rank. Inverse of :meth:`rank_of`."""
+        """Return the coordinates of a rank. Inverse of :meth:`rank_of`."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is none of {self.world_size}")
         replica_major = self.order is RankOrder.REPLICA_MAJOR
@@ -240,7 +243,7 @@ class PipelineLayout:
         return Coord(stage, tp_rank, cp_rank, outer if replica_major else inner)
 
     def uniform_world_size(self, rank: int) -> int:
-        """Return the number of ranks if every stage were like the one of `rank`: what Megatron's checks expect to see.
+        """Return the world size that Megatron's checks expect: as if every stage were like the stage of `rank`.
 
         >>> PipelineLayout.from_sizes((1, 4), world_size=5).uniform_world_size(0)
         2
@@ -286,12 +289,12 @@ class PipelineLayout:
         )
 
     def pipeline_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's own pipeline group, that of its tp rank and replica; the rank is at index ``stage_of(rank)``.
+        """Return the pipeline group of a rank's tp rank and replica; the rank is at index ``stage_of(rank)``.
 
-        A rank of a small stage is also in others (``t + tp_i``, ...); its own one is the first of them.
+        A rank of a small stage is also in other groups (``t + tp_i``, ...); this one is the first of them.
         """
-        place = self.coord(rank)
-        return self.pipeline_group(place.tp_rank, place.dp_rank, place.cp_rank)
+        coord = self.coord(rank)
+        return self.pipeline_group(coord.tp_rank, coord.dp_rank, coord.cp_rank)
 
     def model_ranks(self, dp_rank: int = 0, cp_rank: int = 0) -> tuple[int, ...]:
         """Return the ranks that together hold the model once: all tp ranks of all stages of a replica, ascending."""
@@ -301,17 +304,8 @@ class PipelineLayout:
             for rank in self.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
         )
 
-    def _block_sizes(self) -> tuple[int, ...]:
-        """Length of the contiguous block of ranks that each stage has (per replica in replica-major order)."""
-        if self.order is RankOrder.REPLICA_MAJOR:
-            return tuple(stage.tp * stage.cp for stage in self.stages)
-        return tuple(stage.size for stage in self.stages)
-
     def dp_stride(self, stage: int) -> int:
         """Return the distance between the ranks of a stage at neighbouring dp ranks."""
         if self.order is RankOrder.REPLICA_MAJOR:
             return self._starts[-1] + self.stages[-1].tp * self.stages[-1].cp
         return self.stages[stage].tp * self.stages[stage].cp
-
-    def _cp_dp_text(self) -> str:
-        return f"cp {','.join(map(str, self.cp_sizes))} and dp {','.join(map(str, self.dp_sizes))}"

@@ -1,11 +1,11 @@
 """Which data-parallel replicas of stages of different data-parallel sizes work together, and on which samples.
 
-Between a narrow stage (few replicas) and a wide one there are two ways. *Multiplex*: all stages run microbatches of one
-size; global microbatch ``g`` of a step, its samples ``[g * size, (g + 1) * size)``, is run by data-parallel rank
-``g mod dp`` of every stage, so a narrow replica takes the microbatches of several wide ones in turn. *Split*: all
+A narrow stage (few replicas) and a wide one can work together in two modes. *Multiplex*: all stages run microbatches of
+one size; data-parallel rank ``g mod dp`` of every stage runs global microbatch ``g`` of a step, the samples
+``[g * size, (g + 1) * size)``, so a narrow replica takes the microbatches of several wide ones in turn. *Split*: all
 stages run the same number of microbatches; a narrow replica runs larger ones, whose parts belong to neighbouring
-replicas of the wide stage. In both cases every replica reads the samples that Megatron's sampler gives to its own
-stage's data-parallel rank and size (0.19, ``MegatronPretrainingSampler``).
+replicas of the wide stage. In both modes every replica reads the samples that Megatron's sampler gives to the
+data-parallel rank and size of its stage (0.19, ``MegatronPretrainingSampler``).
 
 With ``dp_i`` replicas on stage ``i`` and ``c = gcd(dp_0, dp_1, ...)`` the run falls into ``c`` *copies* of the
 pipeline that share nothing but the sums of their gradients; stage ``i`` has ``dp_i / c`` replicas in each.
@@ -104,8 +104,8 @@ class ReplicaMap:
         >>> ReplicaMap(dp_sizes=(1, 2), mode=DpMode.MULTIPLEX).partner(1, 1, 0)
         0
         """
-        own, theirs = self.dp_sizes[stage], self.dp_sizes[other]
-        return dp_rank * theirs // own if self.is_split else dp_rank % theirs
+        here, there = self.dp_sizes[stage], self.dp_sizes[other]
+        return dp_rank * there // here if self.is_split else dp_rank % there
 
     def micro_batch(self, stage: int, size: int) -> int:
         """Return the microbatch size of a stage.
@@ -134,7 +134,7 @@ class ReplicaMap:
         """Refuse sizes that the mode cannot join.
 
         Args:
-            boundaries: pairs of neighbouring stages, also the way from the end of a U back to its edge.
+            boundaries: pairs of neighbouring stages, including the end of a U and its edge.
 
         Raises:
             ConfigError: at a boundary neither size divides the other, or a size does not divide the largest in split
@@ -165,7 +165,7 @@ class ReplicaMap:
             size: of a microbatch on the stage with most replicas.
 
         Returns:
-            A line about the first stage that has no whole number of microbatches, if there is one.
+            One line about the first stage whose number of microbatches would not be whole; empty if there is none.
 
         >>> print(*ReplicaMap(dp_sizes=(1, 4)).check_batch("--global-batch-size", 12, 2))
         --global-batch-size 12 cannot be shared by --vtp-dp-list 1,4: stage 1 has data-parallel size 4 * micro batch \

@@ -14,7 +14,7 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
 
     Args:
         layout: the stages.
-        writer_rank: rank that reports, where it is not :attr:`PipelineLayout.writer_rank`.
+        writer_rank: rank that reports, if it is not :attr:`PipelineLayout.writer_rank`.
 
     >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=6)))
     stage  tp  cp  dp  ranks  leaders
@@ -28,22 +28,14 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
         sizes = map(str, (stage, grid.tp, grid.cp, grid.dp))
         rows.append([*sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [
-                *(cell.rjust(width) for cell, width in zip(row[:4], widths, strict=False)),
-                row[4].ljust(widths[4]),
-                row[5],
-            ]
-        )
-        for row in rows
-    ]
+    columns = [f"{{:>{width}}}" for width in widths[:4]] + [f"{{:<{widths[4]}}}", "{}"]
+    lines = ["  ".join(columns).format(*row) for row in rows]
     writer_rank = layout.writer_rank if writer_rank is None else writer_rank
     return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Compress ranks for people: runs of neighbours become ranges, and a long text is cut with the total count.
+    """Write ranks for people: consecutive ranks become ranges, and a long list ends with the total count.
 
     >>> format_ranks([0, 1, 2, 5, 8, 9])
     '0-2,5,8-9'

@@ -1,4 +1,4 @@
-"""Sizes that do not fit: the checks of a layout, and their texts with the arithmetic shown."""
+"""Checks of a layout's sizes; their messages show the arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_list(what: str, sizes: Sequence[int], tp_sizes: Sequence[int]) -> None
         tp_sizes: tensor-parallel size of every stage.
 
     Raises:
-        ConfigError: its length is another one, or an entry is not a positive integer.
+        ConfigError: the list has another length, or an entry is not a positive integer.
     """
     if len(sizes) != len(tp_sizes):
         raise LayoutError(
@@ -38,7 +38,7 @@ def check_list(what: str, sizes: Sequence[int], tp_sizes: Sequence[int]) -> None
 
 
 def equal_dp(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) -> int:
-    """Return the number of replicas that a world holds if all stages have the same.
+    """Return the data-parallel size that fills the world if all stages have the same one.
 
     Raises:
         ConfigError: one replica's ranks do not divide the world; the text names the nearest worlds that fit.
@@ -63,7 +63,7 @@ def equal_dp(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) 
 
 
 def check_world(stages: Sequence[tuple[int, int, int]], world_size: int) -> None:
-    """Refuse a world of another size than the stages have together.
+    """Refuse a world whose size is not the sum of the stages' sizes.
 
     Args:
         stages: tp, cp and dp size of every stage.

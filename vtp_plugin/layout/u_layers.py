@@ -1,4 +1,4 @@
-"""Which layers the stages of a U-shaped pipeline hold, as Megatron's pipeline layout says it."""
+"""Which layers the stages of a U-shaped pipeline hold, also in the notation of Megatron's pipeline layout."""
 
 from __future__ import annotations
 
