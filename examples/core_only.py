@@ -75,10 +75,10 @@ def build_model(num_stages: int) -> DistributedDataParallel:
         num_layers=2 * num_stages,
         hidden_size=64,
         num_attention_heads=4,
-        # The size of this rank's own stage.
+        # The size of this rank's stage.
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=num_stages,
-        pipeline_dtype=torch.float32,  # of what crosses between stages; Megatron's pipeline cannot do without
+        pipeline_dtype=torch.float32,  # of what crosses between stages; Megatron's pipeline needs it
         use_cpu_initialization=True,  # weights that do not depend on the sizes
         hidden_dropout=0.0,  # masks would differ, since each tensor-parallel rank draws its own
         attention_dropout=0.0,

@@ -1,4 +1,4 @@
-"""Pretrain a GPT with megatron.training: the shortest script that is a real one.
+"""Pretrain a GPT with megatron.training: a complete script, as short as it can be.
 
 It knows nothing of vtp_plugin. Start it under the plugin:
 

@@ -37,13 +37,13 @@ PATCHES_INTRO = """\
 What `vtp_plugin.apply()` replaces in Megatron and torch, in the order of application. A set is applied whole or not at
 all, and `vtp_plugin.revert()` puts the identical originals back. The patches of `megatron.core.x` are in
 `patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `python -m vtp_plugin doctor` tries all
-of them on the installed versions. Versions are those of megatron-core where the target is Megatron's, else of torch.
+of them on the installed versions. Versions are those of megatron-core.
 
 A *write* is a name, or a dictionary, that patches assign to while a run goes on. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
 `destroy_model_parallel()` does so for those with H4. Nothing else in Megatron or torch is written to
-(`tests/unit/test_writes.py`), but for `torch.cuda` on the CPU platform, which `vtp_plugin/platform/cpu_device.py` and
-`cpu_tensors.py` map onto the host, and which `revert()` undoes alike.
+(`tests/unit/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
+`cpu_tensors.py` map it onto the host, and `revert()` undoes that too.
 """
 
 

@@ -1,4 +1,4 @@
-# What both sites must say alike; sourced by edge.sh and cloud.sh. Override by environment variables, on both sites.
+# Arguments that both sites must share; sourced by edge.sh and cloud.sh. Override by environment variables, on both sites.
 #
 # MASTER_ADDR, MASTER_PORT  where the edge listens
 # SIZE_LIST, LAYERS         tensor-parallel size of every stage, the edge first; layers of the U's parts

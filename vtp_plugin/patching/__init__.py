@@ -1,9 +1,9 @@
 """Apply, report and revert replacements of a host package's objects, driven by records.
 
-What is reached: the target itself and, in all loaded modules but our own, names, class attributes, default arguments
-and :func:`functools.partial` objects that hold the same object, when records are applied and at each later
-:meth:`AppliedPatches.rebind`. What is not: closures, containers, and attributes of other objects;
-:attr:`AppliedPatches.unreached` names those that were seen.
+A replacement reaches the target itself. In all loaded modules except ours it also reaches the names, class attributes,
+default arguments and :func:`functools.partial` objects that hold the same object, when records are applied and at each
+later :meth:`AppliedPatches.rebind`. It does not reach closures, containers, and attributes of other objects:
+:attr:`AppliedPatches.unreached` names what was seen there.
 """
 
 from __future__ import annotations

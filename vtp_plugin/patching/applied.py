@@ -7,18 +7,16 @@ import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.patching.objects import MARKER, attributes, chain, describe
 from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, Target, WriteRecord
-from vtp_plugin.patching.search import Found, Hit, find, held, shown_module
+from vtp_plugin.patching.search import Hit, find, held, shown_module
 from vtp_plugin.undo import ABSENT, Name, UndoStack, namespace
-
-_OWN: Final = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class Patch:
     def swaps(self) -> tuple[tuple[object, object], ...]:
         """The original and its replacement, for a search.
 
-        None if the owner only inherits the original: a name may mean the method of the base class.
+        Nothing if the owner only inherits the original: what holds it may mean the method of the base class.
         """
         return () if self.target.defined_in is not self.target.owner else _pairs(self.target.value, self.new)
 
@@ -64,13 +62,13 @@ class Host:
         """Tell whether a module belongs to the host."""
         return _is_in(module, self.prefix)
 
-    def may_miss(self, module: str, error: Exception) -> bool:
-        """Tell whether an import error only says that the package of a module is not installed.
+    def absent_package(self, module: str, error: Exception) -> str:
+        """Name the optional package of a module if an import error only says that it is not installed; else "".
 
-        A module that a package lacks has moved, or lacks something that it imports itself: neither may be overlooked.
+        If the package is there and the module is not, the module has moved or fails itself: that is an error.
         """
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        return any(missing == package and _is_in(module, package) for package in self.optional_packages)
+        return next((name for name in self.optional_packages if name == missing and _is_in(module, name)), "")
 
     def fail(self, record: Record, reason: str, cause: BaseException | None = None) -> NoReturn:
         """Raise the error of a record."""
@@ -81,21 +79,6 @@ def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-def is_own(module: str) -> bool:
-    """Tell whether a module belongs to the package that this engine is part of: it keeps originals on purpose."""
-    return _is_in(module, _OWN)
-
-
-def search(patches: Iterable[Patch]) -> Found:
-    """Search for what holds the originals; what stays is only reported when it is more than garbage."""
-    swaps = [pair for patch in patches for pair in patch.swaps]
-    found = find(swaps, is_own)
-    if found.unreached:
-        gc.collect()
-        found = find(swaps, is_own)
-    return found
-
-
 @dataclass(kw_only=True, eq=False)
 class AppliedPatches:
     """What one :func:`apply_records` set: the handle to report and to undo it.
@@ -103,12 +86,12 @@ class AppliedPatches:
     Attributes:
         host: what was patched.
         records: all that were given, in that order.
-        skipped: why a record was left out, by its `id`.
+        skipped: why a record was left out, by the Python `id` of the record.
         patches: those that were carried out.
         undo: their assignments.
-        places: the places that hold a replacement, each with its patch: the targets, and what else was found.
-        stays: `id` of the original and the place, where an original stays.
-        active: whether the replacements are in force, that is :meth:`revert` has not run yet.
+        places: what holds a replacement, each with its patch: the targets, and what else was found.
+        stays: the Python `id` of an original, and where it stays.
+        active: whether the replacements are in force: :meth:`revert` has not run yet.
     """
 
     host: Host
@@ -122,7 +105,7 @@ class AppliedPatches:
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Where originals stay that were taken before, as far as seen: in closures, containers and attributes."""
+        """Where originals stay that were taken before applying, as far as seen: closures, containers, attributes."""
         of = self._by_original()
         return tuple(f"{where} ({of[key].target.name})" for key, where in self.stays if key in of)
 
@@ -133,26 +116,30 @@ class AppliedPatches:
 
     def find_places(self) -> Iterator[tuple[Patch, Hit]]:
         """Look for the originals, and yield the places that are to hold a replacement and do not yet."""
-        found = search(self.patches)
-        self.stays = list(found.unreached)
+        swaps = [pair for patch in self.patches for pair in patch.swaps]
+        hits, self.stays = find(swaps)
+        if self.stays:
+            # Garbage is not worth a report.
+            gc.collect()
+            hits, self.stays = find(swaps)
         of, known = self._by_original(), self._known()
-        yield from ((of[hit.of], hit) for hit in found.hits if hit.place.key not in known)
+        yield from ((of[hit.of], hit) for hit in hits if hit.place.key not in known)
 
     def rebind(self) -> None:
-        """Look for the originals once more, and let what holds them hold the replacements, as applying did."""
+        """Look for the originals once more, and replace them where modules have taken them since."""
         for patch, hit in self.find_places():
-            with contextlib.suppress(Exception):  # of an owner that does not let itself be changed
+            # Some owners refuse to be changed, such as a class with its own __setattr__. The original stays there.
+            with contextlib.suppress(Exception):
                 self.put(patch, hit)
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
 
-        Places that took the replacement after applying get the original too. Outside the host, and where patches have
-        written values, what others have assigned meanwhile stays.
+        Places that took the replacement after applying get the original too. What others have assigned meanwhile stays
+        outside the host, and where patches have written values.
 
         Raises:
-            PatchError: Somebody else has replaced one of our replacements in the host meanwhile. Nothing is changed
-                then.
+            PatchError: Somebody has replaced one of our replacements in the host. Nothing is changed then.
         """
         if not self.active:
             return
@@ -182,7 +169,7 @@ class AppliedPatches:
         )
 
     def taken_before(self, value: object) -> str:
-        """Say what to move where a callable is, or calls, an original that was taken before applying; else "".
+        """Say which import to move if a callable is, or calls, an original that was taken before applying; else "".
 
         Looked through: partial objects, bound methods, wrappers, closures, defaults, and attributes of a callable.
         """
@@ -196,13 +183,13 @@ class AppliedPatches:
             seen.add(id(link))
             if id(link) in of:
                 return self._line_to_move(of[id(link)])
-            # What wraps our replacement reaches the original through it.
+            # Not below a replacement: it calls the original as it should.
             if MARKER not in attributes(link):
                 ahead += [part for part in _parts(link) if callable(part) and not isinstance(part, type | ModuleType)]
         return ""
 
     def _line_to_move(self, patch: Patch) -> str:
-        """Name the imports of a target outside the host as the scripts wrote them, the main one's first."""
+        """Write the imports of a target outside the host as the scripts have them, the main script's first."""
         name = patch.target.name
         hosts = [patch.record.module, *(place.owner.__name__ for place in self._names(patch, is_host=True, name=name))]
         line = f"from {min(hosts, key=len)} import {name}"
@@ -229,7 +216,7 @@ class AppliedPatches:
         """Find what holds a replacement now; each hit says what original belongs there."""
         pairs = [(patch, pair) for patch in self.patches for pair in _pairs(patch.new, patch.target.value)]
         of = {id(new): patch for patch, (new, _) in pairs}
-        return [(of[hit.of], hit) for hit in find((pair for _, pair in pairs), is_own).hits]
+        return [(of[hit.of], hit) for hit in find(pair for _, pair in pairs)[0]]
 
     def _status(self, record: Record, patch: Patch | None, places: Sequence[Hit]) -> PatchStatus:
         is_write = isinstance(record, WriteRecord)
@@ -252,7 +239,7 @@ class AppliedPatches:
 
 
 def _parts(link: Any) -> list[Any]:
-    """Return what a callable may call: what it is made of."""
+    """Return what a callable is made of, and so may call."""
     if isinstance(link, MethodType):
         return [link.__func__, *attributes(link.__self__).values()]
     if isinstance(link, FunctionType | functools.partial):

@@ -1,7 +1,7 @@
 """Carry out patch records: resolve and check everything, build everything, then set all or none.
 
-The order of the steps is the safety: nothing of the host changes before every target was found, checked and its
-replacement built, and from then on every change is an entry of one undo list.
+The order of the steps makes it safe. Nothing of the host changes before every target is found and checked, and every
+replacement is built. From then on every change is an entry of one undo stack.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from packaging.version import InvalidVersion
 
-from vtp_plugin.patching.applied import AppliedPatches, Host, Patch, is_own
+from vtp_plugin.patching.applied import AppliedPatches, Host, Patch
 from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
-from vtp_plugin.patching.search import named_among, shown_module
+from vtp_plugin.patching.search import is_own, named_among, shown_module
 
 
 def apply_records(
@@ -30,7 +30,7 @@ def apply_records(
         records: The records, in the order in which they are set. Of writes the target is looked up only.
         host_version: PEP 440 version of the host package.
         host_prefix: Name of the host package. Only what it and its submodules define may be patched; aliases are
-            searched for, and rebound, in all loaded modules but our own.
+            searched for, and replaced, in all loaded modules except those of this package.
         optional_packages: Parts of the host that need not be installed: records for them are skipped then.
 
     Returns:
@@ -73,9 +73,10 @@ def _skip(records: Sequence[Record], host: Host) -> dict[int, str]:
         try:
             importlib.import_module(record.module)
         except Exception as error:
-            if not host.may_miss(record.module, error):
+            package = host.absent_package(record.module, error)
+            if not package:
                 host.fail(record, f"importing its module fails with {error!r}; {_other_version(record)}", error)
-            skipped[id(record)] = f"package {error.name} is absent"  # pyright: ignore[reportAttributeAccessIssue]
+            skipped[id(record)] = f"package {package} is absent"
     return skipped
 
 
@@ -91,7 +92,7 @@ def _lookup(record: Record, host: Host) -> Target:
 
 
 def _check_distinct(found: Sequence[tuple[Record, Target]], host: Host) -> None:
-    """Refuse two records for one target, also under two names of a module-level object or through inheritance."""
+    """Refuse two records for one target, also where it has two names in a module or a subclass inherits it."""
     taken: dict[object, Record] = {}
     for record, target in found:
         is_name = isinstance(target.owner, type) or isinstance(record, WriteRecord)
@@ -100,14 +101,14 @@ def _check_distinct(found: Sequence[tuple[Record, Target]], host: Host) -> None:
             host.fail(record, f"record {taken[key].id} has the same target; join the two records")
         taken[key] = record
     for record, target in found:
-        # The wrapper set on the subclass would go past the one on the base class.
+        # A replacement on the subclass would wrap the base class's original, and so go past its replacement.
         base = taken.get((id(target.defined_in), target.name), record)
         if base is not record:
             host.fail(record, f"the method is inherited from the target of record {base.id}; join the two records")
 
 
 def _check_target(record: PatchRecord, target: Target, host: Host) -> None:
-    """Refuse what cannot be patched (again)."""
+    """Refuse what cannot be patched, or is patched already."""
     value = target.value
     if not (callable(value) or isinstance(value, classmethod | property)):
         host.fail(record, f"it is a {type(value).__name__}, not a function, class, method or property; set it directly")
@@ -120,9 +121,9 @@ def _check_target(record: PatchRecord, target: Target, host: Host) -> None:
 
 def _refuse_subclasses(record: PatchRecord, original: type, host: Host) -> None:
     """Refuse a class that has subclasses outside the host: they, and their objects, would go past the replacement."""
-    if not list(_foreign_subclasses(original, host)):
-        return
-    gc.collect()  # a class that nobody uses any more lives on until then
+    if next(_foreign_subclasses(original, host), None) is not None:
+        # A class that nobody uses any more lives on until then: classes are part of reference cycles.
+        gc.collect()
     for subclass in _foreign_subclasses(original, host):
         where, name = shown_module(subclass.__module__), original.__name__
         host.fail(
@@ -186,7 +187,7 @@ def _set_all(applied: AppliedPatches) -> None:
                 if applied.host.owns(hit.module):
                     reason = f"setting {hit.where} fails with {error!r}; choose another seam"
                     applied.host.fail(patch.record, reason, error)
-                # Another package does not let itself be changed.
+                # Another package that refuses to be changed is no reason to fail: status() names it.
                 applied.stays.append((id(patch.target.value), hit.where))
     except BaseException:
         applied.undo.undo()

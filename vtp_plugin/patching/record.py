@@ -1,4 +1,4 @@
-"""What is changed (:class:`PatchRecord`, :class:`WriteRecord`), where it lies (:class:`Target`), what became of it."""
+"""What to change (:class:`PatchRecord`, :class:`WriteRecord`), where it is (:class:`Target`), and how it went."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SUPPORTED: Final = ">=0.19,<0.20"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One change of another package; it does nothing before :func:`vtp_plugin.patching.apply_records` has it.
+    """One change of another package; it does nothing before :func:`vtp_plugin.patching.apply_records` gets it.
 
     Attributes:
         id: Short name used in messages and tables, such as ``"H4"``.
@@ -33,8 +33,8 @@ class Record:
         why: Why this seam and not another one.
         versions: Versions of the host as a PEP 440 specifier, such as ``">=0.19,<0.20"``.
         remove_when: What makes the record superfluous.
-        aliases: Places ``"package.module:name"`` that are known to hold the target through a from-import. The engine
-            finds aliases by identity and does not need this list: it makes a changed host visible in the status.
+        aliases: Names ``"package.module:name"`` that hold the target through a from-import. The engine finds aliases
+            by identity and does not need this list: the status names those that a changed host no longer has.
 
     Raises:
         PatchError: The target, an alias or the version range is malformed.
@@ -74,14 +74,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchRecord(Record):
-    """One replacement of one object of the host package, wherever it is held.
+    """One replacement of one object of the host package, in every place that holds it.
 
     Attributes:
         target: A function, class, method or property; the module is the one that defines it. Constants are refused,
             because they cannot be told apart by identity.
-        build: Gets the original object and returns its replacement, a new object. Of a staticmethod or classmethod it
-            gets the plain function and returns a plain function: the engine keeps the kind. Wrappers use
-            :func:`functools.wraps`. It may be called for an apply that fails later, so it must have no other effect.
+        build: Gets the original object and returns its replacement, a new object: for a function use
+            :func:`wrap_with`. Of a staticmethod or classmethod it gets the plain function and returns a plain function:
+            the engine keeps the kind. It may be called for an apply that fails later, so it has no other effect.
 
     >>> record = PatchRecord(
     ...     id="X1", target="host.state:setup", build=lambda f: f, why="...", versions=">=1,<2", remove_when="never"

@@ -1,8 +1,9 @@
 """Find what holds given objects: names of modules and classes, default arguments, partial objects, and what else.
 
-Modules are read name by name; the rest is found backwards, by asking Python's garbage collector what refers to an
-object (0.1 s per step back in a process with torch and Megatron, where reading all classes and functions takes 1 s).
-No attribute is asked for, so no lazy module loads. What ``gc.freeze()`` has put aside is found under module names only.
+Modules are read name by name. The rest is found backwards, by asking Python's garbage collector what refers to an
+object: 0.1 s for each step back in a process with torch and Megatron, where reading all classes and functions takes
+1 s. No attribute is asked for, so no lazy module loads. What ``gc.freeze()`` has put aside is found under module names
+only.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from vtp_plugin.patching.objects import MARKER, attributes
 from vtp_plugin.patching.places import Default, PartialPart
-from vtp_plugin.undo import ABSENT, Name, Place, namespace
+from vtp_plugin.undo import ABSENT, Item, Name, Place, namespace
 
 # From an original to the class or function that holds it: a staticmethod, the dictionary of its class, the class.
 _STEPS: Final = 3
@@ -26,6 +27,7 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset, CellType, staticmethod,
 _BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
 # Objects of these modules describe code, such as annotations, fields and their caches; nobody calls what they hold.
 _DESCRIBING: Final = frozenset({"builtins", "types", "typing", "dataclasses", "functools", "inspect", "weakref"})
+_OWN: Final = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +49,9 @@ class Hit:
     new: object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What :func:`find` found, sorted by place.
-
-    Attributes:
-        hits: places that can be changed.
-        unreached: `id` of the object and the place, for people, where it stays: a closure, a container, an attribute.
-    """
-
-    hits: tuple[Hit, ...]
-    unreached: tuple[tuple[int, str], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Something that is, or leads to, one of the objects; `new` is its counterpart, `ABSENT` if it has none."""
+    """One of the objects, or something that leads to one; `new` is its counterpart, `ABSENT` if it has none."""
 
     value: object
     of: int
@@ -70,20 +59,27 @@ class _Known:
     path: str
 
 
-def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) -> Found:
-    """Find all that holds one of some objects.
+def is_own(module: str) -> bool:
+    """Tell whether a module belongs to the package that this engine is part of: it keeps originals on purpose."""
+    return f"{module}.".startswith(f"{_OWN}.")
+
+
+def find(swaps: Iterable[tuple[object, object]]) -> tuple[list[Hit], list[tuple[int, str]]]:
+    """Find all that holds one of some objects, except in the code of this package.
 
     Args:
         swaps: the objects, each with its counterpart.
-        is_own: tells whether a module belongs to the searching package; what its code holds does not count.
+
+    Returns:
+        The places that can be changed, and where objects stay (a closure, a container, an attribute), each as the `id`
+        of the object and a text for people; both sorted.
     """
     known = {id(old): _Known(old, id(old), new, "") for old, new in swaps}
     modules = _modules(is_own)
     owners = _frozen_owners(known, modules)
-    objects: dict[int, str] = {}
-    _climb(known, modules, owners, objects, is_own)
+    objects = _climb(known, modules, owners)
     hits: list[Hit] = []
-    unreached: list[tuple[int, str]] = []
+    unreached: set[tuple[int, str]] = set()
     named: set[int] = set()
     for owner in owners.values():
         where, module = _name(owner, modules)
@@ -94,12 +90,14 @@ def find(swaps: Iterable[tuple[object, object]], is_own: Callable[[str], bool]) 
             named.add(id(value))
             if place is not None and item.new is not ABSENT:
                 hits.append(Hit(where=where + label, module=module, of=item.of, place=place, new=item.new))
+            # A partial object is an owner itself: its parts are hits.
             elif not isinstance(item.value, functools.partial):
-                unreached.append((item.of, where + label + item.path))
-    unreached += [
+                unreached.add((item.of, where + label + item.path))
+    # An object that an owner holds is listed with the owner's name, which says more than its class.
+    unreached |= {
         (known[key].of, text + known[key].path) for key, text in objects.items() if key in known.keys() - named
-    ]
-    return Found(hits=tuple(sorted(hits, key=lambda hit: hit.where)), unreached=tuple(sorted(set(unreached))))
+    }
+    return sorted(hits, key=lambda hit: hit.where), sorted(unreached)
 
 
 def _frozen_owners(known: Mapping[int, _Known], modules: Mapping[int, ModuleType]) -> dict[int, Any]:
@@ -118,7 +116,7 @@ def _frozen_owners(known: Mapping[int, _Known], modules: Mapping[int, ModuleType
 
 
 def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
-    """Return those `id`s whose object a name of a loaded module holds.
+    """Return the `id`s whose object is the value of a name in a loaded module.
 
     Args:
         ids: of the objects.
@@ -128,22 +126,18 @@ def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
     return {key for module in modules for key in ids.intersection(map(id, list(namespace(module).values())))}
 
 
-def _climb(
-    known: dict[int, _Known],
-    modules: Mapping[int, ModuleType],
-    owners: dict[int, Any],
-    objects: dict[int, str],
-    is_own: Callable[[str], bool],
-) -> None:
+def _climb(known: dict[int, _Known], modules: Mapping[int, ModuleType], owners: dict[int, Any]) -> dict[int, str]:
     """Go back from the objects along references, as far as the owners: modules, classes, functions, partial objects.
 
     Args:
-        known: the objects; gets the containers and other objects on the way.
+        known: the objects; gets the containers and other objects on the path.
         modules: by `id` of their namespace.
         owners: gets what was found, by `id`.
-        objects: gets, by `id`, what the instances of classes on the way are called.
-        is_own: as for :func:`find`.
+
+    Returns:
+        What to call the other objects on the path, by `id`.
     """
+    objects: dict[int, str] = {}
     frontier = [item.value for item in known.values()]
     for _ in range(_STEPS):
         holders = gc.get_referrers(*frontier) if frontier else []
@@ -152,8 +146,7 @@ def _climb(
             kind: type = type(holder)
             if id(holder) in known or id(holder) in owners:
                 continue
-            if kind is dict and id(holder) in modules:
-                module = modules[id(holder)]
+            if (module := modules.get(id(holder))) is not None:
                 owners[id(module)] = module
             elif kind is FunctionType or issubclass(kind, type):
                 # A replacement holds its original, wherever it was written.
@@ -166,13 +159,14 @@ def _climb(
                     owners[id(holder)] = holder
             elif kind.__module__ not in _DESCRIBING and not is_own(kind.__module__):
                 _add(known, holder)
-                objects[id(holder)] = f"an object of class {kind.__module__}.{kind.__qualname__}"
                 frontier.append(holder)
+                objects[id(holder)] = f"an object of class {kind.__module__}.{kind.__qualname__}"
+    return objects
 
 
 def _add(known: dict[int, _Known], holder: Any) -> None:
     """Note what leads to an object, and its counterpart if it can be made anew."""
-    for label, value in _contents(holder):
+    for label, value, _ in held(holder):
         item = known.get(id(value))
         if item is not None:
             known[id(holder)] = _Known(holder, item.of, _rewrapped(holder, item.new), label + item.path)
@@ -184,59 +178,58 @@ def _add(known: dict[int, _Known], holder: Any) -> None:
 
 
 def _rewrapped(holder: Any, new: Any) -> object:
-    if new is ABSENT:
-        return ABSENT
-    if isinstance(holder, staticmethod | classmethod):
+    """Return `new` in the descriptor or bound method that holds the old object, `ABSENT` for other holders."""
+    if new is not ABSENT and isinstance(holder, staticmethod | classmethod):
         return type(holder)(new)
-    return MethodType(new, holder.__self__) if isinstance(holder, MethodType) else ABSENT
+    return MethodType(new, holder.__self__) if new is not ABSENT and isinstance(holder, MethodType) else ABSENT
 
 
-def _contents(holder: Any) -> Iterator[tuple[str, object]]:
-    """Yield what a container or another object holds, each with its label."""
-    if isinstance(holder, dict):
-        yield from (
-            (f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value) for key, value in _items(holder)
-        )
-    elif isinstance(holder, list | tuple):
-        yield from ((f"[{i}]", value) for i, value in enumerate(holder))
-    elif isinstance(holder, set | frozenset):
-        yield from (("{..}", value) for value in list(holder))
-    elif isinstance(holder, CellType):
-        yield "", _content(holder)
-    elif isinstance(holder, staticmethod | classmethod | MethodType):
-        yield "", holder.__func__
-    elif isinstance(holder, functools.partial):
-        yield from ((label, value) for label, value, _ in held(holder))
+def held(holder: Any) -> Iterator[tuple[str, object, Place | None]]:
+    """Yield what an object holds, each with its label and, where it can be changed, its place.
+
+    Every mapping is copied first: other threads go on assigning while we look.
+    """
+    # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
+    kind = type(holder)
+    if kind is FunctionType:
+        yield from _held_by_function(holder)
+    elif issubclass(kind, functools.partial):
+        yield " (partial)", holder.func, PartialPart(holder, 0)
+        yield from ((f" (partial, {i})", value, PartialPart(holder, i + 1)) for i, value in enumerate(holder.args))
+        for name, value in list(holder.keywords.items()):
+            yield f" (partial, {name})", value, Item(holder.keywords, name)
+    elif issubclass(kind, ModuleType | type):
+        mark = "." if issubclass(kind, type) else ":"
+        yield from ((mark + name, value, Name(holder, name)) for name, value in list(namespace(holder).items()))
+    elif issubclass(kind, dict):
+        for key, value in list(holder.items()):
+            yield f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value, None
+    elif issubclass(kind, list | tuple):
+        yield from ((f"[{i}]", value, None) for i, value in enumerate(holder))
+    elif issubclass(kind, set | frozenset):
+        yield from (("{..}", value, None) for value in list(holder))
+    elif kind is CellType:
+        yield "", _content(holder), None
+    elif issubclass(kind, staticmethod | classmethod | MethodType):
+        yield "", holder.__func__, None
     else:
-        yield from ((f".{name}", value) for name, value in _items(_instance_dict(holder)))
+        yield from ((f".{name}", value, None) for name, value in list(_instance_dict(holder).items()))
 
 
-def held(owner: Any) -> Iterator[tuple[str, object, Place | None]]:
-    """Yield what an owner holds, each with its label and, where it can be changed, its place."""
-    if isinstance(owner, FunctionType):
-        first = owner.__code__.co_argcount - len(owner.__defaults__ or ())
-        names = owner.__code__.co_varnames
-        for i, value in enumerate(owner.__defaults__ or ()):
-            yield f" (default {names[first + i]})", value, Default(owner, i)
-        for name, value in _items(owner.__kwdefaults__ or {}):
-            yield f" (default {name})", value, Default(owner, name)
-        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
-            if name != "__class__":
-                yield f" (closure variable {name})", _content(cell), None
-        for name, value in _items(owner.__dict__):
-            if name != "__wrapped__":
-                yield f".{name}", value, None
-    elif issubclass(type(owner), functools.partial):
-        yield " (partial)", owner.func, PartialPart(owner, None)
-        yield from ((f" (partial, {i})", value, PartialPart(owner, i)) for i, value in enumerate(owner.args))
-        yield from ((f" (partial, {k})", value, PartialPart(owner, k)) for k, value in _items(owner.keywords))
-    else:
-        mark = "." if issubclass(type(owner), type) else ":"
-        yield from ((mark + name, value, Name(owner, name)) for name, value in _items(namespace(owner)))
-
-
-def _items(mapping: Mapping[Any, Any]) -> Sequence[tuple[Any, Any]]:
-    return list(mapping.items())
+def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object, Place | None]]:
+    defaults, code = function.__defaults__ or (), function.__code__
+    first = code.co_argcount - len(defaults)
+    for i, value in enumerate(defaults):
+        yield f" (default {code.co_varnames[first + i]})", value, Default(function, i)
+    keyword_defaults = function.__kwdefaults__ or {}
+    for name, value in list(keyword_defaults.items()):
+        yield f" (default {name})", value, Item(keyword_defaults, name)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield f" (closure variable {name})", _content(cell), None
+    for name, value in list(function.__dict__.items()):
+        if name != "__wrapped__":
+            yield f".{name}", value, None
 
 
 def _content(cell: CellType) -> object:
@@ -254,13 +247,13 @@ def _instance_dict(instance: object) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _modules(is_own: Callable[[str], bool]) -> dict[int, ModuleType]:
+def _modules(is_left_out: Callable[[str], bool]) -> dict[int, ModuleType]:
     """Return the loaded modules, each once, by `id` of their namespace."""
     found: dict[int, ModuleType] = {}
     for name in sorted(sys.modules):
         module = sys.modules.get(name)
         # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
-        if module is not None and issubclass(type(module), ModuleType) and not is_own(name):
+        if module is not None and issubclass(type(module), ModuleType) and not is_left_out(name):
             found.setdefault(id(namespace(module)), module)
     return found
 
@@ -275,24 +268,19 @@ def _home(owner: Any) -> str:
 def _name(owner: Any, modules: Mapping[int, ModuleType]) -> tuple[str, str]:
     """Return what an owner is called, and its module's name."""
     if issubclass(type(owner), functools.partial):
-        return _name_of_holder(owner, modules)
+        return next(_names_of_partial(owner, modules), ("a functools.partial", ""))
     home = _home(owner)
     shown = shown_module(home)
-    if issubclass(type(owner), ModuleType):
-        return shown, home
-    return f"{shown}:{owner.__qualname__}", home
+    return shown if issubclass(type(owner), ModuleType) else f"{shown}:{owner.__qualname__}", home
 
 
-def _name_of_holder(partial: functools.partial[Any], modules: Mapping[int, ModuleType]) -> tuple[str, str]:
-    """Return what a partial object is called: a name of a module that holds it, if there is one."""
-    for holder in gc.get_referrers(partial):
-        module = modules.get(id(holder)) if type(holder) is dict else None
-        if module is not None:
-            names = (name for name, value in _items(namespace(module)) if value is partial)
-            name = next(names, None)
-            if name is not None:
-                return f"{shown_module(_home(module))}:{name}", _home(module)
-    return "a functools.partial", ""
+def _names_of_partial(partial: functools.partial[Any], modules: Mapping[int, ModuleType]) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules that hold a partial object, as :func:`_name` returns them."""
+    for module in (modules[id(holder)] for holder in gc.get_referrers(partial) if id(holder) in modules):
+        home = _home(module)
+        for name, value in list(namespace(module).items()):
+            if value is partial:
+                yield f"{shown_module(home)}:{name}", home
 
 
 def shown_module(name: str) -> str:
