@@ -1,4 +1,8 @@
-"""All records, by the moment at which they apply."""
+"""All records, by the moment at which they apply.
+
+Each function imports its modules late, because a patch imports the Megatron module that it belongs to: a run loads only
+what it uses, and only when its records apply.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Re
 
 
 def platform_records(session: Session) -> tuple[Record, ...]:
-    """Give the records that make Megatron run on this platform from its wheel at all."""
+    """Give the records without which Megatron's wheel does not run on this platform."""
     from vtp_plugin.patches.core.datasets import utils
     from vtp_plugin.patches.core.optimizer import distrib_optimizer
     from vtp_plugin.platform.cpu import CpuPlatform
@@ -77,7 +81,7 @@ def training_records(session: Session) -> tuple[Record, ...]:
 
 
 def u_shape_records(session: Session) -> tuple[Record, ...]:
-    """Give the records that a U-shaped pipeline needs besides."""
+    """Give the records that only a U-shaped pipeline needs."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
     from vtp_plugin.patches.core.pipeline_parallel import utils

@@ -1,4 +1,4 @@
-"""H4: process groups for stages of unequal size, built by Megatron's own function from planned rank lists."""
+"""H4: process groups for stages of unequal size, built by Megatron's function from planned rank lists."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _is_last(
 def _initialize(session: Session, writes: _Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `initialize_model_parallel` on the rank lists of the layout, then open the channels.
 
-    With a uniform list Megatron's function runs with its own rank lists.
+    With a uniform list it runs unchanged.
     """
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()

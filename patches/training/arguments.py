@@ -20,6 +20,7 @@ from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.undo import Name, UndoStack
 
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
@@ -87,7 +88,8 @@ def _refuse_yaml(session: Session) -> None:
     try:
         given, _ = parser.parse_known_args()
     except argparse.ArgumentError:
-        return  # Megatron's own parser says what is wrong
+        # Megatron's parser says what is wrong.
+        return
     if given.yaml_cfg is not None and given.vtp_size_list is not None:
         (rule,) = [rule for rule in RULES if rule.attribute == "yaml_cfg"]
         session.watch_failures()
@@ -192,11 +194,8 @@ def _prepare(
     _set_own_sizes(session, args)
     activate()
     # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
-    world_size, args.world_size = args.world_size, layout.uniform_world_size(args.rank)
-    try:
+    with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)):
         check()
-    finally:
-        args.world_size = world_size
     return statement
 
 

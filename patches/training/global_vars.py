@@ -11,6 +11,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
+from vtp_plugin.undo import Name, UndoStack
 
 _VOCABULARY = "vocabulary of the edge"
 
@@ -49,12 +50,8 @@ def _on_writer(session: Session, original: Callable[[argparse.Namespace], None],
 
     Of a world that ends with the writer, this rank is the last one only if it is the writer.
     """
-    world_size = args.world_size
-    args.world_size = session.planned.writer_rank + 1
-    try:
+    with UndoStack().during(Name(args, "world_size"), session.planned.writer_rank + 1):
         original(args)
-    finally:
-        args.world_size = world_size
 
 
 class NoTokenizer:

@@ -136,7 +136,7 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
         ),
         pytest.param(
             ["1,1,2", "--sft"],
-            ["--sft with --layerwise-disagg"],
+            ["--sft with --vtp-size-list"],  # the first row that refuses it is the one for unequal stages
             id="fine-tuning",
             marks=pytest.mark.full,
         ),

@@ -160,13 +160,8 @@ class AppliedPatches:
     def status(self) -> tuple[PatchStatus, ...]:
         """Report every record that was given to :func:`apply_records`, in that order, as things are now."""
         patches = {id(patch.record): patch for patch in self.patches}
-        places: dict[int, list[Hit]] = {}
-        for patch, hit in self._replacements() if self.active else ():
-            if hit.place.key != patch.hit.place.key:
-                places.setdefault(id(patch.record), []).append(hit)
-        return tuple(
-            self._status(record, patches.get(id(record)), places.get(id(record), ())) for record in self.records
-        )
+        found = self._replacements() if self.active else []
+        return tuple(self._status(record, patches.get(id(record)), found) for record in self.records)
 
     def taken_before(self, value: object) -> str:
         """Say which import to move if a callable is, or calls, an original that was taken before applying; else "".
@@ -218,7 +213,8 @@ class AppliedPatches:
         of = {id(new): patch for patch, (new, _) in pairs}
         return [(of[hit.of], hit) for hit in find(pair for _, pair in pairs)[0]]
 
-    def _status(self, record: Record, patch: Patch | None, places: Sequence[Hit]) -> PatchStatus:
+    def _status(self, record: Record, patch: Patch | None, found: Sequence[tuple[Patch, Hit]]) -> PatchStatus:
+        places = [hit for other, hit in found if other is patch and hit.place.key != other.hit.place.key]
         is_write = isinstance(record, WriteRecord)
         applied = self.active and (is_write or (patch is not None and patch.hit.place.get() is patch.new))
         skipped = self.skipped.get(id(record), "")

@@ -12,7 +12,7 @@ from vtp_plugin.patching.record import Target
 MARKER: Final = "__vtp_record__"
 """Attribute of every replacement (of a property: of its accessors); holds the id of its record."""
 
-# These packages do not patch the host: their decorators are part of how it writes its own functions.
+# These packages do not patch the host: the host decorates its functions with them.
 _DECORATOR_LIBRARIES: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
 
 
@@ -24,7 +24,7 @@ def functions(value: Any) -> list[Any]:
 
 
 def attributes(obj: Any) -> Mapping[str, Any]:
-    """Return the object's own attributes; of a class not the inherited ones, of a proxy those behind it."""
+    """Return the attributes of an object itself; of a class without inherited ones, of a proxy those behind it."""
     return getattr(obj, "__dict__", {})
 
 
@@ -57,7 +57,7 @@ def foreign_wrapper(target: Target, is_own: Callable[[str], bool]) -> str:
 
 
 def _code_home(obj: Any) -> str | None:
-    """Return the module in which a Python function was written, whatever it says about itself."""
+    """Return the module in which a Python function was written, whatever its `__module__` says."""
     return obj.__globals__.get("__name__") if isinstance(obj, FunctionType) else None
 
 
@@ -76,7 +76,7 @@ def wrong_kind(old: object, new: object) -> str | None:
 
 
 def describe(obj: Any) -> str:
-    """Name an object and the module that it really comes from, for messages."""
+    """Name an object and the module in which it was written, for messages."""
     function = next(iter(functions(obj)), obj)
     home = _code_home(function) or getattr(function, "__module__", None) or type(function).__module__
     return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"

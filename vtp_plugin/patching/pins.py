@@ -26,8 +26,8 @@ Pins = Mapping[str, Mapping[str, str]]
 def pin_of(value: Any) -> str:
     """Digest the source text of a function, class or descriptor; of anything else return the empty string.
 
-    Blank lines, trailing blanks and the depth of the whole definition do not count; comments do. What wraps a function
-    as :func:`functools.wraps` does has the digest of that function.
+    Blank lines, trailing blanks and the indentation of the whole definition do not count; comments do. A wrapper made
+    with :func:`functools.wraps` has the digest of the function that it wraps.
 
     >>> len(pin_of(textwrap.dedent)), pin_of(textwrap.dedent) == pin_of(textwrap.indent), pin_of(3)
     (16, False, '')
@@ -41,7 +41,7 @@ def pin_of(value: Any) -> str:
 
 
 def pins_of(targets: Iterable[str], host_prefix: str = "megatron") -> dict[str, str]:
-    """Digest those targets, as installed, that are the host's own code.
+    """Digest the installed targets that the host defines itself.
 
     Raises:
         LookupError: A target does not exist.
@@ -58,11 +58,11 @@ def read_pins(path: Path) -> Pins:
 
 
 def changed_targets(pins: Pins, version: str, found: Mapping[str, str]) -> tuple[str, ...]:
-    """Name the targets that are not what they were when the patches were written.
+    """Name the targets that have changed since the patches were written.
 
     Args:
         pins: As read from a pin file.
-        version: Of the installed host; if it has no pins, the newest version that has some counts.
+        version: Of the installed host; without pins for it, the newest version with pins counts.
         found: The digests of what is installed, as from :func:`pins_of`.
 
     >>> changed_targets({"1.9": {"a:f": "0", "a:g": "1"}}, "1.10", {"a:f": "0", "a:g": "2", "a:h": "3"})

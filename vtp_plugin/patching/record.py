@@ -165,7 +165,7 @@ class Target:
         owner: Module or class on which a replacement is set; a class that only inherits the attribute is possible.
         name: Name of the attribute.
         value: The raw object, possibly a staticmethod, classmethod or property object.
-        defined_in: Module or class whose own namespace holds `value`.
+        defined_in: Module or class whose namespace holds `value`: `owner` or, for an inherited attribute, a base class.
     """
 
     owner: ModuleType | type
@@ -180,7 +180,7 @@ class PatchStatus:
 
     Attributes:
         id: As in the record; so are `target`, `versions`, `why` and `remove_when`.
-        applied: The replacement is in force; of a write: patches may make it.
+        applied: The replacement is in force; of a write: patches may make it now.
         skipped: Why the record was left out from the start; empty when it was carried out (and maybe reverted since).
         aliases_found: Places such as ``"module:name"`` in loaded host modules that hold the replacement, the target
             itself apart, sorted. Contains modules that were imported after applying.
@@ -254,7 +254,7 @@ def _remarks(status: PatchStatus) -> list[str]:
 
 
 def _shortened(items: Sequence[str], limit: int = 8) -> str:
-    """Join texts, at most some of them."""
+    """Join texts; beyond the limit only say how many there are."""
     rest = len(items) - limit
     return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -284,7 +284,7 @@ def resolve_target(target: str) -> Target:
 
 
 def _find(owner: ModuleType | type, name: str) -> tuple[Any, ModuleType | type]:
-    """Return the raw attribute and the namespace owner that holds it, along the method resolution order."""
+    """Return the raw attribute and the module or class that holds it, along the method resolution order."""
     for place in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in namespace(place):
             return namespace(place)[name], place

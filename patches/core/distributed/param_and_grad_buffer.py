@@ -51,8 +51,8 @@ class _Gathers:
     def manager(self, group: dist.ProcessGroup, async_ops: bool) -> Iterator[_Gathers]:
         yield self
 
-    def gather(self, output: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
-        work = dist.all_gather_into_tensor(output, own, group=group, async_op=async_op)
+    def gather(self, output: torch.Tensor, shard: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
+        work = dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
         if work is not None:
             self._works.append(work)
 

@@ -13,6 +13,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.options.table.check import check_config
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.communicator import PipelineCommunicator
 from vtp_plugin.session import Session
 
 
@@ -35,21 +36,22 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def tensor_format(session: Session, config: Any, refuse: Callable[[], None] = lambda: None) -> TensorFormat:
+def tensor_format(session: Session, config: Any, check: Callable[[], None] = lambda: None) -> TensorFormat:
     """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
 
     Args:
         session: the applied plugin.
         config: of the model.
-        refuse: a further check; it raises ConfigError.
+        check: a further check; it raises ConfigError.
 
     Raises:
         ConfigError: it was made for another stage, asks for what does not work, or differs from another rank's.
-        PatchError: its end of the backward pass is Megatron's own, taken before the plugin was applied.
+        PatchError: its ``finalize_model_grads_func`` was taken from Megatron before the plugin was applied.
     """
 
     def read() -> TensorFormat:
-        refuse()
+        # Inside the comparison: if one rank refuses here, the others learn why and do not wait for it.
+        check()
         return _read_format(session, config)
 
     return session.agree_on_format(read)
@@ -88,8 +90,13 @@ def communicator_class(session: Session, original: type) -> type:
             self._vtp = session.running.communicator if session.is_running else None
             self._vtp_format: TensorFormat | None = None
 
-        def _communicate(
+        def _communicate(self, **exchange: Any) -> Any:
+            """Exchange with both neighbours; all public methods of Megatron's class end here."""
+            return super()._communicate(**exchange) if self._vtp is None else self._exchange(self._vtp, **exchange)
+
+        def _exchange(
             self,
+            communicator: PipelineCommunicator,
             *,
             tensor_send_next: torch.Tensor | None,
             tensor_send_prev: torch.Tensor | None,
@@ -98,20 +105,11 @@ def communicator_class(session: Session, original: type) -> type:
             tensor_shape: Sequence[int] | None,
             wait_on_reqs: bool = True,
         ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
-            """Exchange with both neighbours over channels; arguments and result as of Megatron's method."""
-            if self._vtp is None:
-                return super()._communicate(
-                    tensor_send_next=tensor_send_next,
-                    tensor_send_prev=tensor_send_prev,
-                    recv_prev=recv_prev,
-                    recv_next=recv_next,
-                    tensor_shape=tensor_shape,
-                    wait_on_reqs=wait_on_reqs,
-                )
+            """Exchange over channels; arguments and result as of Megatron's `_communicate`."""
             if not session.planned.replicas.is_equal:
                 raise ConfigError(
-                    "Megatron's own schedules do not fit stages of different data-parallel sizes; take the function "
-                    "that runs a step from get_forward_backward_func()"
+                    "Megatron's schedules do not fit stages of different data-parallel sizes; run each step with the "
+                    "function that get_forward_backward_func() returns"
                 )
             if (recv_prev or recv_next) and (self.config.pipeline_dtype is None or tensor_shape is None):
                 raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
@@ -120,8 +118,8 @@ def communicator_class(session: Session, original: type) -> type:
             if self._vtp_format is None:
                 # All ranks compare the format. A script may call the constructor on some ranks only.
                 self._vtp_format = tensor_format(session, self.config)
-                self._vtp.start_step()
-            done = self._vtp.exchange(
+                communicator.start_step()
+            done = communicator.exchange(
                 self._vtp_format,
                 send_next=tensor_send_next,
                 send_prev=tensor_send_prev,
@@ -132,7 +130,7 @@ def communicator_class(session: Session, original: type) -> type:
             )
             return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
 
-    # Under Megatron's name, for messages and pickles; the module tells whose it is.
+    # Messages show Megatron's name; the module says whose class it is.
     P2PCommunicator.__qualname__ = original.__qualname__
     P2PCommunicator.__module__ = __name__
     return P2PCommunicator
