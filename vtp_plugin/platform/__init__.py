@@ -1,10 +1,11 @@
-"""The device under the training run: NVIDIA (NCCL), Ascend (HCCL) or the host itself (gloo)."""
+"""The device that a run trains on: NVIDIA (NCCL), Ascend (HCCL) or the host itself (gloo)."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
+from vtp_plugin.config import DeviceName
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform, refusal
@@ -12,40 +13,38 @@ from vtp_plugin.platform.cuda import CudaPlatform
 from vtp_plugin.platform.npu import NpuPlatform
 from vtp_plugin.platform.probe import probe_cuda, probe_npu, working_accelerator
 
-__all__ = ["Platform", "Requested", "detect"]
+__all__ = ["Platform", "detect"]
 
-Requested = Literal["auto", "cuda", "npu", "cpu"]
+# npu first: with torch_npu's transfer_to_npu, torch.cuda answers for the NPU.
+_ACCELERATORS: Final = {"npu": (probe_npu, NpuPlatform), "cuda": (probe_cuda, CudaPlatform)}
 
-_REQUESTS: Final = ("auto", "cuda", "npu", "cpu")
 
-
-def detect(requested: Requested = "auto") -> Platform:
+def detect(requested: DeviceName = "auto") -> Platform:
     """Return the platform of this process: npu if one works, else cuda, else cpu.
 
-    Nothing is changed: call :meth:`Platform.install` on the result before Megatron touches the device.
+    It changes nothing: call :meth:`Platform.install` on the result before Megatron touches the device.
 
     Args:
-        requested: A platform that must be used, or "auto".
+        requested: The platform to use, or "auto".
 
     Raises:
         ConfigError: The requested platform does not exist here, or is "cpu" beside a working accelerator.
     """
-    if requested not in _REQUESTS:
-        raise ConfigError(f"platform {requested}: unknown; choose one of {', '.join(_REQUESTS)}")
+    if requested not in get_args(DeviceName):
+        raise ConfigError(f"platform {requested}: unknown; choose one of {', '.join(get_args(DeviceName))}")
     platform = _detect_any() if requested == "auto" else _detect_requested(requested)
     logging.getLogger(__name__).debug("platform %s: %s", platform.name, platform.reason)
     return platform
 
 
 def _detect_any() -> Platform:
-    # npu first: with torch_npu's transfer_to_npu, torch.cuda answers for the NPU.
-    has_npu, npu_reason = probe_npu()
-    if has_npu:
-        return NpuPlatform(npu_reason)
-    has_cuda, cuda_reason = probe_cuda()
-    if has_cuda:
-        return CudaPlatform(cuda_reason)
-    return CpuPlatform(f"no accelerator: {npu_reason}, {cuda_reason}")
+    reasons: list[str] = []
+    for probe, platform in _ACCELERATORS.values():
+        works, reason = probe()
+        if works:
+            return platform(reason)
+        reasons.append(reason)
+    return CpuPlatform(f"no accelerator: {', '.join(reasons)}")
 
 
 def _detect_requested(requested: Literal["cuda", "npu", "cpu"]) -> Platform:
@@ -53,7 +52,8 @@ def _detect_requested(requested: Literal["cuda", "npu", "cpu"]) -> Platform:
         if (accelerator := working_accelerator()) is not None:
             raise ConfigError(refusal(accelerator))
         return CpuPlatform("requested")
-    works, reason = probe_npu() if requested == "npu" else probe_cuda()
+    probe, platform = _ACCELERATORS[requested]
+    works, reason = probe()
     if not works:
         raise ConfigError(f"platform {requested}: no such device here, {reason}; use platform auto or cpu")
-    return NpuPlatform(f"requested, {reason}") if requested == "npu" else CudaPlatform(f"requested, {reason}")
+    return platform(f"requested, {reason}")

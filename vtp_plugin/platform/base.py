@@ -1,4 +1,4 @@
-"""What every platform answers: a handful of attributes and methods, so that the runtime never names a device."""
+"""The interface of a platform; through it the runtime never names a kind of device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ BackendName = Literal["gloo", "nccl", "hccl"]
 class Platform:
     """The device that this process trains on and the backend that its tensors travel on.
 
-    One object per process, made by :func:`vtp_plugin.platform.detect`. It is not a registry and owns no process group.
+    A process has one, made by :func:`vtp_plugin.platform.detect`. It has no process groups.
 
     Attributes:
         name: the device type, as in ``torch.device(name)``.
         backend: the process-group backend for tensors of this device.
-        reason: why this platform was chosen, one phrase for the start-up log line.
+        reason: why this platform was chosen, as a phrase for the log.
         host_blocking_wait: whether ``Work.wait()`` blocks the host until the data is there (gloo), or only orders
             streams.
-        gathers_by_messages: whether slices inside a stage are exchanged by messages, not by the backend's all-gather.
-            Gloo's own takes up to five times as long (``benchmarks/finish.py``). Devices take their all-gather.
+        gathers_by_messages: whether the ranks of a stage swap slices by messages, not by the backend's all-gather.
+            Gloo's all-gather takes up to five times as long as messages (``benchmarks/finish.py``).
     """
 
     name: PlatformName
@@ -44,7 +44,8 @@ class Platform:
         return torch.device(self.name, self.module().current_device())
 
     def module(self) -> ModuleType:
-        """Return ``torch.cpu``, ``torch.cuda`` or ``torch.npu``, looked up at the time of the call."""
+        """Return ``torch.cpu``, ``torch.cuda`` or ``torch.npu``."""
+        # Looked up at each call: torch.npu exists only once torch_npu is imported.
         return torch.get_device_module(self.name)
 
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:

@@ -1,8 +1,8 @@
 """The CPU platform: unmodified Megatron trains on the host, over gloo.
 
 Megatron-Core has no CPU path: it calls ``torch.cuda`` in several hundred places. :meth:`CpuPlatform.install` maps what
-it calls onto the CPU and :meth:`CpuPlatform.uninstall` puts every attribute back. ``torch.distributed`` stays as it
-is: the backend is the caller's choice.
+it calls onto the CPU, and :meth:`CpuPlatform.uninstall` puts every attribute back. ``torch.distributed`` stays as it
+is: the caller chooses the backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vtp_plugin.undo import UndoStack
 
 
 class CpuPlatform(Platform):
-    """Training on the host with gloo; see :class:`vtp_plugin.platform.base.Platform` for what is not told here."""
+    """Training on the host with gloo; see :class:`vtp_plugin.platform.base.Platform`."""
 
     name: PlatformName = "cpu"
     backend: BackendName = "gloo"
@@ -47,15 +47,15 @@ class CpuPlatform(Platform):
     def device_random(self) -> AbstractContextManager[None]:
         """Return a context in which dropout and in-place initialisers draw from the device's generator.
 
-        They take no ``device`` argument, so the mapping cannot tell that Megatron means the device. Use it round code
-        that draws "on the device" while the CPU's generator must not move. Nesting does nothing.
+        They take no ``device`` argument, so the mapping cannot know that Megatron means the device. Use the context
+        around code that draws "on the device" while the CPU's generator must not advance. Nesting does nothing.
         """
         return self._device.generator.as_default()
 
     def install(self) -> None:
         """Map ``torch.cuda`` onto the CPU, for the whole process. A second call does nothing.
 
-        Functions under ``torch.compile`` run uncompiled from now on, whether they were compiled before or later.
+        From now on functions under ``torch.compile`` run uncompiled, also those compiled before.
 
         Raises:
             ConfigError: An accelerator works on this machine.
@@ -83,7 +83,7 @@ class CpuPlatform(Platform):
         if self._compiler_stance is not None:
             self._compiler_stance.__exit__(None, None, None)
             self._compiler_stance = None
-            # torch._dynamo has collected torch's functions, by identity, while they were ours.
+            # torch._dynamo has cached torch's functions by identity while the replacements stood there.
             torch._dynamo.trace_rules.clear_lru_cache()
 
 

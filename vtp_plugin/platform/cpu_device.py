@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from vtp_plugin.platform.cpu_random import DefaultGenerators, DeviceGenerator
 from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamState
 from vtp_plugin.undo import UndoStack
 
-# From capability 10 on Megatron drops its demand that CUDA_DEVICE_MAX_CONNECTIONS be 1, which means nothing here.
+# Up to capability 9 Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, which means nothing on a CPU.
 _CAPABILITY: Final = (10, 0)
 
 _NOTHING_TO_DO: Final = [
@@ -54,18 +54,6 @@ class DeviceProperties:
     multi_processor_count: int
 
 
-class _Cudart:
-    """Stands for ``torch.cuda.cudart()``: the profiler switches."""
-
-    @staticmethod
-    def cudaProfilerStart() -> int:
-        return 0
-
-    @staticmethod
-    def cudaProfilerStop() -> int:
-        return 0
-
-
 class CpuDevice:
     """One simulated CUDA device: always there, idle, with the host's memory.
 
@@ -95,7 +83,7 @@ class CpuDevice:
         return self._memory_bytes("SC_AVPHYS_PAGES"), self._memory_bytes("SC_PHYS_PAGES")
 
     def torch_cuda_attributes(self) -> dict[str, object]:
-        """Return name -> replacement for ``torch.cuda``."""
+        """Return the replacements for ``torch.cuda``, by name."""
         generator, streams = self.generator, self._streams
         methods = (
             self.is_available, self.get_device_properties, self.mem_get_info, streams.current_stream,
@@ -110,7 +98,7 @@ class CpuDevice:
             **{name: _returning(answer) for name, answer in _ANSWERS.items()},
             "memory_stats": lambda device=None: defaultdict[str, int](int),  # 0, whatever the key
             "memory_snapshot": lambda *args, **kwargs: [],
-            "cudart": _Cudart,
+            "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
             "manual_seed_all": lambda seed: generator.manual_seed(seed),
             "seed_all": lambda: generator.seed(),
             "default_generators": DefaultGenerators(generator),
@@ -122,7 +110,8 @@ class CpuDevice:
 
 
 def map_torch_cuda(undo: UndoStack, device: CpuDevice) -> None:
-    """Replace what Megatron calls on ``torch.cuda`` by the stand-in device; ``undo`` receives every replacement."""
+    """Let what Megatron calls on ``torch.cuda`` act on a stand-in device; ``undo`` receives every replacement."""
+    # torch.cuda takes these functions from its submodules, which call each other there.
     submodules = (torch.cuda.random, torch.cuda.memory, torch.cuda.streams)
     for name, replacement in device.torch_cuda_attributes().items():
         original = vars(torch.cuda).get(name)
@@ -134,21 +123,13 @@ def map_torch_cuda(undo: UndoStack, device: CpuDevice) -> None:
         undo.set(torch.cuda, name, replacement)
     for name in ("start", "stop"):
         undo.set(torch.cuda.profiler, name, _returning(None))
-    _map_nvtx(undo, torch.cuda.nvtx)
+    # torch's CPU build raises on the profiler's ranges.
+    for name, answer in {"range_push": 0, "range_pop": 0, "range_start": 0, "range_end": None, "mark": None}.items():
+        undo.set(torch.cuda.nvtx, name, _returning(answer))
+    undo.set(torch.cuda.nvtx, "range", _nvtx_range)
     # A CUDA build reports an accelerator even without a driver, and torch would then open streams on it (seen in
     # optimizers, in torch._dynamo and in a DataLoader that pins memory).
     undo.set(torch._C, "_accelerator_getAccelerator", _returning(None))
-
-
-def _map_nvtx(undo: UndoStack, nvtx: ModuleType) -> None:
-    """Silence the profiler ranges: torch's CPU build raises on them."""
-    replacements: dict[str, Callable[..., object]] = {
-        **{name: _returning(0) for name in ("range_push", "range_pop", "range_start")},
-        **{name: _returning(None) for name in ("range_end", "mark")},
-        "range": _nvtx_range,
-    }
-    for name, replacement in replacements.items():
-        undo.set(nvtx, name, replacement)
 
 
 @contextmanager
@@ -159,8 +140,8 @@ def _nvtx_range(msg: str, *args: object, **kwargs: object) -> Generator[None]:
 def _returning(value: object) -> Callable[..., Any]:
     """Return a new function that takes anything and returns ``value``.
 
-    A new one for each name: torch._dynamo collects torch's functions by name whenever it first compiles something, and
-    raises if it meets one function under two names that it treats differently.
+    Each name needs a function of its own: when torch._dynamo first compiles something, it collects torch's functions by
+    name, and raises if it finds one function under two names that it treats differently.
     """
 
     def stand_in(*args: object, **kwargs: object) -> object:

@@ -1,8 +1,8 @@
 """The random generator of the simulated device.
 
-On a real accelerator the device has its own generator: kernels that Megatron runs "on the device" before the weights
-are drawn leave the CPU generator alone, so ``--use-cpu-initialization`` gives the same weights for every TP size. The
-CPU platform keeps that property with a second generator.
+A real accelerator has a second generator: what Megatron draws "on the device" before the weights does not advance the
+CPU's generator, so ``--use-cpu-initialization`` gives the same weights for every TP size. The CPU platform keeps that
+property with a second generator, too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class DeviceGenerator:
 
     @property
     def current(self) -> torch.Generator:
-        """The generator that holds the device's state now: its own, or the CPU's default one in :meth:`as_default`."""
+        """The generator with the device's state: a separate one, or inside :meth:`as_default` the CPU's default one."""
         return torch.default_generator if self._is_default else self._own
 
     @contextmanager
     def as_default(self) -> Generator[None]:
         """Let random operations without a ``generator=`` argument draw from the device's stream.
 
-        The state moves into the CPU's default generator and back, whose own state is put aside meanwhile. Nesting does
-        nothing. Not safe against other threads that draw random numbers.
+        Meanwhile the device's state replaces that of the CPU's default generator, which is restored afterwards. Nesting
+        does nothing. Not safe if other threads draw random numbers.
         """
         if self._is_default:
             yield
@@ -49,7 +49,7 @@ class DeviceGenerator:
             self._own.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(cpu_state)
 
-    # The names and arguments below are those of torch.cuda.random; the device argument has only one meaning here.
+    # Names and arguments follow torch.cuda.random. There is one device, so the device argument is ignored.
 
     def get_rng_state(self, device: object = "cuda") -> torch.Tensor:
         """Return a copy of the device generator's state, a byte tensor on the CPU."""
@@ -64,7 +64,7 @@ class DeviceGenerator:
         self.current.set_state(new_state)
 
     def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
-        """Set the states of all devices: the first one counts."""
+        """Set the states of all devices: there is one, which takes the first."""
         self.current.set_state(new_states[0])
 
     def manual_seed(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Streams and events of a device that runs everything at once, on the host, in program order."""
+"""Streams and events of a device that runs everything on the host, immediately and in program order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class CpuEvent:
-    """Stands for ``torch.cuda.Event``: it is reached as soon as it is recorded, and it keeps the host's clock."""
+    """Stands for ``torch.cuda.Event``: it is complete as soon as it is recorded, with the time of the host."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -42,7 +42,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """Stands for ``torch.cuda.Stream``: work put on it has finished when the call returns."""
+    """Stands for ``torch.cuda.Stream``: its work is done when the call returns."""
 
     def __init__(self, device: object = None, priority: int = 0, **_kwargs: object) -> None:
         self.device = torch.device("cpu")
@@ -77,7 +77,7 @@ class CpuStream:
 
 
 class StreamState:
-    """Keeps the current stream, so that ``current_stream()`` gives back what ``set_stream()`` was given."""
+    """Keeps the current stream: ``current_stream()`` returns what ``set_stream()`` was given."""
 
     def __init__(self) -> None:
         self._default = CpuStream()

@@ -1,8 +1,7 @@
 """Tensor factories and tensor methods that understand ``device="cuda"`` on a machine without CUDA.
 
-Each function is wrapped where Megatron looks it up (``torch.zeros``, ``torch.Tensor.to``), not through a
-``TorchFunctionMode``: a mode slows down every torch call and exists once per thread, and the autograd thread runs
-Megatron's backward functions.
+Each function is wrapped where Megatron looks it up (``torch.zeros``, ``torch.Tensor.to``). A ``TorchFunctionMode``
+would slow down every torch call and hold for one thread only, and another thread runs Megatron's backward functions.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ def is_cuda_device(device: object) -> bool:
     >>> [is_cuda_device(device) for device in (None, "cpu", "meta", torch.device("cpu"), torch.float32, True)]
     [False, False, False, False, False, False]
     """
-    if device is None:
-        return False
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
-        return device == "cuda" or device.startswith("cuda:")
-    return type(device) is int
+        return device.partition(":")[0] == "cuda"
+    return type(device) is int  # not isinstance: True is no index
 
 
 def cpu_device(device: Any) -> Any:
@@ -56,15 +53,15 @@ def map_tensors(undo: UndoStack, device_generator: DeviceGenerator) -> None:
 
     Args:
         undo: Receives every replacement.
-        device_generator: Random factories called with a CUDA device draw from it.
+        device_generator: Random factories draw from it if they are called with a CUDA device.
     """
-    # torch caches this list of its own factories at first use; filled later, it would hold our wrappers for good and
-    # `with torch.device("meta")` would build real tensors.
+    # torch caches this list of its factories at first use. Filled later, it would keep the wrappers even after they are
+    # removed, and `with torch.device("meta")` would build real tensors.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         undo.set(torch, name, _factory_on_cpu(getattr(torch, name)))
     for name in _RANDOM_FACTORIES:
-        undo.set(torch, name, _random_factory_on_cpu(getattr(torch, name), device_generator))
+        undo.set(torch, name, _factory_on_cpu(getattr(torch, name), device_generator))
     for name in _TENSOR_FACTORIES:
         undo.set(torch.Tensor, name, _factory_on_cpu(getattr(torch.Tensor, name)))
     undo.set(torch.Tensor, "to", _to_on_cpu(torch.Tensor.to))
@@ -72,8 +69,8 @@ def map_tensors(undo: UndoStack, device_generator: DeviceGenerator) -> None:
     undo.set(torch.nn.Module, "to", _to_on_cpu(torch.nn.Module.to))
     undo.set(torch.Tensor, "type", _type_as_if_on_cuda(torch.Tensor.type))
     for name in ("cuda", "pin_memory"):
-        undo.set(torch.Tensor, name, _return_self(getattr(torch.Tensor, name)))
-    undo.set(torch.Tensor, "record_stream", _do_nothing(torch.Tensor.record_stream))
+        undo.set(torch.Tensor, name, _idle(getattr(torch.Tensor, name), returns_self=True))
+    undo.set(torch.Tensor, "record_stream", _idle(torch.Tensor.record_stream, returns_self=False))
     _map_contexts(undo)
 
 
@@ -102,22 +99,15 @@ def _redirect(kwargs: dict[str, Any]) -> bool:
     return on_cuda
 
 
-def _factory_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _factory_on_cpu(function: Callable[..., Any], generator: DeviceGenerator | None = None) -> Callable[..., Any]:
+    """Let a factory make CPU tensors for a CUDA device; a random one then draws from the device's generator."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _redirect(kwargs)
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-def _random_factory_on_cpu(function: Callable[..., Any], device_generator: DeviceGenerator) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _redirect(kwargs):
+        if not _redirect(kwargs) or generator is None:
             return function(*args, **kwargs)
         # Not `generator=`: the *_like functions of older torch do not take it.
-        with device_generator.as_default():
+        with generator.as_default():
             return function(*args, **kwargs)
 
     return wrapper
@@ -153,24 +143,18 @@ def _type_as_if_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
-def _return_self(function: Callable[..., Any]) -> Callable[..., Any]:
+def _idle(function: Callable[..., Any], *, returns_self: bool) -> Callable[..., Any]:
+    """Replace a tensor method that has nothing to do on a CPU."""
+
     @functools.wraps(function)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
-
-    return method
-
-
-def _do_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        return None
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return self if returns_self else None
 
     return method
 
 
 def _first_argument_on_cpu(init: Callable[..., None], convert: Callable[[Any], Any]) -> Callable[..., None]:
-    """Convert the device (type) that ``__init__`` takes as ``device``, ``device_type`` or first argument."""
+    """Wrap an ``__init__`` to convert its device: the first argument, ``device`` or ``device_type``."""
 
     @functools.wraps(init)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,8 +16,8 @@ class CudaPlatform(Platform):
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return NCCL options with a high-priority stream, or None if this torch has no NCCL.
 
-        A stage waits for the boundary, so its kernels go before the compute kernels that are queued already. NCCL sizes
-        its own buffers: ``buffer_size_bytes`` is not used.
+        A stage waits for the boundary, so the kernels of a channel run before compute kernels that are already queued.
+        NCCL sizes its buffers itself and ignores ``buffer_size_bytes``.
         """
         options_class = getattr(getattr(torch.distributed, "ProcessGroupNCCL", None), "Options", None)
         if options_class is None:

@@ -13,8 +13,8 @@ _MIB: Final = 1 << 20
 class NpuPlatform(Platform):
     """Training on Ascend devices; see :class:`vtp_plugin.platform.base.Platform`.
 
-    Needs ``torch_npu`` imported. What Megatron calls on ``torch.cuda`` is mapped by ``transfer_to_npu`` or MindSpeed,
-    not here.
+    ``torch_npu`` must be imported. ``transfer_to_npu`` or MindSpeed map what Megatron calls on ``torch.cuda``, not this
+    class.
     """
 
     name: PlatformName = "npu"
@@ -23,8 +23,8 @@ class NpuPlatform(Platform):
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return HCCL options with a buffer for one message, or None for HCCL's default buffer.
 
-        By default each communicator takes twice 200 MB of device memory; a channel carries one message at a time and
-        needs no more than its size, rounded up to whole MB.
+        By default each communicator takes twice 200 MB of device memory. A channel carries one message at a time: the
+        size of the largest message, rounded up to whole MB, is enough.
 
         Args:
             buffer_size_bytes: The largest message in bytes; None keeps the default.

@@ -1,4 +1,4 @@
-"""Which accelerator works on this machine, asked without raising."""
+"""Find out which accelerator works on this machine, without raising."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vtp_plugin.platform.cpu_device import CpuDevice
 
 
 def is_cpu_mapping_installed() -> bool:
-    """Tell whether ``torch.cuda`` is the CPU's stand-in; what it says about devices then means nothing."""
+    """Tell whether ``torch.cuda`` stands for the CPU; what it says about devices then means nothing."""
     return isinstance(getattr(torch.cuda.is_available, "__self__", None), CpuDevice)
 
 
 def probe_npu() -> tuple[bool, str]:
     """Return whether an NPU works, and why (not), importing ``torch_npu`` if it is installed.
 
-    torch_npu fails to import in many ways: CANN libraries missing, a torch of another version, a CUDA device beside it.
-    All of them mean "no NPU here", so every exception does.
+    The import of torch_npu can fail for many reasons: missing CANN libraries, a torch of another version, a CUDA device
+    in the machine. So every exception means "no NPU here".
     """
     if not hasattr(torch, "npu"):
         if importlib.util.find_spec("torch_npu") is None:
