@@ -1,6 +1,6 @@
-"""Command line: ``python -m vtp_plugin run | plan | draw | simulate | doctor``. One file for each command.
+"""The command line, ``python -m vtp_plugin run | plan | draw | simulate | doctor``: one file for each command.
 
-Commands parse, call and print; what they show is planned elsewhere. Only ``run`` and ``doctor`` import torch and
+Commands parse, call and print; other packages plan what they show. Only ``run`` and ``doctor`` import torch and
 Megatron.
 """
 

@@ -1,8 +1,9 @@
-"""What crosses each boundary, as one replica shows it, and in words."""
+"""What crosses each boundary: the plans of one replica, in words and as JSON."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,15 +22,15 @@ _DIMENSIONS = "SBH"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryView:
-    """Two neighbouring stages, and how a microbatch crosses between them in one replica; the others are alike.
+    """A boundary of the first replica and its plans; the other replicas cross alike.
 
     Attributes:
         boundary: of the first replica.
-        reason: of the strategy.
-        num_replicas: that cross alike.
+        reason: why this strategy was chosen.
+        num_replicas: number of replicas that cross alike.
         forward: plan of the activations.
         backward: plan of the gradients.
-        itemsize_bytes: of one number of the tensor; None where its shape is not known: the plans are for a small one.
+        itemsize_bytes: of one number of the tensor; None if its shape is unknown: the plans then use a small one.
     """
 
     boundary: PipelineBoundary
@@ -41,41 +42,37 @@ class BoundaryView:
 
     @property
     def name(self) -> str:
-        """Both stages, as error messages name them."""
+        """Both stages, as in error messages."""
         return f"{self.boundary.upstream}->{self.boundary.downstream}"
 
     @property
-    def strategy(self) -> str:
-        """How it is crossed."""
-        return self.boundary.strategy
-
-    @property
     def buffer_bytes(self) -> int | None:
-        """Size that a channel's buffer gets on HCCL; None where the tensor's size is not known."""
+        """Buffer of each channel on HCCL; None if the size of the tensor is unknown."""
         return self.boundary.channel(Direction.FORWARD).largest_message_bytes
 
     @property
     def pattern(self) -> tuple[object, ...]:
-        """What is the same for boundaries that are crossed alike: ranks counted inside their stages."""
+        """Equal for boundaries that are crossed alike: ranks are counted inside their stages."""
         src, dst = self.boundary.src.ranks, self.boundary.dst.ranks
-        place = {rank: (side, index) for side, ranks in enumerate((src, dst)) for index, rank in enumerate(ranks)}
-        transfers = tuple((place[t.src], place[t.dst], t.boxes) for t in self.forward.transfers)
-        return self.strategy, self.reason, self.num_replicas, transfers, self.forward.finish.kind, len(src), len(dst)
+        local = {rank: (side, index) for side, ranks in enumerate((src, dst)) for index, rank in enumerate(ranks)}
+        transfers = tuple((local[t.src], local[t.dst], t.boxes) for t in self.forward.transfers)
+        choice = self.boundary.strategy, self.reason
+        return choice, self.num_replicas, transfers, self.forward.finish.kind, len(src), len(dst)
 
     def num_bytes(self, transfer: Transfer) -> int | None:
-        """Size of a message; None where the tensor's is not known."""
+        """Return the size of a message; None if the size of the tensor is unknown."""
         return None if self.itemsize_bytes is None else transfer.num_elements * self.itemsize_bytes
 
     def share(self, transfer: Transfer) -> Fraction:
-        """Part of the whole tensor that a message carries."""
+        """Return the part of the whole tensor that a message carries."""
         return Fraction(transfer.num_elements, math.prod(self.forward.src.shape))
 
     def as_json(self) -> dict[str, object]:
-        """Everything, for machines."""
+        """Return the entry of the boundary in the output of ``plan --json``."""
         return {
             "upstream": self.boundary.upstream,
             "downstream": self.boundary.downstream,
-            "strategy": self.strategy,
+            "strategy": self.boundary.strategy,
             "reason": self.reason,
             "num_replicas": self.num_replicas,
             "probe_shape": None if self.itemsize_bytes is not None else list(self.forward.src.shape),
@@ -102,7 +99,7 @@ class BoundaryView:
 
 
 def view_boundaries(flags: Run) -> tuple[BoundaryView, ...]:
-    """Plan every boundary for the tensor of the run, or for a small one where its shape is not known."""
+    """Plan every boundary for the tensor of the run, or for a small one if its shape is unknown."""
     boundaries = pipeline_boundaries(
         flags.layout, is_ring=flags.is_ring, rules=flags.rules, dp_mode=flags.replicas.mode
     )
@@ -120,7 +117,7 @@ def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> BoundaryView:
         plans = forward.probe, backward.probe
     else:
         rows, size, hidden = flags.shape
-        # Where both stages cut the sequence for context parallelism, each pair of cp ranks carries its own part.
+        # If both stages cut the sequence for context parallelism, each pair of cp ranks carries one part of it.
         rows = rows if first.cp_rank is None else rows // flags.layout.cp_sizes[first.upstream]
         batch = flags.replicas.micro_batch(first.upstream, size) * first.src.num_replicas
         shape, is_sharded = (rows, batch, hidden), flags.is_sharded
@@ -136,7 +133,7 @@ def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> BoundaryView:
 
 
 def explain(view: BoundaryView, flags: Run) -> Iterator[str]:
-    """Say who sends which part to whom, in one replica."""
+    """Write lines that say which rank sends which part to which rank, in one replica."""
     boundary = view.boundary
     if view.num_replicas > 1:
         yield f"{view.num_replicas} replicas cross alike; here {boundary.replica_name}"
@@ -147,27 +144,24 @@ def explain(view: BoundaryView, flags: Run) -> Iterator[str]:
     back = {(t.dst, t.src): t.num_elements for t in view.backward.transfers}
     start = "; ".join(_collective_lines(view.backward.start, "first"))
     finish = "; ".join(_collective_lines(view.backward.finish, "then"))
-    way = "the same parts over the same links" if there == back else f"{len(back)} messages"
-    yield "gradients come back: " + ", ".join(text for text in (start, way, finish) if text)
+    messages = "the same parts over the same links" if there == back else f"{len(back)} messages"
+    yield "gradients come back: " + ", ".join(text for text in (start, messages, finish) if text)
 
 
 def _transfers(view: BoundaryView) -> Iterator[str]:
+    """Write one line for each message, without the middle of a long list, and one for their sum."""
     transfers = view.forward.transfers
-    shown = list(transfers)
-    if len(transfers) > _MAX_TRANSFERS_SHOWN + 1:
-        shown = list(transfers[: _MAX_TRANSFERS_SHOWN - 1])
-    for transfer in shown:
-        yield f"rank {transfer.src} -> rank {transfer.dst}: {_part(view, transfer)}"
-    if hidden := len(transfers) - len(shown) - 1 if len(shown) < len(transfers) else 0:
-        yield f"... {hidden} more alike, up to"
-        yield f"rank {transfers[-1].src} -> rank {transfers[-1].dst}: {_part(view, transfers[-1])}"
+    lines = [f"rank {transfer.src} -> rank {transfer.dst}: {_part(view, transfer)}" for transfer in transfers]
+    if len(lines) > _MAX_TRANSFERS_SHOWN + 1:
+        lines[_MAX_TRANSFERS_SHOWN - 1 : -1] = [f"... {len(lines) - _MAX_TRANSFERS_SHOWN} more alike, up to"]
+    yield from lines
     if len(transfers) > 1 and view.itemsize_bytes is not None:
         total = sum(view.num_bytes(transfer) or 0 for transfer in transfers)
         yield f"together {format_bytes(total)} for each microbatch over {len(transfers)} links"
 
 
 def _part(view: BoundaryView, transfer: Transfer) -> str:
-    """Describe what a message carries."""
+    """Describe the content of a message."""
     share, size = view.share(transfer), view.num_bytes(transfer)
     what = "the whole tensor" if share == 1 else f"{share} of the tensor"
     boxes = [text for box in transfer.boxes if (text := _slice(box, view))]
@@ -176,7 +170,7 @@ def _part(view: BoundaryView, transfer: Transfer) -> str:
 
 
 def _slice(box: Box, view: BoundaryView) -> str:
-    """Write the part of each dimension that is not whole: `S[0:512]`, or `S[0:1/4]` where lengths are not known."""
+    """Write the dimensions that a box cuts: `S[0:512]`, or `S[0:1/4]` if the length is unknown."""
     parts: list[str] = []
     for name, (start, stop), length in zip(_DIMENSIONS, box, view.forward.src.shape, strict=True):
         if (start, stop) == (0, length):
@@ -187,7 +181,7 @@ def _slice(box: Box, view: BoundaryView) -> str:
 
 
 def _collective_lines(collective: Collective, when: str) -> Iterator[str]:
-    """Say what ranks of one stage do together."""
+    """Write at most one line about what the ranks of a stage do together, before (``first``) or after (``then``)."""
     for group in collective.groups[:1]:
         root, others = group[0], format_ranks(group[1:])
         text = {
@@ -208,23 +202,22 @@ def _collective(collective: Collective) -> dict[str, object] | None:
 
 
 def site_traffic(flags: Run, views: Sequence[BoundaryView]) -> dict[tuple[str, str], tuple[float, int | None]]:
-    """Sum what each site sends to each other one for a microbatch of one replica: in tensors, and in bytes if known."""
-    found: dict[tuple[str, str], tuple[float, int | None]] = {}
+    """Sum what sites send to each other for a microbatch of one replica.
+
+    Returns:
+        By source and destination: the amount in whole tensors, and in bytes; None if their size is unknown.
+    """
+    tensors, num_bytes = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
     for view in views if flags.sites else ():
-        ends = flags.sites[view.boundary.upstream], flags.sites[view.boundary.downstream]
-        if ends[0] == ends[1]:
-            continue
-        for way, plan in ((ends, view.forward), ((ends[1], ends[0]), view.backward)):
-            share = float(sum(view.share(transfer) for transfer in plan.transfers))
-            size = view.itemsize_bytes
-            num_bytes = None if size is None else sum(t.num_elements for t in plan.transfers) * size
-            before = found.get(way, (0.0, None if num_bytes is None else 0))
-            found[way] = before[0] + share, None if num_bytes is None else (before[1] or 0) + num_bytes
-    return found
+        up, down = flags.sites[view.boundary.upstream], flags.sites[view.boundary.downstream]
+        for ends, plan in (((up, down), view.forward), ((down, up), view.backward)) if up != down else ():
+            tensors[ends] += float(sum(map(view.share, plan.transfers)))
+            num_bytes[ends] += sum(view.num_bytes(transfer) or 0 for transfer in plan.transfers)
+    return {ends: (share, None if flags.shape is None else num_bytes[ends]) for ends, share in tensors.items()}
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a size in the largest unit of which there is at least one.
+    """Write a size in the largest unit that gives at least 1.
 
     >>> format_bytes(16 * 2**20), format_bytes(1536), format_bytes(1)
     ('16 MiB', '1.5 KiB', '1 bytes')

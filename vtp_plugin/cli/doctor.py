@@ -1,6 +1,6 @@
-"""``doctor``: whether the plugin works in this environment, with what it finds there.
+"""``doctor``: try whether the plugin works in this environment, and report what is there.
 
-Exit code 0: all is well; 1: problems, each named in the verdict; 2: bad usage.
+Exit code 0: all is well; 1: problems, each with a line in the report; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import os
 import socket
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -19,15 +18,15 @@ import vtp_plugin
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
+from vtp_plugin.log import wrap
 
 if TYPE_CHECKING:
     from vtp_plugin.config import DeviceName
     from vtp_plugin.patching import PatchStatus
 
-_WIDTH = 160
 _REQUIRED_PACKAGES = {"torch": "torch", "megatron-core": "'megatron-core>=0.19,<0.20'"}
-_OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # they change what Megatron does
-# A launcher's: with them the plugin would wait for the other ranks.
+_OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # with them Megatron takes other paths
+# Set by a launcher: with them the plugin would wait for the other ranks.
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
@@ -43,16 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit code 0: all is well; 1: problems; 2: bad usage. " + _KEYS
     parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument(
-        "--verbose", action="store_true", help="why each patch is there, and the table of Megatron's options"
+        "--verbose", action="store_true", help="also print why each patch is there, and the table of Megatron's options"
     )
     parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="test from this machine whether the store of a run answers there"
+        "--rendezvous", metavar="HOST:PORT", help="test whether the store of a run answers this machine there"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Look, try, and say; leaves with the exit code."""
+    """Print the report, and leave with its exit code."""
     if options.unknown:
         raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin doctor --help")
     device = VtpConfig(device=options.device).device
@@ -61,12 +60,12 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("doctor", report.as_json())
     else:
-        print("\n".join(_fold(report.lines(is_verbose=options.verbose))))
+        print("\n".join(piece for line in report.lines(is_verbose=options.verbose) for piece in wrap(line)))
     sys.exit(report.exit_code)
 
 
 class _Report:
-    """What was found."""
+    """What ``doctor`` finds; :meth:`look` fills it."""
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = {}
@@ -84,7 +83,7 @@ class _Report:
         return 1 if self.problems else 0
 
     def look(self, device: DeviceName, rendezvous: str | None) -> None:
-        """Find out everything; what is missing ends the search."""
+        """Find out everything; a missing package ends the search."""
         found = {name: _version(name) for name in (*_REQUIRED_PACKAGES, *_OPTIONAL_PACKAGES)}
         self.versions = {"vtp_plugin": vtp_plugin.__version__}
         self.versions |= {name: number for name, number in found.items() if number}
@@ -105,7 +104,7 @@ class _Report:
             self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _try_network(self, rendezvous: str | None) -> None:
-        """Say what a run that is started like this would listen on, and ask a run's store."""
+        """Find out where a run that is started like this would listen, and ask the store of a run."""
         from vtp_plugin.runtime.rendezvous import describe_listening, test_rendezvous
 
         self.listening = describe_listening(os.environ)
@@ -121,11 +120,11 @@ class _Report:
         self.platform = f"{platform.name}, backend {platform.backend} ({platform.reason})"
 
     def _try_patches(self, device: DeviceName) -> None:
-        """Apply all patches as a run with a U-shaped pipeline does, note their state, and revert them."""
+        """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
         for name in _LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
+            warnings.simplefilter("ignore")  # Megatron warns about optional packages
             vtp_plugin.apply(vtp_size_list=[1, 2, 2], layerwise_disaggregated=True, device=device, log_level="ERROR")
             try:
                 self.patches = vtp_plugin.status()
@@ -141,7 +140,7 @@ class _Report:
         self._compare_targets()
 
     def _compare_targets(self) -> None:
-        """Name the functions that are not those which the patches were written for."""
+        """Warn of functions that have changed since the patches were written for them."""
         from vtp_plugin.patches.registry import PINS
         from vtp_plugin.patching.pins import changed_targets, pins_of, read_pins
 
@@ -150,9 +149,8 @@ class _Report:
         self.warnings = [f"megatron-core: {line}; look whether the patch still fits it" for line in changed]
 
     def lines(self, *, is_verbose: bool) -> Iterator[str]:
-        """Write the report for people; the verdict comes last."""
+        """Write the report as text; the verdict comes last."""
         if not self.is_complete:
-            # One line with the way out.
             yield f"verdict: {self.problems[0]}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -182,7 +180,7 @@ class _Report:
         yield f"verdict: {number} problem{'s' if number > 1 else ''}, see above" if number else "verdict: fine"
 
     def as_json(self) -> dict[str, object]:
-        """Give the report for machines."""
+        """Return the output of ``--json``."""
         return {
             "versions": self.versions,
             "platform": self.platform or None,
@@ -197,7 +195,7 @@ class _Report:
 
 
 def _is_replaced(target: str) -> bool:
-    """Tell whether a replacement of ours is still in a target's place."""
+    """Tell whether a replacement of the plugin still stands for a target."""
     from vtp_plugin.patching.engine import MARKER
     from vtp_plugin.patching.record import resolve_target
 
@@ -207,14 +205,13 @@ def _is_replaced(target: str) -> bool:
 
 
 def _interfaces() -> Iterator[str]:
-    """Name the network interfaces, with the IPv4 addresses that the host's names have."""
+    """Yield the name of every network interface, with its IPv4 address if there is one."""
     for _, name in socket.if_nameindex():
-        address = _address(name)
-        yield f"{name} {address}" if address else name
+        yield f"{name} {_address(name)}".strip()
 
 
 def _address(interface: str) -> str:
-    """Return the IPv4 address of an interface; empty where it has none, or where the system does not say."""
+    """Return the IPv4 address of an interface; empty if it has none, or if the system does not tell."""
     try:
         import fcntl
     except ImportError:
@@ -228,15 +225,8 @@ def _address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _fold(lines: Iterator[str]) -> Iterator[str]:
-    """Break lines that are wider than a terminal; indentation stays."""
-    for line in lines:
-        indent = line[: len(line) - len(line.lstrip())]
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent=f"{indent}    ", break_on_hyphens=False) or [""]
-
-
 def _version(distribution: str) -> str:
-    """Return the version of an installed distribution, else an empty string."""
+    """Return the version of a distribution; empty if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     """Draw and write."""
     check_ending(options.output, {".svg": "picture"})
     flags = read_run(options)
-    layout = flags.layout
+    layout, output = flags.layout, options.output
     picture = draw_pipeline(
         layout,
         is_ring=flags.is_ring,
@@ -33,16 +33,9 @@ def run(options: argparse.Namespace) -> None:
         dp_mode=flags.replicas.mode,
         is_u_shaped=flags.config.layerwise_disaggregated,
     )
-    write_file(options.output, picture)
+    write_file(output, picture)
     if options.json:
-        print_json(
-            "draw",
-            {
-                "output": str(options.output),
-                "num_stages": layout.num_stages,
-                "world_size": layout.world_size,
-                "num_replicas": max(layout.dp_sizes),
-            },
-        )
+        counts = {"num_stages": layout.num_stages, "world_size": layout.world_size}
+        print_json("draw", {"output": str(output), **counts, "num_replicas": max(layout.dp_sizes)})
     else:
-        print(f"wrote {options.output}")
+        print(f"wrote {output}")

@@ -1,8 +1,7 @@
-"""The flags of a run, as ``plan``, ``draw`` and ``simulate`` take them: the plugin's own, and those of Megatron's that
-matter there.
+"""The flags of a run that ``plan``, ``draw`` and ``simulate`` take: the plugin's, and those of Megatron's that matter.
 
-A command line can be pasted as it is. Flags that do not change the result are left out with a note; what looks like one
-of the flags that do is refused.
+A whole command line can be pasted. Flags that do not change the result are ignored with a note; what looks like a
+misspelt flag that does change it is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
@@ -20,8 +19,6 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
-from vtp_plugin.options.checks.batch import check_batches
-from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.derived import (
     ScheduleOptions,
     choose_cp_sizes,
@@ -34,32 +31,32 @@ from vtp_plugin.options.derived import (
     transport_rules,
 )
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
-from vtp_plugin.options.table.check import check_options
-from vtp_plugin.schedule.cost.stated import parse_costs
+from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.schedule.order.placement import Placement, place_workers
 
 MAX_TYPOS = 2
-"""Letters by which a word may differ from a flag and still be taken for it."""
+"""A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
 
-# Megatron's, with what stands for the value; a switch has none.
+# Megatron's flags that take a number, and its switches.
 _NUMBERS = {
     "--tensor-model-parallel-size": "may be left out, or the largest size of the list",
     "--pipeline-model-parallel-size": "may be left out, or the number of stages",
     "--context-parallel-size": "of all stages; default 1",
     "--num-virtual-stages-per-pipeline-rank": "model chunks of every stage (interleaved schedule)",
-    "--num-layers-per-virtual-pipeline-stage": "the same said in layers; needs --num-layers",
+    "--num-layers-per-virtual-pipeline-stage": "the same, counted in layers; needs --num-layers",
     "--num-layers": "of the model",
     "--seq-length": "S of the tensors [S, B, H] that cross",
     "--micro-batch-size": "B of the tensors",
     "--hidden-size": "H of the tensors",
-    "--global-batch-size": "samples of a step; with --micro-batch-size it tells the number of microbatches",
+    "--global-batch-size": "samples of a step; gives the number of microbatches, with --micro-batch-size",
 }
 _SWITCHES = {
     "--use-tp-pp-dp-mapping": "rank order: a replica with all its stages is one block of ranks",
     "--sequence-parallel": "every rank of a stage holds its slice of the sequence between layers",
     "--bf16": "2 bytes for each number; without --bf16 and --fp16 4",
-    "--fp16": "likewise",
+    "--fp16": "as --bf16",
 }
+_OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +65,26 @@ class Run:
 
     Attributes:
         config: the plugin's flags.
-        layout: who is where.
-        num_chunks: model chunks of every stage.
+        layout: the ranks of every stage.
         placement: of the schedule.
-        rules: how boundaries are crossed.
+        rules: choose the strategy of every boundary.
         schedule_options: what the order is planned for.
-        shape: S, B and H of a microbatch on the stage with most replicas; None where a flag is missing.
+        shape: S, B and H of a microbatch on the stage with most replicas; None if a flag is missing.
         itemsize_bytes: of one number of the tensors.
         is_sharded: ranks of a stage hold slices of the sequence.
-        num_microbatches: of a step, of one copy of the pipeline; None where flags are missing.
+        global_batch_size: samples of a step; None if the flag is missing.
+        num_microbatches: of a step, in one copy of the pipeline; None if a flag is missing.
     """
 
     config: VtpConfig
     layout: PipelineLayout
-    num_chunks: int
     placement: Placement
     rules: TransportRules
     schedule_options: ScheduleOptions
     shape: tuple[int, int, int] | None
     itemsize_bytes: int
     is_sharded: bool
+    global_batch_size: int | None
     num_microbatches: int | None
 
     @property
@@ -102,20 +99,20 @@ class Run:
 
     @property
     def is_active(self) -> bool:
-        """Whether the plugin's groups and communicator are used at all."""
+        """Whether the run uses the plugin's groups and communicator."""
         return is_active(self.config, self.layout)
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Site of every stage; empty where none were named."""
+        """Site of every stage; empty if none were named."""
         return self.config.sites or ()
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare all flags of a run that matter, and ``--json``."""
+    """Declare the flags of a run that matter, and ``--json``."""
     add_vtp_arguments(parser)
     group = parser.add_argument_group(
-        "Megatron's, as far as they matter here", "Others may stand here too; they change nothing."
+        "Megatron's flags that matter here", "Others may be given too; they change nothing."
     )
     for name, text in _NUMBERS.items():
         group.add_argument(name, type=int, metavar="N", help=text)
@@ -128,14 +125,14 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
-    """Read the flags.
+    """Read the flags, and refuse what a run would refuse.
 
     Args:
-        args: parsed, with the words that no flag declares as ``unknown``.
-        takes_all_costs: costs may be given where a run has no choice of an order, too.
+        args: parsed; ``unknown`` holds the words that no flag declares.
+        takes_all_costs: take costs also if the order is fixed, where a run refuses them.
 
     Raises:
-        ConfigError: a value is wrong, flags contradict each other, or a flag looks like a misspelt one.
+        ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
     """
     check_unknown(args.unknown)
     config = read_flags(args, VtpConfig())
@@ -145,36 +142,31 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
     layout = _layout(args, config, config.size_list)
     replicas = replica_map(config, layout)
-    num_chunks = _num_chunks(args, layout.num_stages)
     _check(args, config, layout, replicas)
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
+    num_chunks = _num_chunks(args, layout.num_stages)
     placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
-    if takes_all_costs and config.costs is not None and not config.layerwise_disaggregated:
-        costs = parse_costs(config.costs, placement, message_bytes=tensor_bytes)
-        free = read_schedule_options(replace(config, costs=None), layout.num_stages, tensor_bytes)
-        schedule_options = replace(free, costs=costs)
-    else:
-        schedule_options = read_schedule_options(config, layout.num_stages, tensor_bytes)
+    fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
     return Run(
         config=config,
         layout=layout,
-        num_chunks=num_chunks,
         placement=placement,
         rules=transport_rules(config, tensor_bytes),
-        schedule_options=schedule_options,
+        schedule_options=read_schedule_options(config, layout.num_stages, tensor_bytes, fixed=fixed),
         shape=shape,
         itemsize_bytes=itemsize_bytes,
         is_sharded=args.sequence_parallel,
+        global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
     )
 
 
 def check_unknown(words: Sequence[str]) -> None:
-    """Say which words change nothing, and refuse those that were meant to.
+    """Print a note about unknown flags, and refuse those that were meant to change something.
 
     Raises:
-        ConfigError: a word is like a flag of the plugin or one that matters, or stands before any flag.
+        ConfigError: a word looks like a flag that matters, or comes before any flag.
     """
     if words and not words[0].startswith("-"):
         raise ConfigError(f"{words[0]!r} belongs to no flag; give the flags that follow the script in a run")
@@ -190,21 +182,12 @@ def check_unknown(words: Sequence[str]) -> None:
 
 
 def known_flags() -> tuple[str, ...]:
-    """List the flags that matter here."""
-    return (
-        *(flag.name for flag in VTP_FLAGS),
-        *_NUMBERS,
-        *_SWITCHES,
-        "--pipeline-model-parallel-layout",
-        "--world-size",
-        "--json",
-        "--output",
-        "--num-microbatches",
-    )
+    """List the flags of all commands that read a run's flags."""
+    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *_OTHERS
 
 
 def num_typos(word: str, other: str) -> int:
-    """Count how many letters must be put in, left out or changed to make one word of another.
+    """Count the letters to insert, remove or change to turn one word into another (Levenshtein distance).
 
     >>> num_typos("--vtp-size-lsit", "--vtp-size-list"), num_typos("--seq-length", "--encoder-seq-length")
     (2, 8)
@@ -233,19 +216,17 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:
-    """Refuse what a run would refuse when it starts."""
+    """Refuse what a run would refuse at its start."""
     replicas.check(stage_boundaries(config, layout.num_stages))
     if config.layerwise_disaggregated and args.num_layer_list is not None:
         layers = parse_layer_list(args.num_layer_list)
         num_layers = args.num_layers or sum(layers)
         check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
-    context = option_context(config, layout)
-    batches = () if replicas.is_equal else check_batches(args, replicas)
-    refuse((*check_options(args, context), *check_sizes(args, context), *batches))
+    refuse(check_run(args, option_context(config, layout), replicas))
 
 
 def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
-    """Return S, B and H of what crosses, None where a flag is missing, and the bytes of one of its numbers."""
+    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number."""
     given = (args.seq_length, args.micro_batch_size, args.hidden_size)
     if any(number is not None and number < 1 for number in given):
         raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")
@@ -266,7 +247,7 @@ def _num_chunks(args: argparse.Namespace, num_stages: int) -> int:
 
 
 def _num_microbatches(args: argparse.Namespace, replicas: ReplicaMap) -> int | None:
-    """Count the microbatches that one copy of the pipeline runs in a step."""
+    """Count the microbatches that one copy of the pipeline runs in a step; None if a flag is missing."""
     batch, size = args.global_batch_size, args.micro_batch_size
     if not batch or not size:
         return None

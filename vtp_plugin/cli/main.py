@@ -1,4 +1,4 @@
-"""The commands and what they have in common: a bad word or value is one line and exit code 2."""
+"""The commands, and what they share: a bad flag or value gives one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtp_plugin.errors import VtpError
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
-    "plan": (plan.add_arguments, plan.run, "print who is where and what crosses, without starting anything"),
+    "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
     "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
     "simulate": (simulate.add_arguments, simulate.run, "simulate one step; nothing is measured"),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
@@ -20,7 +20,11 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; errors of the plugin are one line and exit code 2."""
+    """Run one command.
+
+    Args:
+        argv: the words after the program's name; default: those of the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options, unknown = parser.parse_known_args(words)
@@ -29,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.command(options)
     except VtpError as error:
         if options.command is run.run:
-            # The exception hook also tells the other ranks.
-            raise
+            raise  # the plugin's exception hook prints the line, and tells the other ranks
         fail(str(error))
 
 

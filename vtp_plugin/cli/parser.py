@@ -1,4 +1,4 @@
-"""What all commands use: a parser whose errors are one line, and how results are written."""
+"""What all commands use: a parser whose errors are one line, and functions that write results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, and takes flags in full only: a run does not know abbreviations either."""
+    """Prints errors as one line, and takes no abbreviated flags, as a run takes none."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
-        """Leave with the error and where to read on."""
+        """Leave with the error and a pointer to ``--help``."""
         fail(f"{message}; see: {self.prog} --help")
 
 
@@ -58,14 +58,14 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_ending(path: Path | None, endings: Mapping[str, str]) -> None:
-    """Refuse a file whose ending names no format that can be written.
+    """Refuse a file whose ending names no format of the command.
 
     Args:
-        path: of ``--output``; None passes.
+        path: of ``--output``; None is accepted.
         endings: the formats by their endings.
 
     Raises:
-        ConfigError: it has another ending.
+        ConfigError: the ending is another one.
     """
     if path is not None and path.suffix not in endings:
         known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
@@ -73,5 +73,5 @@ def check_ending(path: Path | None, endings: Mapping[str, str]) -> None:
 
 
 def print_json(command: str, result: Mapping[str, object]) -> None:
-    """Print a result for machines: one object, with the command and the plugin's version."""
+    """Print a result as one JSON object, with the command and the plugin's version."""
     print(json.dumps({"command": command, "vtp_plugin": vtp_plugin.__version__, **result}, indent=2))

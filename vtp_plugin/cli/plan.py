@@ -1,4 +1,4 @@
-"""``plan``: who is where, and what crosses between the stages; nothing is started."""
+"""``plan``: the ranks of every stage, and what crosses between the stages; nothing is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import groupby
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import print_json
-from vtp_plugin.layout.pipeline import RankOrder, StageGrid
+from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.show import format_ranks
 from vtp_plugin.options.checks.batch import describe_batches
 
@@ -40,31 +40,34 @@ def run(options: argparse.Namespace) -> None:
         print_json("plan", _as_json(flags, views))
         return
     head, sums = [*_stages(flags), *_tensor(flags)], [*_buffers(views), *_traffic(flags, views)]
-    lines = [*head, *_boundaries(flags, views, is_short=False), *sums]
-    if len(lines) > _MAX_LINES:
-        lines = [*head, *_boundaries(flags, views, is_short=True), *sums]
-    if len(lines) > _MAX_LINES:
-        more = f"... {len(lines) - _MAX_LINES + 1} more lines; --json has everything"
-        lines = [*lines[: _MAX_LINES - 1], more]
+    lines: list[str] = []
+    # If it is too long for a terminal, first leave out the messages of each boundary, then the end.
+    for is_short in (False, True):
+        lines = [*head, *_boundaries(flags, views, is_short=is_short), *sums]
+        if len(lines) <= _MAX_LINES:
+            break
+    else:
+        lines[_MAX_LINES - 1 :] = [f"... {len(lines) - _MAX_LINES + 1} more lines; --json has everything"]
     print("\n".join(lines))
 
 
 def _writer(flags: Run) -> int:
+    """Return the rank that reports the loss: in a U the edge has it, else the last stage."""
     layout = flags.layout
     return layout.leader(0, 0, 0) if flags.config.layerwise_disaggregated else layout.writer_rank
 
 
 def _stages(flags: Run) -> Iterator[str]:
-    """Write the table of the stages; many equal ones in a row are one line."""
+    """Write the table of the stages; in a long one, equal stages in a row are one line."""
     layout, sites = flags.layout, flags.sites
     kinds = [(grid, sites[stage] if sites else "") for stage, grid in enumerate(layout.stages)]
     does_fold = layout.num_stages > _MAX_STAGES_UNFOLDED
-    runs = [[stage] for stage in range(layout.num_stages)]
-    if does_fold:
-        runs = [list(stages) for _, stages in groupby(range(layout.num_stages), key=lambda stage: kinds[stage])]
-    heads = ["stage", *(["site"] if sites else []), "tp", "cp", "dp", "ranks", "leaders"]
-    rows = [heads, *(_row(flags, stages, *kinds[stages[0]]) for stages in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    runs = groupby(range(layout.num_stages), key=lambda stage: kinds[stage] if does_fold else stage)
+    rows = [["stage", "site", "tp", "cp", "dp", "ranks", "leaders"]]
+    rows += [_row(layout, list(stages), sites) for _, stages in runs]
+    if not sites:
+        rows = [[name, *rest] for name, _, *rest in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-2], widths, strict=False)]
         yield "  ".join([*cells, row[-2].ljust(widths[-2]), row[-1]])
@@ -75,19 +78,23 @@ def _stages(flags: Run) -> Iterator[str]:
         yield "all stages have one size: the plugin leaves Megatron as it is; with --vtp-force it would work as follows"
 
 
-def _row(flags: Run, stages: Sequence[int], grid: StageGrid, site: str) -> list[str]:
-    layout = flags.layout
+def _row(layout: PipelineLayout, stages: Sequence[int], sites: Sequence[str]) -> list[str]:
+    """Write a line of the table, for stages that are alike."""
+    grid = layout.stages[stages[0]]
     ranks = format_ranks(rank for stage in stages for rank in layout.stage_ranks(stage))
-    leaders = format_ranks(
-        layout.leader(stage, d, c) for stage in stages for d in range(grid.dp) for c in range(grid.cp)
-    )
+    leaders = format_ranks(leader for stage in stages for leader in _leaders(layout, stage))
     name = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-    sizes = [str(size) for size in (grid.tp, grid.cp, grid.dp)]
-    return [name, *([site] if flags.sites else []), *sizes, ranks, leaders]
+    site = sites[stages[0]] if sites else ""
+    return [name, site, str(grid.tp), str(grid.cp), str(grid.dp), ranks, leaders]
+
+
+def _leaders(layout: PipelineLayout, stage: int) -> list[int]:
+    grid = layout.stages[stage]
+    return [layout.leader(stage, dp_rank, cp_rank) for dp_rank in range(grid.dp) for cp_rank in range(grid.cp)]
 
 
 def _tensor(flags: Run) -> Iterator[str]:
-    """Say what crosses, and how to read the slices."""
+    """Say what crosses, and explain how slices are written."""
     if flags.layout.num_stages == 1:
         yield "one stage: nothing crosses"
         return
@@ -98,21 +105,19 @@ def _tensor(flags: Run) -> Iterator[str]:
     yield f"What crosses: activations [S, B, H] (sequence, batch, hidden){what}."
     part = "S[0:1/4] is the first quarter" if flags.shape is None else "S[0:512] is the first 512 positions"
     yield f"Gradients of the same shape come back. {part} of the sequence; a part without S has all of it."
-    if not flags.replicas.is_equal and flags.shape is not None and flags.num_microbatches is not None:
-        size = flags.shape[1]
-        parts = max(flags.replicas.dp_sizes) if flags.replicas.is_split else flags.replicas.num_copies
-        yield from describe_batches(flags.num_microbatches * size * parts, size, flags.replicas).splitlines()
+    if not flags.replicas.is_equal and flags.shape is not None and flags.global_batch_size:
+        yield from describe_batches(flags.global_batch_size, flags.shape[1], flags.replicas).splitlines()
 
 
 def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) -> Iterator[str]:
-    """Explain the boundaries; those that are crossed alike, one behind the other, are explained once."""
+    """Explain the boundaries; neighbouring boundaries that are crossed alike are explained once."""
     for _, group in groupby(views, key=lambda view: view.pattern):
         alike = list(group)
         first, *rest = alike
         name = f"boundary {first.name}"
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
-        yield f"{name}: {first.strategy} ({first.reason})"
+        yield f"{name}: {first.boundary.strategy} ({first.reason})"
         if flags.rules.is_open(flags.layout, first.boundary.upstream, first.boundary.downstream):
             yield "  a run tries rank0 too when it starts, and takes the faster one; --vtp-transport-threshold decides"
         if not is_short:
@@ -120,16 +125,16 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
 
 
 def _buffers(views: Sequence[BoundaryView]) -> Iterator[str]:
-    """Say how large the buffers of channels are where the plugin sizes them."""
+    """Say how large the channels' buffers are on HCCL, the only backend whose buffers the plugin sizes."""
     sizes = [f"{view.name} {format_bytes(size)}" for view in views if (size := view.buffer_bytes) is not None]
+    if len(sizes) > _MAX_BUFFERS_SHOWN:
+        sizes[_MAX_BUFFERS_SHOWN:] = [f"and {len(sizes) - _MAX_BUFFERS_SHOWN} more"]
     if sizes:
-        more = [f"and {len(sizes) - _MAX_BUFFERS_SHOWN} more"] if len(sizes) > _MAX_BUFFERS_SHOWN else []
-        shown = ", ".join([*sizes[:_MAX_BUFFERS_SHOWN], *more])
-        yield f"buffer of each channel, on HCCL only (never run on an NPU), in whole MiB: {shown}"
+        yield f"buffer of each channel, on HCCL only (never run on an NPU), in whole MiB: {', '.join(sizes)}"
 
 
 def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
-    """Sum up what crosses between sites."""
+    """Say how much crosses between sites."""
     for (source, target), (share, num_bytes) in site_traffic(flags, views).items():
         size = f"{share:g} tensors" if num_bytes is None else format_bytes(num_bytes)
         yield f"site {source} sends to site {target}: {size} for each microbatch, activations and gradients together"
@@ -154,7 +159,7 @@ def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
                 "cp": grid.cp,
                 "dp": grid.dp,
                 "ranks": list(layout.stage_ranks(stage)),
-                "leaders": [layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp)],
+                "leaders": _leaders(layout, stage),
             }
             for stage, grid in enumerate(layout.stages)
         ],

@@ -1,4 +1,4 @@
-"""``run SCRIPT ...``: a Megatron training script under the plugin."""
+"""``run SCRIPT ...``: run a Megatron training script with the plugin applied."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vtp_plugin.options.flags import add_vtp_arguments
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the text below the flags, too."""
+    """Keeps the line breaks of the text below the flags as well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the script; its flags stand in the help text only, since the script's own parser reads them."""
+    """Declare the script. The flags are in the help text only: the script's parser reads them."""
     parser.formatter_class = _Formatter
     parser.usage = "%(prog)s [-h] SCRIPT [flags of the script, of Megatron, and those below]"
-    parser.add_argument("script", metavar="SCRIPT", help="the training script; all that follows it is the script's")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; everything after it is for the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="such as --vtp-size-list 1,4,4")
     flags = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=HelpFormatter)
     parser.epilog = add_vtp_arguments(flags).format_help().replace("%", "%%")
@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> None:
     if not script.is_file():
         fail(f"script {options.script} does not exist; give the path of the training script")
     vtp_plugin.apply()
-    # As Python itself does for a script: its own arguments, and the modules beside it first. argparse would swallow a
-    # "--" that is the script's.
+    # As `python SCRIPT` does: the script sees its arguments only, and imports the modules beside it first. The words
+    # come from the command line, since argparse would remove a "--" that is meant for the script.
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:

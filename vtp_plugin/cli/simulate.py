@@ -1,4 +1,4 @@
-"""``simulate``: one step of the schedule that a run with these flags takes; nothing is measured."""
+"""``simulate``: one step of the schedule that a run with these flags would use; nothing is measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.options.derived import option_context
 from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
@@ -26,9 +27,9 @@ from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text,
 _WIDTH = 120
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
 _TEXT = """\
-The order is the one that a run with these flags takes, and so is the digest that the run prints. Durations and links
-come from --vtp-costs, here for every kind of schedule. Without it: the forward of a stage takes 1, of a cloud stage of
-a U-shaped pipeline 2, a backward twice its forward, and messages take no time."""
+The order is that of a run with these flags, and the run prints the same digest. Durations and links come from
+--vtp-costs, here for every kind of schedule. Without it, a forward takes 1 on each stage (2 on a cloud stage of a
+U-shaped pipeline), a backward twice as long, and messages take no time."""
 _KEYS = """\
 Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest, why;
 step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy, utilization
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
         )
     stated = flags.schedule_options.costs
     costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
+    # None stands for the model durations, which know nothing of split microbatches.
     request = ScheduleRequest(
         placement=flags.placement,
         num_microbatches=num_microbatches,
@@ -73,11 +75,15 @@ def run(options: argparse.Namespace) -> None:
         in_flight=flags.schedule_options.in_flight,
     )
     schedule, _ = make_schedule(request)
-    # As on gloo, NCCL and HCCL: a message leaves when its receiver is ready.
+    # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
     timeline = simulate(schedule, costs, mode="rendezvous")
     why, least = _why(flags, request, costs)
     if options.output is not None:
-        _write(options.output, timeline, f"{schedule.name}, {_counts(flags, num_microbatches)}", unit)
+        sizes = option_context(flags.config, flags.layout).size_list
+        title = f"{schedule.name}, {sizes}, {num_microbatches} microbatches"
+        is_picture = options.output.suffix == ".svg"
+        text = draw_svg(timeline, title=title, unit=unit) if is_picture else chrome_trace(timeline)
+        write_file(options.output, text)
     if options.json:
         print_json("simulate", _as_json(timeline, schedule, unit, why, least, options.output))
         return
@@ -89,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _model_costs(flags: Run) -> Costs:
-    """Give the durations of the model pipeline, those of a split run for its joined microbatches."""
+    """Return durations for a run without costs; of a split run they are those of the joined microbatches."""
     is_u_shaped = flags.config.layerwise_disaggregated
     costs = u_costs(flags.layout.num_stages) if is_u_shaped else uniform_costs(flags.placement)
     if not flags.replicas.is_split:
@@ -98,21 +104,12 @@ def _model_costs(flags: Run) -> Costs:
     return split_costs(place_workers(replicas, num_chunks=1, is_u_shaped=is_u_shaped), costs)
 
 
-def _counts(flags: Run, num_microbatches: int) -> str:
-    sizes = ",".join(map(str, flags.layout.tp_sizes))
-    dp = f" --vtp-dp-list {','.join(map(str, flags.layout.dp_sizes))}" if not flags.replicas.is_equal else ""
-    return f"--vtp-size-list {sizes}{dp}, {num_microbatches} microbatches"
-
-
-def _write(path: Path, timeline: Timeline, title: str, unit: str) -> None:
-    write_file(path, draw_svg(timeline, title=title, unit=unit) if path.suffix == ".svg" else chrome_trace(timeline))
-
-
 def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float | None]:
-    """Say why this order, and which time no order can beat."""
+    """Return why this order was chosen, and the time that no order can beat; None if the order is fixed."""
     if not flags.config.layerwise_disaggregated:
-        if flags.num_chunks > 1:
-            return f"order: Megatron's interleaved 1F1B, {flags.num_chunks} model chunks on each stage", None
+        if flags.is_ring:
+            num_chunks = flags.placement.num_vstages // flags.placement.num_stages
+            return f"order: Megatron's interleaved 1F1B, {num_chunks} model chunks on each stage", None
         return (
             "order: Megatron's 1F1B, each stage runs forwards and backwards in turn once the first gradient is there",
             None,
@@ -137,6 +134,7 @@ def _unit_text(flags: Run, unit: str) -> str:
 
 
 def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the entry of each worker in the output of ``--json``."""
     placement = timeline.placement
     for worker, in_flight in enumerate(timeline.in_flight):
         stage, replica = placement.stage_and_replica(worker)
@@ -151,16 +149,14 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _table(timeline: Timeline) -> Iterator[str]:
-    """Write one line for each stage or replica."""
+    """Write one line for each worker."""
     placement = timeline.placement
     names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
     width = max(map(len, ("stage", *names)))
     yield f"{'stage':>{width}}  computing   idle  microbatches in flight  activations kept, by chunk"
-    for name, share, in_flight, row in zip(
-        names, timeline.utilization, timeline.in_flight, _rows(timeline), strict=True
-    ):
-        kept = ", ".join(map(str, row["kept_activations"]))
-        yield f"{name:>{width}}  {100 * share:7.1f} %  {100 - 100 * share:3.0f} %  {in_flight:22}  {kept}"
+    for name, row in zip(names, _rows(timeline), strict=True):
+        percent, kept = 100 * row["utilization"], ", ".join(map(str, row["kept_activations"]))
+        yield f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}"
 
 
 def _as_json(

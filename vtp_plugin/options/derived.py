@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
@@ -14,7 +14,7 @@ from vtp_plugin.options.context import OptionContext
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.limits import check_in_flight
-from vtp_plugin.schedule.order.placement import plain_placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
 from vtp_plugin.values import format_value
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
@@ -201,7 +201,12 @@ def reporting_ranks(layout: PipelineLayout, sites: Sequence[str]) -> dict[str, i
 
 
 def read_schedule_options(
-    config: VtpConfig, num_stages: int, message_bytes: int | None, *, report_interval_steps: int = 100
+    config: VtpConfig,
+    num_stages: int,
+    message_bytes: int | None,
+    *,
+    fixed: Placement | None = None,
+    report_interval_steps: int = 100,
 ) -> ScheduleOptions:
     """Read the options of the order.
 
@@ -209,23 +214,26 @@ def read_schedule_options(
         config: what was asked for.
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
+        fixed: placement of a pipeline whose order is fixed, to read costs for it, too; by default they are refused.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
-    options = ScheduleOptions(replan_share=config.replan_share, report_interval_steps=report_interval_steps)
-    if config.in_flight is None and config.costs is None:
-        return options
-    if not config.layerwise_disaggregated:
+    needs_choice = config.in_flight is not None or (config.costs is not None and fixed is None)
+    if needs_choice and not config.layerwise_disaggregated:
         raise LayoutError(
             "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
             "leave them out, or add --layerwise-disaggregated-training"
         )
     if config.in_flight is not None:
         check_in_flight(config.in_flight, num_stages)
+    costs = None
     if config.costs is not None:
-        options = replace(
-            options, costs=parse_costs(config.costs, u_placement(num_stages), message_bytes=message_bytes)
-        )
-    return replace(options, in_flight=config.in_flight)
+        costs = parse_costs(config.costs, fixed or u_placement(num_stages), message_bytes=message_bytes)
+    return ScheduleOptions(
+        costs=costs,
+        in_flight=config.in_flight,
+        replan_share=config.replan_share,
+        report_interval_steps=report_interval_steps,
+    )
