@@ -1,8 +1,8 @@
-"""The loop behind every walk over orders: workers go on until none can.
+"""The loop behind every walk over orders: let workers go on until none can.
 
-Whoever lowers, checks, simulates or replays orders does the same: each worker has a list, takes its entries one after
-the other, and stops at an entry that needs something of another worker. What is possible stays possible, so it does not
-matter which worker is asked first, and who stands in the end stands for ever.
+Lowering, checking, simulating and replaying orders have this in common: each worker takes the entries of its list one
+after another, and stops at an entry that needs something from another worker. What can be taken now can also be taken
+later. So the result does not depend on which worker goes first, and a worker that is stuck at the end stays stuck.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def advance(num_workers: int, go: Callable[[int], Iterable[int]]) -> None:
 
     Args:
         num_workers: workers are numbered from 0.
-        go: lets one worker go as far as it can, and returns the workers that may go on because of it: none if it did
-            not move, too many do no harm. A worker is asked once at least, then whenever another one names it.
+        go: lets one worker go as far as it can, and returns the workers that it may have freed: none if it did not
+            move; too many do no harm. It is called at least once for each worker, and again when another one names it.
     """
     waiting = deque(range(num_workers))
     is_waiting = [True] * num_workers
@@ -34,11 +34,11 @@ def advance(num_workers: int, go: Callable[[int], Iterable[int]]) -> None:
 
 
 def advance_orders(orders: Sequence[Sequence[Entry]], take: Callable[[int, Entry], bool]) -> list[int]:
-    """Let every worker take the entries of its order, and return how far each came.
+    """Let every worker take the entries of its order, and return how many each has taken.
 
     Args:
         orders: of the workers.
-        take: takes one entry of a worker; False where it has to wait for another worker.
+        take: takes one entry of a worker; False if the worker has to wait for another one.
 
     >>> done = set()
     >>> def take(worker, entry):

@@ -1,8 +1,12 @@
-"""``apply``, ``revert``, ``status`` and the queries; torch and Megatron are imported when they are called."""
+"""``apply``, ``revert``, ``status`` and the queries.
+
+Importing this module imports neither torch nor Megatron; their absence is an error of ``apply``, in one line.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -33,7 +37,7 @@ _SUPPORTED = ">=0.19,<0.20"
 
 
 class _Holder:
-    """The one applied session of this process."""
+    """What ``apply()`` has left in this process: one session, what it was asked for, and the exception hook."""
 
     session: Session | None = None
     request: VtpConfig | None = None
@@ -64,40 +68,41 @@ def apply(
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
-    Call it before Megatron's ``parallel_state`` is initialised, best before the script imports anything from Megatron.
-    Names, class attributes, default arguments and partial objects that took something from Megatron before are made to
-    hold the replacement, here and once the list is known; a warning names what was seen to stay in closures,
-    containers and attributes, and what would make a run wrong is refused. Without a list here or on the command line
-    (``--vtp-size-list``), Megatron stays as it is. In a child process that ``multiprocessing`` spawns while it imports
-    the script again, the call does nothing.
+    Call it before Megatron's ``parallel_state`` is initialised, and best before the script imports anything from
+    Megatron. If names, class attributes, default arguments or partial objects already hold a function of Megatron, they
+    get the replacement, here and once the list is known. A warning names what was seen to stay in closures, containers
+    and attributes; what would make a run wrong is refused. Without a list here or on the command line
+    (``--vtp-size-list``), Megatron stays as it is. In a child process that ``multiprocessing`` spawns, the call does
+    nothing while the script is imported again.
 
-    With a list, under a launcher and before torch.distributed is initialised, all ranks meet here: torch would wait for
-    a missing rank for its own timeout, 30 minutes by default, and not name it.
+    With a list, under a launcher and before torch.distributed is initialised, all ranks meet here. Otherwise torch
+    would wait for a missing rank until its timeout, 30 minutes by default, and would not name it.
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
-        vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the world's. Where sizes
+        vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
             differ, the schedule is planned.
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
-        transport_threshold_bytes: with ``"auto"``, the size from which on tensors cross in slices, such as ``"4MiB"``;
-            ``None`` lets the run try both ways.
+        transport_threshold_bytes: with ``"auto"``, tensors of this size and more cross in slices, such as ``"4MiB"``;
+            ``None`` lets the run try both strategies.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
-        timeout_s: a rank that does not answer for so long ends the run on all ranks.
+        timeout_s: a rank that does not answer for this long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
         schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
-        layerwise_disaggregated: stage 0 holds the first and the last layers; see there.
-        audit: file that records every message between stages; each rank puts its number into the name.
-        in_flight: most microbatches in flight then, on all stages or on each.
-        costs: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures it.
-        replan_share: how far real and planned time of a U's step may lie apart, see
+        layerwise_disaggregated: U-shaped pipeline: stage 0 holds the first and the last layers; see there.
+        audit: file that records every message between stages; each rank adds its number to the name.
+        in_flight: of a U-shaped pipeline: most microbatches in flight, on all stages or on each.
+        costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;
+            ``None`` measures it.
+        replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see
             :class:`~vtp_plugin.config.VtpConfig`.
-        log_level: least level of what the plugin says: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
-        share_errors: let the texts of errors cross from this rank to other sites; each site decides for itself.
+        log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
+        share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -105,7 +110,8 @@ def apply(
         PatchError: Megatron is missing, of another version, or already initialised; or ``apply`` was called before with
             other arguments.
     """
-    keywords = dict(locals())  # all of them by name: the fields of VtpConfig say how each is read
+    keywords = dict(locals())  # must stay the first line; the fields of VtpConfig say how each keyword is read
+    # Set while multiprocessing imports the main module in a child: a data loader is no rank of the run.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     try:
@@ -116,7 +122,7 @@ def apply(
 
 
 def report_failures() -> None:
-    """Let an error of the plugin that ends this process be one line, also where no list was given."""
+    """Make an error of the plugin that ends this process one line, even in a run without a list."""
     _hook().install()
 
 
@@ -132,9 +138,9 @@ def _apply(request: VtpConfig) -> None:
             "vtp_plugin.revert() first"
         )
     host_version = _megatron_version()
-    # Early, to run after the handlers that are registered later.
+    # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
-    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
+    from vtp_plugin.patches.registry import argument_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
     from vtp_plugin.session.request import meet
@@ -142,39 +148,48 @@ def _apply(request: VtpConfig) -> None:
     _refuse_late()
     session = Session(request)
     session.watch_failures = _hook().install
-
-    def activate() -> None:
-        if session.is_activated:
-            return
-        session.is_activated = True
-        is_mapped = session.choose_platform().name == "cpu"
-        if session.config.size_list is None and not is_mapped:
-            return
-        records = (*(arguments if not session.applied else ()), *platform_records(session))
-        if session.config.size_list is not None:
-            records += training_records(session)
-        earlier = tuple(session.applied)
-        session.applied.append(apply_records(records, host_version))
-        if session.config.size_list is not None:
-            for applied in earlier:
-                applied.rebind()
-            _warn_of_unreached(session)
-
-    arguments = argument_records(session, activate)
+    activate = functools.partial(_activate, session, host_version)
     if not isinstance(request.size_list, tuple):
-        session.applied.append(apply_records(arguments, host_version))
+        # The list may still come from the command line: validate_args then calls activate.
+        session.applied.append(apply_records(argument_records(session, activate), host_version))
         _Holder.session, _Holder.request = session, request
-    else:
-        _Holder.session, _Holder.request = session, request
-        # All records at once: each set of them costs a search of everything that is loaded.
-        session.watch_failures()
-        session.open_log()
-        meet(session, activate)
-        activate()  # unless this rank has met nobody
+        return
+    # Held before the ranks meet: revert() can then clean up what a failed meeting leaves.
+    _Holder.session, _Holder.request = session, request
+    session.watch_failures()
+    session.open_log()
+    meet(session, activate)
+    activate()  # meet() has not called it if no launcher says where the ranks meet
+
+
+def _activate(session: Session, host_version: str) -> None:
+    """Apply the records that depend on the list, which is now known or known to be missing; idempotent."""
+    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
+    from vtp_plugin.patching import apply_records
+
+    if session.is_activated:
+        return
+    session.is_activated = True
+    has_list, is_mapped = session.config.size_list is not None, session.choose_platform().name == "cpu"
+    if not has_list and not is_mapped:
+        return
+    records = platform_records(session)
+    if not session.applied:
+        # All records in one set: each set costs a search through everything that is loaded.
+        records = (*argument_records(session, functools.partial(_activate, session, host_version)), *records)
+    if has_list:
+        records += training_records(session)
+    earlier = tuple(session.applied)
+    session.applied.append(apply_records(records, host_version))
+    if has_list:
+        # The script may have taken more from Megatron since the first set was applied.
+        for applied in earlier:
+            applied.rebind()
+        _warn_of_unreached(session)
 
 
 def revert() -> None:
-    """Undo ``apply``: every replaced object of Megatron and torch is the original again. Without ``apply``: nothing."""
+    """Undo ``apply``: put the original objects of Megatron and torch back. Without ``apply`` it does nothing."""
     session, _Holder.session, _Holder.request = _Holder.session, None, None
     hook, _Holder.hook = _Holder.hook, None
     if hook is not None:
@@ -201,10 +216,10 @@ def open_session() -> Session:
     """Return the session of a run whose channels are open.
 
     Raises:
-        ConfigError: there is none, or Megatron's own communicator is in use.
+        ConfigError: there is none, or Megatron's communicator is in use.
     """
-    session = _Holder.session
-    if session is None or not session.is_running or session.running.communicator is None:
+    session = _running_session()
+    if session is None or session.running.communicator is None:
         raise ConfigError(
             "the plugin's channels are not open; call vtp_plugin.apply() with vtp_size_list, then "
             "initialize_model_parallel() (a uniform list needs force=True)"
@@ -225,37 +240,41 @@ def get_vtp_size_list() -> list[int] | None:
 
 def get_vtp_stage_ranks() -> list[list[int]] | None:
     """Return the global ranks of every stage in this rank's replica; None before the groups exist."""
-    session = _Holder.session
-    if session is None or not session.is_running:
+    if (session := _running_session()) is None:
         return None
-    planned = session.planned
-    layout, own = planned.layout, planned.own
+    layout, replicas, own = session.planned.layout, session.planned.replicas, session.planned.own
     return [
-        list(layout.tp_ranks(i, planned.replicas.partner(own.stage, own.dp_rank, i), own.cp_rank % grid.cp))
-        for i, grid in enumerate(layout.stages)
+        list(layout.tp_ranks(stage, replicas.partner(own.stage, own.dp_rank, stage), own.cp_rank % grid.cp))
+        for stage, grid in enumerate(layout.stages)
     ]
 
 
 def get_vtp_my_stage_idx() -> int | None:
     """Return the index of this rank's stage; None before the groups exist."""
-    session = _Holder.session
-    return None if session is None or not session.is_running else session.planned.own.stage
+    session = _running_session()
+    return None if session is None else session.planned.own.stage
 
 
 def is_vtp_stage_rank0() -> bool:
     """Tell whether this rank is its stage's leader; True before the groups exist, as in the Ascend implementation."""
-    session = _Holder.session
-    return session is None or not session.is_running or session.planned.own.tp_rank == 0
+    session = _running_session()
+    return session is None or session.planned.own.tp_rank == 0
 
 
 def get_vtp_intra_stage_group() -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of this rank's stage; None before the groups exist."""
+    session = _running_session()
+    return None if session is None else session.running.stage_group
+
+
+def _running_session() -> Session | None:
+    """Return the session once the groups exist."""
     session = _Holder.session
-    return None if session is None or not session.is_running else session.running.stage_group
+    return session if session is not None and session.is_running else None
 
 
 def _hook() -> FailureHook:
-    """Return the link in the chain of exception hooks; made once, since who set a hook after it may call it."""
+    """Return the exception hook; one per process, since a hook that was set after it may still call it."""
     if _Holder.hook is None:
         _Holder.hook = FailureHook(
             is_applied=lambda: _Holder.session is not None,
@@ -266,7 +285,7 @@ def _hook() -> FailureHook:
 
 
 def _note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Fill the file in which the launcher looks for the reason."""
+    """Write the reason into the file in which the launcher looks for it."""
     from vtp_plugin.runtime.disclosure import describe_error
     from vtp_plugin.runtime.error_file import write_error_file
 
@@ -274,12 +293,13 @@ def _note_failure(error: BaseException, position: str, is_consequence: bool) -> 
 
 
 def _megatron_version() -> str:
+    """Return the version of Megatron, if the plugin supports it."""
     from packaging.specifiers import SpecifierSet
 
     try:
         found = distribution_version("megatron-core")
     except PackageNotFoundError:
-        raise PatchError("megatron-core is not installed; run: pip install 'megatron-core>=0.19,<0.20'") from None
+        raise PatchError(f"megatron-core is not installed; run: pip install 'megatron-core{_SUPPORTED}'") from None
     if not SpecifierSet(_SUPPORTED).contains(found, prereleases=True):
         raise PatchError(
             f"megatron-core {found} is not supported by this version of vtp_plugin, which knows {_SUPPORTED}; run: "
@@ -289,7 +309,7 @@ def _megatron_version() -> str:
 
 
 def _warn_of_unreached(session: Session) -> None:
-    """Name what took something from Megatron before and still holds it."""
+    """Name what still holds a function of Megatron that was replaced."""
     places = [place for applied in session.applied for place in applied.unreached]
     if places:
         rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
@@ -300,6 +320,7 @@ def _warn_of_unreached(session: Session) -> None:
 
 
 def _refuse_late() -> None:
+    """Refuse to patch a Megatron whose groups exist already: they have the sizes of a uniform run."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         raise PatchError(

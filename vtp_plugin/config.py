@@ -1,4 +1,4 @@
-"""What the user asked for: one frozen object, made from keyword arguments of ``apply()`` or from flags.
+"""What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
 
 A field of :class:`VtpConfig` declares an option once: its flag, its keyword, its help, and how its value is read.
 """
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.values import (
@@ -29,12 +29,12 @@ TransportName = Literal["auto", "rank0", "sliced"]
 ScheduleName = Literal["stock", "planned"]
 DpModeName = Literal["multiplex", "split"]
 LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-# These hold paths, which other sites do not read.
+# These hold paths, which other sites must not read.
 _LOCAL_FIELDS = ("audit",)
 
 
 class FlagGroup(Enum):
-    """What a flag is about; the value is the title above the group in ``--help``."""
+    """The groups of flags; the value is the title of the group in ``--help``."""
 
     WHERE = "vtp_plugin: where (which ranks form which stage)"
     WHAT = "vtp_plugin: what crosses (how tensors get from stage to stage)"
@@ -49,15 +49,15 @@ class Flag:
 
     Attributes:
         name: as written on the command line.
-        group: heading in ``--help``.
+        group: its group in ``--help``.
         help: what it does.
-        metavar: what stands for its value in ``--help``; None for a switch.
-        keyword: of :func:`vtp_plugin.apply`; None where only the command line has it.
-        field: of :class:`VtpConfig`; None where it is read elsewhere.
-        type: makes a value of one word.
+        metavar: stands for its value in ``--help``; None for a switch.
+        keyword: of :func:`vtp_plugin.apply`; None if only the command line has it.
+        field: of :class:`VtpConfig`; None if it is read elsewhere.
+        type: turns one word into a value.
         nargs: as for :meth:`argparse.ArgumentParser.add_argument`.
-        parse: makes the field's value of the flag's or the keyword's.
-        choices: the values that the field may have; empty for any.
+        parse: turns the value of the flag or of the keyword into that of the field.
+        choices: the values that the field may have; empty for any value.
     """
 
     name: str
@@ -77,162 +77,138 @@ class Flag:
         return self.name.removeprefix("--").replace("-", "_")
 
     def read(self, value: object) -> object:
-        """Make the field's value of what was given; None stays None."""
+        """Return the value of the field for what was given; None stays None."""
         return value if value is None or self.parse is None else self.parse(value)
 
 
-def _option(default: Any, group: FlagGroup, help: str, metavar: str | None = None, **flag: Any) -> Any:
-    """Declare a field with what its flag does not take from the field itself; see :func:`flags_of_fields`."""
+def _option(group: FlagGroup, default: Any, help: str, metavar: str | None = None, **flag: Any) -> Any:
+    """Declare a field, with what :func:`flags_of_fields` cannot take from its name and type."""
     return dataclasses.field(default=default, metadata={"group": group, "help": help, "metavar": metavar, **flag})
 
 
-def _choice(names: Any, default: str, group: FlagGroup, help: str, metavar: str | None = None) -> Any:
-    """Declare a field whose value is one of the names of a Literal type."""
-    return _option(default, group, help, metavar or "|".join(get_args(names)), choices=get_args(names))
+# One for each group, in the order of the groups.
+_where, _what, _when, _trust, _failure = (functools.partial(_option, group) for group in FlagGroup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VtpConfig:
-    """The plugin's options, validated in themselves (not yet against a world or a model).
+    """The plugin's options. Each is valid by itself; whether it fits the world and the model is checked later.
 
     The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
     """
 
-    size_list: tuple[int, ...] | Literal["auto"] | None = _option(
+    size_list: tuple[int, ...] | Literal["auto"] | None = _where(
         None,
-        FlagGroup.WHERE,
-        "tensor-parallel size of every pipeline stage, first stage first; or 'auto': stage k is the launcher's node k",
+        "tensor-parallel size of every pipeline stage, first stage first; or 'auto': node k of the launcher is stage k",
         "1,4,4",
         keyword="vtp_size_list",
         parse=parse_size_list,
     )
-    cp_list: tuple[int, ...] | None = _option(
+    cp_list: tuple[int, ...] | None = _where(
         None,
-        FlagGroup.WHERE,
-        "context-parallel size of every stage; default: --context-parallel-size for all",
+        "context-parallel size of every stage; default: --context-parallel-size on all",
         "1,2,2",
         keyword="vtp_cp_list",
         parse=parse_cp_list,
     )
-    dp_list: tuple[int, ...] | None = _option(
+    dp_list: tuple[int, ...] | None = _where(
         None,
-        FlagGroup.WHERE,
         "data-parallel size (number of replicas) of every stage; default: one size for all, from the number of ranks",
         "1,2,2",
         keyword="vtp_dp_list",
         parse=parse_dp_list,
     )
-    data_parallel_size: int | None = _option(
-        None, FlagGroup.WHERE, "replicas of every stage; needed with '--vtp-size-list auto' only", "N", type=int
+    data_parallel_size: int | None = _where(
+        None, "replicas of every stage; needed with '--vtp-size-list auto' only", "N", type=int
     )
-    device: DeviceName = _choice(
-        DeviceName,
+    device: DeviceName = _where(
         "auto",
-        FlagGroup.WHERE,
         "device to train on, one kind for the whole run; auto (default) asks in this order: npu, cuda, cpu",
     )
-    force: bool = _option(
-        False, FlagGroup.WHERE, "use the plugin for stages of one size too (for tests and benchmarks)"
-    )
-    layerwise_disaggregated: bool = _option(
+    force: bool = _where(False, "use the plugin for stages of one size too (for tests and benchmarks)")
+    layerwise_disaggregated: bool = _where(
         False,
-        FlagGroup.WHERE,
         "U-shaped pipeline: stage 0, the edge, holds the first and the last layers, with embedding, head, loss and "
-        "data; give the layers by --num-layer-list or by --pipeline-model-parallel-layout with one part more than "
+        "data; give the layers by --num-layer-list, or by --pipeline-model-parallel-layout with one part more than "
         "stages",
         name="--layerwise-disaggregated-training",
     )
-    transport: TransportName = _choice(
-        TransportName,
+    transport: TransportName = _what(
         "auto",
-        FlagGroup.WHAT,
         "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
-        "share; auto (default) takes rank0 between sites and for small tensors; where the stages' sizes differ, a run "
+        "share; auto (default) takes rank0 between sites and for small tensors; if the stages' sizes differ, a run "
         "tries both at its start and takes the faster one",
     )
-    transport_threshold_bytes: int | None = _option(
+    transport_threshold_bytes: int | None = _what(
         None,
-        FlagGroup.WHAT,
-        "with --vtp-transport auto: tensors from this size on cross in slices where there is a choice, smaller ones "
-        "by rank0, and nothing is tried; bytes, or a number with KiB or MiB",
+        "with --vtp-transport auto: tensors of this size and more cross in slices if there is a choice, smaller ones "
+        "by rank0, and the run tries nothing; bytes, or a number with KiB or MiB",
         "4MiB",
         name="--vtp-transport-threshold",
         parse=parse_bytes,
     )
-    dp_mode: DpModeName = _choice(
-        DpModeName,
+    dp_mode: DpModeName = _what(
         "multiplex",
-        FlagGroup.WHAT,
         "how stages of different data-parallel sizes work together: multiplex (default) lets a narrow stage run its "
-        "microbatches in turn for each replica of a wide one; split lets it run larger ones (--micro-batch-size is "
-        "that of the widest stage), of which each replica gets a part",
+        "microbatches in turn for each replica of a wide one; split lets it run larger microbatches, and each replica "
+        "of the wide one gets a part (--micro-batch-size then holds for the widest stage)",
     )
-    schedule: ScheduleName = _choice(
-        ScheduleName,
+    schedule: ScheduleName = _when(
         "stock",
-        FlagGroup.WHEN,
-        "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders with every receive posted "
-        "before the compute that precedes it, and sends that nothing waits for",
+        "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders, but posts every receive "
+        "before the compute that precedes it, and no compute waits for a send",
     )
-    in_flight: tuple[int, ...] | None = _option(
+    in_flight: tuple[int, ...] | None = _when(
         None,
-        FlagGroup.WHEN,
         "U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that many "
         "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two",
         "8,4,4",
         parse=parse_in_flight,
     )
-    costs: tuple[str, ...] | None = _option(
+    costs: tuple[str, ...] | None = _when(
         None,
-        FlagGroup.WHEN,
         "U-shaped pipeline: the durations and links that the order is planned for, such as forward_ms=40,80,40 "
         "latency_ms=20. Default: the first steps measure them, and the run prints them as this flag.",
         "KEY=VALUE",
         nargs="+",
         parse=parse_cost_words,
     )
-    replan_share: float = _option(
+    replan_share: float = _when(
         0.25,
-        FlagGroup.WHEN,
-        "U-shaped pipeline: where a step takes longer or shorter by more than this share than planned, its measured "
-        "costs are measured again and the order is planned anew, at most three times; default 0.25, inf for never",
+        "U-shaped pipeline: a run that measured its costs measures them again and plans a new order, at most three "
+        "times, if a step is longer or shorter than planned by more than this share; default 0.25, inf for never",
         "0.25",
         type=float,
     )
-    sites: tuple[str, ...] | None = _option(
-        None, FlagGroup.TRUST, "site of every stage; default: all in one", "edge,cloud,cloud", parse=parse_sites
+    sites: tuple[str, ...] | None = _trust(
+        None, "site of every stage; default: all in one", "edge,cloud,cloud", parse=parse_sites
     )
-    share_errors: bool = _option(
+    share_errors: bool = _trust(
         False,
-        FlagGroup.TRUST,
-        "several sites: let the texts of this rank's errors, and the values of its arguments, cross to the others; "
-        "without it they read the type of the error and where it happened. Each site decides for itself",
+        "several sites: let the other sites read the texts of this rank's errors and the values of its arguments; "
+        "without it they read the type of an error and where it happened. Each site decides for itself",
     )
-    audit: str | None = _option(
+    audit: str | None = _trust(
         None,
-        FlagGroup.TRUST,
-        "write down every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its "
+        "record every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its "
         "suffix; sites may differ",
         "FILE",
     )
-    timeout_s: float = _option(
+    timeout_s: float = _failure(
         600.0,
-        FlagGroup.FAILURE,
-        "a rank that does not answer for so long ends the run on all ranks; default 600",
+        "a rank that does not answer for this long ends the run on all ranks; default 600",
         "SECONDS",
         type=float,
     )
-    log_level: LogLevelName = _choice(
-        LogLevelName,
+    log_level: LogLevelName = _failure(
         "INFO",
-        FlagGroup.FAILURE,
         "how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
         "rank of every other site, DEBUG from all ranks",
         "INFO",
     )
 
     def __post_init__(self) -> None:
-        """Check every value that can be checked alone.
+        """Check the values that can be checked without the world and the model.
 
         Raises:
             ConfigError: a value breaks its rule.
@@ -292,7 +268,7 @@ class VtpConfig:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the plugin's groups and communicator are in use for stages of one size, too."""
+        """Whether the plugin's groups and communicator are in use even for stages of one size."""
         return self.force or self.has_planned_schedule
 
     @property
@@ -305,20 +281,26 @@ class VtpConfig:
 def flags_of_fields() -> tuple[Flag, ...]:
     """List the flags of all fields, in their order.
 
-    A flag is called ``--vtp-`` and the field's name, a keyword like the field, unless the field says otherwise.
+    The name of a flag is ``--vtp-`` and the field's name, the keyword is the field's name, unless the field says
+    otherwise. The names of a Literal type are the choices.
 
     >>> flag = flags_of_fields()[0]
     >>> flag.name, flag.keyword, flag.field
     ('--vtp-size-list', 'vtp_size_list', 'size_list')
     """
-    return tuple(
-        Flag(**dict[str, Any](name=f"--vtp-{f.name.replace('_', '-')}", keyword=f.name, field=f.name) | {**f.metadata})
-        for f in dataclasses.fields(VtpConfig)
-    )
+    types = get_type_hints(VtpConfig)
+    flags: list[Flag] = []
+    for field in dataclasses.fields(VtpConfig):
+        choices = get_args(types[field.name]) if get_origin(types[field.name]) is Literal else ()
+        name = f"--vtp-{field.name.replace('_', '-')}"
+        given: dict[str, Any] = {"name": name, "keyword": field.name, **field.metadata}
+        given["metavar"] = given["metavar"] or "|".join(choices) or None
+        flags.append(Flag(**given, field=field.name, choices=choices))
+    return tuple(flags)
 
 
 def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
-    """Make the options of the keyword arguments of ``apply()``.
+    """Make the options from the keyword arguments of ``apply()``.
 
     >>> read_keywords({"vtp_size_list": "1,2", "force": True}).size_list
     (1, 2)
@@ -332,7 +314,7 @@ def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
 
 
 def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
-    """Add the flags that were given (value not ``None``) to what ``apply()`` was given.
+    """Add flags to what ``apply()`` was given; a flag with the value ``None`` was not given.
 
     >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
     'cpu'

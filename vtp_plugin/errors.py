@@ -1,8 +1,8 @@
 """Errors of the plugin.
 
 A :class:`VtpError` is meant for a person: its text is one line that names the value, the rule and the way out, and the
-plugin's exception hook prints it without a stack trace. What protects a run raises one, too: ``python -O`` removes
-``assert`` statements, so these only tell the type checker what is known (``is not None``, ``isinstance``).
+plugin's exception hook prints it without a stack trace. Checks that protect a run raise one, too: ``python -O`` removes
+``assert`` statements, so an ``assert`` only tells the type checker what is known (``is not None``, ``isinstance``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class VtpError(Exception):
 
     Args:
         text: one line for the person who started this rank.
-        shared: what the other sites of a run may read of it. It consists of the plugin's own words, ranks, boundaries
-            and values of the plugin's layout flags; never of a path, of the data, or of what another library said.
-            None lets only the type of the error cross.
+        shared: the text that other sites of a run may read. It has words of the plugin, ranks, boundaries, and values
+            of the plugin's layout flags, but never a path, data, or the message of another library. With None, other
+            sites learn the type of the error only.
     """
 
     def __init__(self, text: str = "", *, shared: str | None = None) -> None:
@@ -26,22 +26,22 @@ class VtpError(Exception):
 
 
 class ConfigError(VtpError, ValueError):
-    """What the user asked for cannot work: a value breaks a rule that the message states."""
+    """A value that the user gave breaks a rule; the message states the rule."""
 
 
 class LayoutError(ConfigError):
-    """A :class:`ConfigError` about the plugin's layout flags alone, whose whole text the other sites may read."""
+    """A :class:`ConfigError` about the plugin's layout flags alone; other sites may read its whole text."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__(text, shared=text)
 
 
 def refuse(problems: Iterable[str], error: type[ConfigError] = ConfigError) -> None:
-    """Refuse what checks have found: all of it in one line, or nothing if they found nothing.
+    """Raise one error for all problems that checks have found; do nothing if there are none.
 
     Args:
         problems: lines of the form ``value; rule; way out``.
-        error: what to raise; :class:`LayoutError` if all is about the plugin's layout flags.
+        error: the class to raise; :class:`LayoutError` if all problems concern the plugin's layout flags.
 
     Raises:
         ConfigError: there is a problem.
@@ -57,14 +57,14 @@ def refuse(problems: Iterable[str], error: type[ConfigError] = ConfigError) -> N
 
 
 class PatchError(VtpError, RuntimeError):
-    """A patch does not fit the Megatron that is installed, or its state does not allow the request."""
+    """A patch does not fit the installed Megatron, or the state of Megatron does not allow the request."""
 
 
 class PlanError(VtpError, AssertionError):
-    """A plan or an order breaks a rule that the plugin itself must keep; the run may not begin with it, or go on.
+    """A plan or an order breaks a rule that the plugin must keep: a bug, with which no run may start or go on.
 
     Args:
-        problem: what is wrong, with the values.
+        problem: the rule that is broken, with the values.
 
     >>> str(PlanError("rank 3 never gets [0:4]"))
     'rank 3 never gets [0:4]; this is a bug of vtp_plugin: please report this line and the command'
@@ -75,7 +75,7 @@ class PlanError(VtpError, AssertionError):
 
     @classmethod
     def listing(cls, what: str, problems: Sequence[str]) -> PlanError:
-        """Name the first problems that a check found.
+        """Make an error that names the first three problems.
 
         >>> str(PlanError.listing("invalid order", ["a", "b", "c", "d", "e"])).partition(";")[0]
         'invalid order (5 problems): a | b | c'

@@ -1,4 +1,4 @@
-"""What this process does when an error ends it: one line, a word to the other ranks, and an end without waiting."""
+"""When an error ends this process: print one line, tell the other ranks, and exit without waiting for them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vtp_plugin.errors import VtpError
 
 
 class Watch(Protocol):
-    """What knows where the run stands, and reaches the other ranks."""
+    """Knows the position of this rank in the run, and reaches the other ranks."""
 
     @property
     def failure(self) -> str | None:
-        """What is known to have failed before."""
+        """What has failed before, in words; None if nothing is known."""
         ...
 
     def describe_position(self) -> str:
-        """Say where this rank is."""
+        """Return the position of this rank in the run."""
         ...
 
     def post_failure(self, error: BaseException) -> None:
@@ -34,12 +34,13 @@ class Watch(Protocol):
 class FailureHook:
     """The plugin's link in the chain of exception hooks.
 
-    Errors of the plugin are one line; all others go to the hook that was there before, and a line of ours follows.
+    An error of the plugin is printed as one line. Any other error goes to the hook that was there before; then one line
+    of the plugin follows if the run was being watched.
 
     Args:
         is_applied: tells whether the plugin is applied.
-        get_watch: returns what reaches the other ranks, as soon as something does.
-        note: also gets the error that our line was about, the line's end, and whether another rank failed before.
+        get_watch: returns what reaches the other ranks; None while nothing does.
+        note: is called with the error, the position that ends its line, and whether another rank failed before.
     """
 
     def __init__(
@@ -63,13 +64,13 @@ class FailureHook:
         self._is_active = True
 
     def remove(self) -> None:
-        """Put the hook back that was there before; under a hook that was set meanwhile, pass everything on to it."""
+        """Put the earlier hook back. If another hook was set meanwhile, stay below it and pass every error on."""
         self._is_active = self._has_failed = False
         if sys.excepthook is self and self._before is not None:
             sys.excepthook, self._before = self._before, None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report an error that ends the process; contract of ``sys.excepthook``."""
+        """Report an error that ends the process; called as ``sys.excepthook``."""
         before = self._before or sys.__excepthook__
         if not self._is_active:
             before(kind, error, trace)
@@ -79,7 +80,7 @@ class FailureHook:
         position = ""
         if monitor is not None:
             position = f"; {monitor.describe_position()}"
-            # Before printing: torch may complain about a broken store, and our line shall be the last.
+            # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
             monitor.post_failure(error)
             if monitor.failure is not None:
                 position += f"; before that, {monitor.failure}"
@@ -92,9 +93,10 @@ class FailureHook:
             self._note(error, position, monitor is not None and monitor.failure is not None)
 
     def leave(self) -> None:
-        """End here, after the other exit handlers: destructors of process groups may wait for peers that are gone."""
+        """Exit at once after an error: destructors of process groups could wait for peers that are gone."""
         if not self._has_failed:
             return
+        # os._exit() skips multiprocessing's exit handler: children such as data loaders would go on.
         for child in multiprocessing.active_children():
             child.kill()
         for stream in (sys.stdout, sys.stderr):

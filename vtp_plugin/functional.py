@@ -1,15 +1,15 @@
-"""Exchange functions for training steps that are written by hand, with the surface of the Ascend implementation.
+"""Send and receive functions for training steps written by hand, with the interface of the Ascend implementation.
 
-Names, arguments and returns follow ``layerwise_disaggregated_training/p2p_communication.py`` of MindSpeed-LLM, so that
-code written against it needs another import only. What runs below are the channels of every other step: any transport,
-any sizes, sequence parallelism and variable lengths included.
+Names, arguments and returns follow ``layerwise_disaggregated_training/p2p_communication.py`` of MindSpeed-LLM: code
+written for it only changes its import. Below run the same channels as in every other step, so any transport, any sizes,
+sequence parallelism and variable lengths work.
 
-All tensor-parallel ranks of a stage call the same function at the same program point, and what is received on one
-channel is waited for in the order of its calls. A call that receives nothing, or sends nothing, by the rules below does
-not communicate. A ``group`` says no more than which replica of the pipeline is meant, since every direction of every
-boundary has its own channel: it is one of :func:`pipeline_groups`, and may be left out where there is only one.
+All tensor-parallel ranks of a stage must call the same function at the same program point, and must wait for the
+receives of a channel in the order of their calls. A call that has nothing to send or receive, by the rules below, does
+not communicate. ``group`` only chooses the replica of the pipeline, since every direction of every boundary has its
+channel. It is one of :func:`pipeline_groups`, and may be left out if there is only one.
 
-With variable lengths a receive returns when the sender's header has come, also one that is not to be waited for.
+With variable lengths every receive waits for the sender's header, even if it does not wait for the tensor.
 """
 
 from __future__ import annotations
@@ -55,28 +55,29 @@ _Neighbour = Literal["prev", "next"]
 def pipeline_groups() -> list[dist.ProcessGroup]:
     """Return this rank's pipeline group in every replica of the pipeline that this rank works in.
 
-    One, except on a stage that has fewer replicas than another: with ``--vtp-dp-list 1,2`` its ranks work in two.
+    That is one group, but more on a stage that has fewer replicas than another: two on stage 0 of
+    ``--vtp-dp-list 1,2``.
     """
     return list(open_session().running.pipeline_groups)
 
 
 def vtp_send_forward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
-    """Send an activation ``[S, B, H]``, this rank's part, to the next stage; from the last one of a U to the edge.
+    """Send this rank's part of an activation ``[S, B, H]`` to the next stage; from the last stage of a U to the edge.
 
     Args:
         tensor: keeps its memory until the work is waited for or the step ends.
-        config: Megatron's model-parallel configuration. Without it what an earlier call was told counts, or, in the
-            very first call, the tensor itself: not sharded, of its own type and width.
-        group: or groups; a list sends to every replica of it.
+        config: Megatron's model-parallel configuration. Default: that of an earlier call; in the very first call the
+            tensor's type and width, not sharded.
+        group: one group, or a list of groups to send to several replicas.
 
     Returns:
-        The sends under way, one per replica; None on ranks that send nothing, as all but the leaders do with rank0.
+        The sends under way, one per replica; None on ranks that send nothing: with rank0 all but the leaders.
     """
     return _send("next", tensor, config, group)
 
 
 def vtp_send_backward(tensor: torch.Tensor, config: Any = None, *, group: Group = None) -> list[Work] | None:
-    """Send the gradient of an activation to the stage that it came from; as :func:`vtp_send_forward`."""
+    """Send the gradient of an activation to the stage that sent the activation; as :func:`vtp_send_forward`."""
     return _send("prev", tensor, config, group)
 
 
@@ -91,18 +92,19 @@ def vtp_recv_forward(
 def vtp_recv_forward(
     tensor_shape: Sequence[int], config: Any, async_op: bool = False, *, group: Group = None
 ) -> torch.Tensor | tuple[torch.Tensor, Requests]:
-    """Receive an activation from the previous stage; on the edge of a U from the last one.
+    """Receive an activation from the previous stage; on the edge of a U from the last stage.
 
     Args:
-        tensor_shape: local shape; with variable lengths the sender tells it.
+        tensor_shape: local shape; with variable lengths the sender's header has it.
         config: Megatron's model-parallel configuration.
         async_op: do not wait.
-        group: of one replica; a list of one counts as its entry.
+        group: of one replica, also as a list of one.
 
     Returns:
-        The tensor, a fresh leaf; with ``async_op`` also ``{"recv_prev": work}``, to be waited for by all ranks.
+        The tensor, a fresh leaf; with ``async_op`` also ``{"recv_prev": work}``, for which all ranks must wait.
     """
-    return _receive_vtp("prev", tensor_shape, config, async_op, group)
+    tensor, requests = _receive("prev", tensor_shape, config, group, wait=not async_op)
+    return tensor if requests is None else (tensor, requests)
 
 
 @overload
@@ -116,8 +118,9 @@ def vtp_recv_backward(
 def vtp_recv_backward(
     tensor_shape: Sequence[int], config: Any, async_op: bool = False, *, group: Group = None
 ) -> torch.Tensor | tuple[torch.Tensor, Requests]:
-    """Receive the gradient of what was sent to the next stage; as :func:`vtp_recv_forward`, by ``"recv_next"``."""
-    return _receive_vtp("next", tensor_shape, config, async_op, group)
+    """Receive the gradient of an activation from the next stage; as :func:`vtp_recv_forward`, with ``"recv_next"``."""
+    tensor, requests = _receive("next", tensor_shape, config, group, wait=not async_op)
+    return tensor if requests is None else (tensor, requests)
 
 
 def recv_forward_with_reqs(
@@ -133,12 +136,12 @@ def recv_forward_with_reqs(
     Args:
         tensor_shape: local shape.
         config: Megatron's model-parallel configuration.
-        is_end_stage: on the edge of a U: for the model's last part, not its first.
+        is_end_stage: on the edge of a U: receive for the last part of the model, not for the first.
         group: as for :func:`vtp_recv_forward`.
-        wait_on_reqs: return when the tensor is there.
+        wait_on_reqs: wait for the tensor.
 
     Returns:
-        The tensor, and ``{"recv_prev": work}`` if it was not waited for; None for what there is not.
+        The tensor, and ``{"recv_prev": work}`` if it was not waited for; None in place of what does not exist.
     """
     if open_session().planned.own.stage == 0 and not is_end_stage:
         return None, None
@@ -176,7 +179,7 @@ def send_forward(
         config: Megatron's model-parallel configuration.
         is_end_stage: as for :func:`recv_forward_with_reqs`.
         group: as for :func:`vtp_send_forward`.
-        wait_on_reqs: without meaning: the runtime keeps the tensor and drains the send, at the latest with the step.
+        wait_on_reqs: ignored: the runtime keeps the tensor, and waits for the send at the end of the step at latest.
     """
     if not _ends_the_model(open_session(), is_end_stage):
         with _timed(config, "forward-send"):
@@ -198,6 +201,7 @@ def send_backward(
 
 
 def _ends_the_model(session: Session, is_end_stage: bool) -> bool:
+    """Tell whether this rank's part of the model is the last one; on the edge of a U that is its second part."""
     is_on_loss_stage = session.planned.own.stage == session.planned.loss_stage
     return is_on_loss_stage and (is_end_stage or not session.config.layerwise_disaggregated)
 
@@ -210,7 +214,7 @@ def _send(neighbour: _Neighbour, tensor: torch.Tensor, config: Any, group: Group
         _require(communicator.reaches(f"send_{neighbour}"), session, f"send to the {neighbour}")
         tensors: dict[str, Any] = {f"send_{neighbour}": tensor}
         works += communicator.exchange(form, wait=False, **tensors).works.values()
-    # A rank that takes part in collectives of the stage only has nothing under way.
+    # A rank that only takes part in collectives of its stage has nothing under way.
     return [work for work in works if not work.is_done] or None
 
 
@@ -233,15 +237,8 @@ def _receive(
     return tensor, None if wait else done.works
 
 
-def _receive_vtp(
-    neighbour: _Neighbour, shape: Sequence[int], config: Any, async_op: bool, group: Group
-) -> torch.Tensor | tuple[torch.Tensor, Requests]:
-    tensor, requests = _receive(neighbour, shape, config, group, wait=not async_op)
-    return tensor if requests is None else (tensor, requests)
-
-
 def _format(session: Session, config: Any, tensor: torch.Tensor | None) -> TensorFormat:
-    """Say how tensors cross; all ranks compare it in their first call."""
+    """Return the format of the tensors that cross; all ranks compare it in their first call."""
     if config is not None:
         return tensor_format(session, config)
     assert tensor is not None
@@ -250,7 +247,7 @@ def _format(session: Session, config: Any, tensor: torch.Tensor | None) -> Tenso
 
 
 def _communicators(session: Session, group: Group) -> list[PipelineCommunicator]:
-    """Give the communicator of each replica that the groups name, in their order."""
+    """Return the communicator of each replica that the groups choose, in their order."""
     groups = list(group) if isinstance(group, Sequence) else [group]
     indexes = [_index_of(session, one) for one in groups]
     if not indexes or len(set(indexes)) < len(indexes):
@@ -279,6 +276,7 @@ def _require(is_there: bool, session: Session, what: str) -> None:
 
 @contextmanager
 def _timed(config: Any, name: str) -> Iterator[None]:
+    """Measure a call by Megatron's timers, as its schedules do."""
     if config.timers is not None:
         config.timers(name, log_level=2).start()
     yield

@@ -1,10 +1,10 @@
-"""The plugin's log: all that a run says goes through the logger ``vtp_plugin`` of the standard library.
+"""The plugin's log: every message goes through the logger ``vtp_plugin`` of the standard library.
 
-Many ranks write into one terminal. So a record is one write to standard error, each line says which rank speaks, no
-line of a note is wider than :data:`WIDTH` columns, and INFO comes from few ranks: rank 0 and, with several sites, the
-first rank of each site. Errors stay one line each, however long: people search logs for them.
+Many ranks write into one terminal. So a record is one write to standard error, each line names its rank, lines are at
+most :data:`WIDTH` columns wide, and few ranks show INFO: rank 0 and, with several sites, the first rank of each site.
+An error is always a single line, however long: people search logs for it.
 
-Who configures the logger ``vtp_plugin`` before ``apply()`` keeps that configuration: then nothing is set here.
+If a script configures the logger ``vtp_plugin`` before ``apply()``, its configuration stays.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import threading
 from collections.abc import Callable
 
 WIDTH = 160
-"""No line of the log is wider, in columns, but for errors and for words that are longer themselves."""
+"""Most columns of a line of the log; errors and longer words may be wider."""
 
 _NAME = "vtp_plugin"
 
 
 def debug(text: str) -> None:
-    """Log a detail; with ``--vtp-log-level DEBUG`` every rank shows its own."""
+    """Log a detail; with ``--vtp-log-level DEBUG`` every rank shows its details."""
     logging.getLogger(_NAME).debug(text)
 
 
 def info(text: str) -> None:
-    """Log what every run says; shown by the ranks that report, see :func:`install`."""
+    """Log what concerns the whole run; only reporting ranks show it, see :func:`set_reporter`."""
     logging.getLogger(_NAME).info(text)
 
 
 def warning(text: str) -> None:
-    """Log what a user should look at; shown by every rank that calls."""
+    """Log what a user should look at; every rank that calls shows it."""
     logging.getLogger(_NAME).warning(text)
 
 
 def error(text: str) -> None:
-    """Log why this rank ends, as one line and one write; shown even where the log was never set up."""
+    """Log why this rank ends, as one line and one write; shown even if the log was never set up."""
     logger = logging.getLogger(_NAME)
     if logger.handlers:
         logger.error(text)
@@ -48,9 +48,9 @@ def error(text: str) -> None:
 
 
 def install(level: str = "INFO") -> Callable[[], None]:
-    """Let the plugin's records be seen, and return the function that puts the logger back as it was.
+    """Show the plugin's records, and return the function that puts the logger back as it was.
 
-    Until :func:`set_reporter` says who reports, rank 0 does; a process that no launcher started is rank 0.
+    Until :func:`set_reporter` is called, rank 0 reports; a process without a launcher counts as rank 0.
 
     Args:
         level: least level that is shown.
@@ -61,7 +61,7 @@ def install(level: str = "INFO") -> Callable[[], None]:
     handler = _Handler()
     before = logger.level, logger.propagate
     logger.addHandler(handler)
-    # Megatron gives the root logger a handler: the line would come twice.
+    # Megatron gives the root logger a handler, which would print each line again.
     logger.propagate = False
     logger.setLevel(level)
 
@@ -73,15 +73,14 @@ def install(level: str = "INFO") -> Callable[[], None]:
 
 
 def set_level(level: str) -> None:
-    """Change the least level that is shown, unless somebody else configured the logger."""
-    if _own_handler() is not None:
+    """Change the least level that is shown, unless the script configured the logger."""
+    if _handler() is not None:
         logging.getLogger(_NAME).setLevel(level)
 
 
 def set_reporter(*, rank: int, is_reporter: bool) -> None:
-    """Say which rank this is and whether it shows INFO, once the layout is known."""
-    handler = _own_handler()
-    if handler is not None:
+    """Set this rank and whether it shows INFO, once the layout is known."""
+    if (handler := _handler()) is not None:
         handler.rank, handler.is_reporter = rank, is_reporter
 
 
@@ -92,7 +91,7 @@ def launched_rank() -> int | None:
 
 
 def format_record(level: int, text: str, *, rank: int | None) -> str:
-    r"""Give the lines of a record, each with the rank and cut to the width; of an error one line.
+    r"""Return the lines of a record, each with the rank and cut to the width; an error is one line.
 
     >>> format_record(logging.INFO, "two\nlines", rank=3)
     '[vtp rank 3] two\n[vtp rank 3] lines\n'
@@ -109,7 +108,7 @@ def format_record(level: int, text: str, *, rank: int | None) -> str:
 
 
 def wrap(line: str, width: int = WIDTH) -> list[str]:
-    """Cut a line between its words; later pieces stand four columns further in. Longer words stay whole.
+    """Cut a line between words, and indent later pieces by four more columns. Long words stay whole.
 
     >>> wrap("  one two three", 10)
     ['  one two', '      three']
@@ -127,7 +126,7 @@ def wrap(line: str, width: int = WIDTH) -> list[str]:
 
 
 def wrap_command(words: list[str], width: int = WIDTH - 40) -> str:
-    r"""Give flags as text that a shell takes as one command: where a line ends, a backslash stands.
+    r"""Write flags as lines that a shell reads as one command: each but the last ends in a backslash.
 
     >>> print(wrap_command(["--flag", "a=1,2,3", "b=4,5,6"], width=17))
     --flag a=1,2,3 \
@@ -145,28 +144,24 @@ class _Handler(logging.Handler):
         self.is_reporter = self.rank in (None, 0)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keep INFO from the ranks that report; all else is the business of the rank that says it."""
-        return record.levelno != logging.INFO or self.is_reporter or self._shows_details()
+        """Drop INFO on ranks that do not report, unless details are shown."""
+        shows_details = logging.getLogger(_NAME).isEnabledFor(logging.DEBUG)
+        return record.levelno != logging.INFO or self.is_reporter or shows_details
 
     def emit(self, record: logging.LogRecord) -> None:
         _write(format_record(record.levelno, record.getMessage(), rank=self.rank))
 
-    def _shows_details(self) -> bool:
-        return logging.getLogger(_NAME).isEnabledFor(logging.DEBUG)
 
-
-def _own_handler() -> _Handler | None:
-    for handler in logging.getLogger(_NAME).handlers:
-        if isinstance(handler, _Handler):
-            return handler
-    return None
+def _handler() -> _Handler | None:
+    """Return the plugin's handler; None if the script configured the logger."""
+    return next((handler for handler in logging.getLogger(_NAME).handlers if isinstance(handler, _Handler)), None)
 
 
 def _write(text: str) -> None:
     """Write to standard error in one call, so that lines of two ranks do not mix.
 
-    The main thread writes into ``sys.stderr`` where that is not the process's own: torch's exception
-    hook collects a traceback there, and our line belongs behind it. Other threads must not: they would land in it.
+    If ``sys.stderr`` was replaced, the main thread writes into the replacement: torch's exception hook collects a
+    traceback there, and the plugin's line belongs behind it. Another thread must not: its line would end up inside.
     """
     stream = sys.stderr
     if stream is not sys.__stderr__ and threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Enumerations whose members are texts, as the standard library's ``StrEnum`` of Python 3.11; Python 3.10 has none."""
+"""Enumerations whose members are texts: what ``enum.StrEnum`` is from Python 3.11 on."""
 
 from __future__ import annotations
 

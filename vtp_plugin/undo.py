@@ -1,4 +1,4 @@
-"""Assignments that can be taken back: how the plugin changes objects of other packages."""
+"""Assignments that can be undone: how the plugin changes objects of other packages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 ABSENT: Final = object()
-"""What a place holds that does not exist (any more), and what undoes a name that was not there before."""
+"""The content of a place that does not exist; putting it deletes the place."""
 
 
 class Place(Protocol):
-    """Somewhere that an object can be read from and written to."""
+    """Something that holds an object: it can be read and written."""
 
     @property
     def key(self) -> tuple[int, object]:
@@ -20,7 +20,7 @@ class Place(Protocol):
         ...
 
     def get(self) -> object:
-        """Return what the place holds, or `ABSENT`."""
+        """Return the object that the place holds, or `ABSENT`."""
         ...
 
     def put(self, value: Any) -> None:
@@ -30,7 +30,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """An attribute of a module, class or object itself, not one that it inherits."""
+    """An attribute of a module, class or object; inherited attributes do not count."""
 
     owner: Any
     name: str
@@ -85,14 +85,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """An assignment that was made; `old` is `ABSENT` where there was nothing."""
+    """An assignment that was made; `old` is `ABSENT` if the place did not exist."""
 
     place: Place
     old: object
     new: object
 
     def undo(self) -> None:
-        """Put the old object back; what somebody else has assigned meanwhile stays."""
+        """Put the old object back, unless somebody else has assigned another one meanwhile."""
         if self.place.get() is self.new:
             self.place.put(self.old)
 
@@ -100,8 +100,8 @@ class Change:
 class UndoStack:
     """Makes assignments, and puts the very same objects back in reverse order.
 
-    A raw attribute is read, not ``getattr``: on a class that would bind static methods and find inherited attributes,
-    and restoring those would not give the original class.
+    Attributes are read from ``__dict__``, not by ``getattr``: on a class that would unwrap static methods and find
+    inherited attributes, and writing those back would not give the original class.
 
     >>> class Owner:
     ...     size = 1
@@ -131,7 +131,7 @@ class UndoStack:
 
     @contextmanager
     def during(self, place: Place, value: object) -> Iterator[None]:
-        """Make a place hold an object inside a ``with`` block."""
+        """Make a place hold an object inside a ``with`` block; blocks may end in any order."""
         self.put(place, value)
         change = self._changes[-1]
         try:
@@ -147,6 +147,6 @@ class UndoStack:
 
 
 def namespace(owner: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object itself without running code of it: a lazy module stays unloaded."""
-    # Neither vars() nor isinstance() here: both make importlib's lazy modules load.
+    """Return the attributes of an object, without inherited ones, and without running its code."""
+    # vars() and isinstance() would make importlib's lazy modules load.
     return object.__getattribute__(owner, "__dict__")

@@ -1,4 +1,4 @@
-"""The values of options, read from a flag's text or from what a script gave to ``apply()``."""
+"""Read the values of options, from the text of a flag or from an argument of ``apply()``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_dp_list(value: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
-    """Read the most microbatches in flight, of all stages or of each, from a flag's text, a number or a sequence.
+    """Read the limit of microbatches in flight, one for all stages or one for each.
 
     >>> parse_in_flight("8"), parse_in_flight([8, 4, 4])
     ((8,), (8, 4, 4))
@@ -81,7 +81,7 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_cost_words(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Split costs into words, from a text or a sequence of texts.
+    """Split costs, one text or several, into words.
 
     >>> parse_cost_words("forward_ms=40,80,40 latency_ms=20")
     ('forward_ms=40,80,40', 'latency_ms=20')
@@ -107,7 +107,7 @@ def parse_sites(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def format_value(value: object) -> str:
-    """Write a value as its flag takes it.
+    """Write a value in the syntax of its flag.
 
     >>> format_value((1, 4, 4)), format_value(600.0)
     ('1,4,4', '600.0')
@@ -116,7 +116,7 @@ def format_value(value: object) -> str:
 
 
 def _entries(value: str | Sequence[object]) -> list[str]:
-    """Give the entries of a list as texts: True and 2.0 are numbers to ``int()``, but not sizes."""
+    """Return the entries of a list as texts: ``int()`` would take True and 2.0, which are no sizes."""
     return [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
 
 
@@ -125,17 +125,9 @@ def _sizes(value: str | Sequence[int], *, name: str, what: str, example: str) ->
     if not entries:
         raise LayoutError(f"{name} is empty; give one {what} size per pipeline stage, such as {example}")
     for entry in entries:
-        if not _is_whole(entry) or int(entry) < 1:
+        if not entry.isdecimal() or int(entry) < 1:
             raise LayoutError(
                 f"{name} {','.join(entries)!r} has the entry {entry!r}, which is not a positive whole number; "
                 f"write one {what} size per pipeline stage, such as {example}"
             )
     return tuple(int(entry) for entry in entries)
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True

@@ -37,9 +37,7 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Declare the plugin's flags, group by group. A flag that is not given has the value None."""
     for group in FlagGroup:
         section = parser.add_argument_group(title=group.value)
-        for flag in VTP_FLAGS:
-            if flag.group is not group:
-                continue
+        for flag in (flag for flag in VTP_FLAGS if flag.group is group):
             if flag.metavar is None:
                 section.add_argument(flag.name, action="store_true", default=None, help=flag.help)
             else:

@@ -54,14 +54,12 @@ def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
     stage 0: data-parallel size 1 * micro batch size 2 * 4 microbatches = 8
     stage 1: data-parallel size 2 * micro batch size 2 * 2 microbatches = 8
     """
-    lines: list[str] = []
-    for stage, dp in enumerate(replicas.dp_sizes):
-        micro_batch = replicas.micro_batch(stage, size)
-        lines.append(
-            f"stage {stage}: data-parallel size {dp} * micro batch size {micro_batch} * "
-            f"{batch // (dp * micro_batch)} microbatches = {batch}"
-        )
-    return "\n".join(lines)
+    sizes = [(dp, replicas.micro_batch(stage, size)) for stage, dp in enumerate(replicas.dp_sizes)]
+    return "\n".join(
+        f"stage {stage}: data-parallel size {dp} * micro batch size {micro} * "
+        f"{batch // (dp * micro)} microbatches = {batch}"
+        for stage, (dp, micro) in enumerate(sizes)
+    )
 
 
 def _batches(args: object) -> Iterator[tuple[str, int, int]]:

@@ -10,10 +10,11 @@ Each row was decided by reading Megatron (0.19.2), and a supported one by a test
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.rule import (
     OptionRule,
-    Verdict,
     above,
     case,
     given,
@@ -181,12 +182,9 @@ RULES: tuple[OptionRule, ...] = (
         way_out="train a decoder model or give every stage the same size",
     ),
     # Kernels and number formats.
-    OptionRule(
-        option="--transformer-impl transformer_engine on the cpu platform",
-        attribute="transformer_impl",
-        applies=_engine_on_cpu,
-        verdict=Verdict.REFUSED,
-        reason="Transformer Engine is Megatron's default and has no CPU path",
+    *refused(
+        "Transformer Engine is Megatron's default and has no CPU path",
+        replace(case("--transformer-impl transformer_engine on the cpu platform"), applies=_engine_on_cpu),
         way_out="use --transformer-impl local",
     ),
     *supported(
