@@ -86,8 +86,11 @@ def _option(group: FlagGroup, default: Any, help: str, metavar: str | None = Non
     return dataclasses.field(default=default, metadata={"group": group, "help": help, "metavar": metavar, **flag})
 
 
-# One for each group, in the order of the groups.
-_where, _what, _when, _trust, _failure = (functools.partial(_option, group) for group in FlagGroup)
+_where = functools.partial(_option, FlagGroup.WHERE)
+_what = functools.partial(_option, FlagGroup.WHAT)
+_when = functools.partial(_option, FlagGroup.WHEN)
+_trust = functools.partial(_option, FlagGroup.TRUST)
+_failure = functools.partial(_option, FlagGroup.FAILURE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
