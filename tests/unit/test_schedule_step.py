@@ -199,7 +199,7 @@ def test_config_reads_limits_and_costs() -> None:
     assert parse_in_flight("8, 4,4") == (8, 4, 4)
     assert parse_cost_words(["forward_ms=4,8,4", "latency_ms=2"]) == parse_cost_words("forward_ms=4,8,4  latency_ms=2")
     base = VtpConfig(in_flight=(8,))
-    with pytest.raises(ConfigError, match="told in_flight=8, the command line says 9"):
+    with pytest.raises(ConfigError, match="given in_flight=8, the command line says 9"):
         merge(base, {"in_flight": (9,)})
 
 
