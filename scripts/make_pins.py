@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -16,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> None:
     """Write the file anew; other versions keep their pins."""
     from scripts.make_docs import record_sections
+    from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.registry import PINS
     from vtp_plugin.patching.pins import pins_of, read_pins
 
-    host_version = version("megatron-core")
+    host_version = find_host()[1].version
     records = [record for section in record_sections().values() for record in section if record.fits(host_version)]
     pins = {**(read_pins(PINS) if PINS.exists() else {}), host_version: pins_of(record.target for record in records)}
     PINS.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"advance", "errors", "log", "svg", "text_enum", "undo"}),
-    frozenset({"failure", "values"}),
+    frozenset({"failure", "hosts", "values"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "schedule"}),
@@ -48,6 +48,7 @@ PURE_PARTS = frozenset(
     {
         "advance",
         "errors",
+        "hosts",
         "log",
         "svg",
         "text_enum",

@@ -10,8 +10,6 @@ import functools
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as distribution_version
 from typing import TYPE_CHECKING
 
 from vtp_plugin import log
@@ -26,14 +24,13 @@ from vtp_plugin.config import (
 )
 from vtp_plugin.errors import ConfigError, PatchError, VtpError
 from vtp_plugin.failure import FailureHook
+from vtp_plugin.hosts import find_host
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from vtp_plugin.patching import PatchStatus
     from vtp_plugin.session import Session
-
-_SUPPORTED = ">=0.19,<0.20"
 
 
 class _Holder:
@@ -107,8 +104,8 @@ def apply(
     Raises:
         ConfigError: a value breaks its rule.
         PeerError: not all ranks came within the timeout.
-        PatchError: Megatron is missing, of another version, or already initialised; or ``apply`` was called before with
-            other arguments.
+        PatchError: torch or Megatron is missing or of another version, or Megatron is already initialised; or ``apply``
+            was called before with other arguments.
     """
     keywords = dict(locals())  # must stay the first line; the fields of VtpConfig say how each keyword is read
     # Set while multiprocessing imports the main module in a child: a data loader is no rank of the run.
@@ -137,7 +134,7 @@ def _apply(request: VtpConfig) -> None:
             f"apply() was called before with other arguments ({_Holder.request}, now {request}); call it once, or "
             "vtp_plugin.revert() first"
         )
-    host_version = _megatron_version()
+    host_version = find_host()[1].version
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
     from vtp_plugin.patches.registry import argument_records
@@ -290,22 +287,6 @@ def _note_failure(error: BaseException, position: str, is_consequence: bool) -> 
     from vtp_plugin.runtime.error_file import write_error_file
 
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
-
-
-def _megatron_version() -> str:
-    """Return the version of Megatron, if the plugin supports it."""
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        found = distribution_version("megatron-core")
-    except PackageNotFoundError:
-        raise PatchError(f"megatron-core is not installed; run: pip install 'megatron-core{_SUPPORTED}'") from None
-    if not SpecifierSet(_SUPPORTED).contains(found, prereleases=True):
-        raise PatchError(
-            f"megatron-core {found} is not supported by this version of vtp_plugin, which knows {_SUPPORTED}; run: "
-            f"pip install 'megatron-core{_SUPPORTED}'"
-        )
-    return found
 
 
 def _warn_of_unreached(session: Session) -> None:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
 
-import packaging
 import pytest
 
 from tests.hang.ranks import ROOT, Run, Server, run
 from tests.lines import error_line
+from tests.trees import lay_megatron, lay_torch
 
 WORLD = 3
 TIMEOUT_S = 6.0
@@ -162,29 +161,29 @@ def run_script(tmp_path: Path, source: str, *options: str) -> subprocess.Complet
     )
 
 
-def test_an_unsupported_megatron_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "old" / "megatron_core-0.12.0.dist-info").mkdir(parents=True)
-    metadata = tmp_path / "old" / "megatron_core-0.12.0.dist-info" / "METADATA"
-    metadata.write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.12.0\n")
-    source = f"import sys; sys.path.insert(0, {str(tmp_path / 'old')!r})\nimport vtp_plugin\nvtp_plugin.apply()\n"
-    done = run_script(tmp_path, source)
+@pytest.mark.parametrize(
+    ("version", "reason"), [("0.13.0", "not supported;"), ("0.12.1", "not supported yet: host 0.12")]
+)
+def test_an_unsupported_megatron_beside_the_script_is_refused(tmp_path: Path, version: str, reason: str) -> None:
+    """It hides the one that is installed, whose version says nothing then."""
+    lay_megatron(tmp_path, version)
+    done = run_script(tmp_path, "import vtp_plugin\nvtp_plugin.apply()\n")
     assert done.returncode == 1
-    assert error_line(done.stderr).startswith("[vtp rank 3] error: megatron-core 0.12.0 is not supported")
-    assert "pip install" in done.stderr and "Traceback" not in done.stderr
+    line = error_line(done.stderr)
+    assert line.startswith(f"[vtp rank 3] error: megatron-core {version} at {tmp_path / 'megatron/core'} is {reason}")
+    assert "runs with >=0.19,<0.20; run: pip install 'megatron-core>=0.19,<0.20'" in line
+    assert "Traceback" not in done.stderr
 
 
 def test_a_missing_megatron_is_refused(tmp_path: Path) -> None:
-    """Without site-packages there is no Megatron; of the rest, this needs only ``packaging``."""
+    """Without site-packages there is no Megatron, and of torch only what says its version."""
     alone = tmp_path / "alone"
-    alone.mkdir()
-    assert isinstance(packaging, ModuleType) and packaging.__file__ is not None
-    (alone / "packaging").symlink_to(Path(packaging.__file__).parent)
+    lay_torch(alone, "2.7.1+cpu")
     source = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(alone)!r}]\nimport vtp_plugin\nvtp_plugin.apply()\n"
     done = run_script(tmp_path, source, "-I", "-S")
     assert done.returncode == 1
-    assert done.stderr.strip() == (
-        "[vtp rank 3] error: megatron-core is not installed; run: pip install 'megatron-core>=0.19,<0.20'"
-    )
+    [line] = done.stderr.splitlines()
+    assert line.startswith("[vtp rank 3] error: Megatron is missing: there is no megatron.core; run: pip install")
 
 
 SPAWNING = """

@@ -90,7 +90,7 @@ import sys
 import threading
 import torch.distributed as dist
 import megatron.training.arguments as arguments
-from importlib.metadata import version
+from vtp_plugin.hosts import find_host
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.patches.registry import platform_records
 from vtp_plugin.patching import apply_records
@@ -108,7 +108,7 @@ def look():
 dist.TCPStore = refuse
 session = Session(VtpConfig(device="cpu"))
 session.choose_platform()
-applied = apply_records(platform_records(session), version("megatron-core"))
+applied = apply_records(platform_records(session), find_host()[1].version)
 sys.argv += ["--distributed-backend", "gloo"]
 stock = look()
 applied.revert()

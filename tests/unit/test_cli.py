@@ -486,9 +486,10 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     assert any(line.startswith("problem: rendezvous 127.0.0.1:1: no connection") for line in lines)
     assert any(line.startswith("    store: ") for line in lines)
     assert any(line.startswith("    gloo: ") for line in lines)
-    first, second, third, *_ = lines
+    first, host, second, third, *_ = lines
     (patches,) = [line for line in lines if line.startswith("patches: ")]
     assert first.startswith(f"vtp_plugin {vtp_plugin.__version__}, torch ") and ", megatron-core " in first
+    assert host.startswith("host: 0.") and host.endswith("/megatron/core)")
     assert second == "platform: cpu, backend gloo (requested)"
     assert third.startswith("interfaces: ") and "lo 127.0.0.1" in third
     applied = [line.split()[0] for line in lines if line.split()[1:2] in (["applied"], ["ready"])]
@@ -553,10 +554,9 @@ def test_doctor_names_the_package_that_is_missing(
 ) -> None:
     from vtp_plugin.cli import doctor
 
-    monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "megatron-core" else "1")
+    monkeypatch.setattr(doctor, "find_megatron", lambda: None)
     with pytest.raises(SystemExit) as left:
         main(["doctor"])
     assert left.value.code == 1
-    assert capsys.readouterr().out == (
-        "verdict: not installed: megatron-core; run: pip install 'megatron-core>=0.19,<0.20'\n"
-    )
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("verdict: Megatron is missing: there is no megatron.core; run: pip install 'megatron-core")

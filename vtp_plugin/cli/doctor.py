@@ -18,13 +18,13 @@ import vtp_plugin
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
+from vtp_plugin.hosts import family_of, find_megatron, find_torch, problems_of
 from vtp_plugin.log import wrap
 
 if TYPE_CHECKING:
     from vtp_plugin.config import DeviceName
     from vtp_plugin.patching import PatchStatus
 
-_REQUIRED_PACKAGES = {"torch": "torch", "megatron-core": "'megatron-core>=0.19,<0.20'"}
 _OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # with them Megatron takes other paths
 # Set by a launcher: with them the plugin would wait for the other ranks.
 _LAUNCHER_VARIABLES = (
@@ -32,7 +32,7 @@ _LAUNCHER_VARIABLES = (
 )  # fmt: skip
 _PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
-    "Keys of --json: versions; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
+    "Keys of --json: versions; host; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
     "skipped, foreign_wrapper; warnings; problems; exit_code."
 )
 
@@ -69,6 +69,7 @@ class _Report:
 
     def __init__(self) -> None:
         self.versions: dict[str, str] = {}
+        self.host = ""
         self.platform = ""
         self.interfaces: list[str] = []
         self.listening: list[str] = []
@@ -84,14 +85,16 @@ class _Report:
 
     def look(self, device: DeviceName, rendezvous: str | None) -> None:
         """Find out everything; a missing package ends the search."""
-        found = {name: _version(name) for name in (*_REQUIRED_PACKAGES, *_OPTIONAL_PACKAGES)}
-        self.versions = {"vtp_plugin": vtp_plugin.__version__}
-        self.versions |= {name: number for name, number in found.items() if number}
-        self.versions["Python"] = sys.version.split()[0]
-        if missing := [name for name in _REQUIRED_PACKAGES if not found[name]]:
-            wanted = " ".join(_REQUIRED_PACKAGES[name] for name in missing)
-            self.problems.append(f"not installed: {', '.join(missing)}; run: pip install {wanted}")
+        torch, megatron = find_torch(), find_megatron()
+        if torch is None or megatron is None:
+            self.problems += problems_of(torch, megatron)
             return
+        host = family_of(megatron.version)
+        self.host = f"{host.name if host else 'unknown'} ({megatron.folder})"
+        self.versions = {"vtp_plugin": vtp_plugin.__version__}
+        self.versions |= {"torch": torch.version, "megatron-core": megatron.version}
+        self.versions |= {name: number for name in _OPTIONAL_PACKAGES if (number := _version(name))}
+        self.versions["Python"] = sys.version.split()[0]
         self.is_complete = True
         self.interfaces = list(_interfaces())
         try:
@@ -151,9 +154,10 @@ class _Report:
     def lines(self, *, is_verbose: bool) -> Iterator[str]:
         """Write the report as text; the verdict comes last."""
         if not self.is_complete:
-            yield f"verdict: {self.problems[0]}"
+            yield f"verdict: {' | '.join(self.problems)}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        yield f"host: {self.host}"
         yield f"platform: {self.platform or 'none'}"
         yield f"interfaces: {', '.join(self.interfaces)}"
         yield "a run that is started from here would listen for its ranks on"
@@ -183,6 +187,7 @@ class _Report:
         """Return the output of ``--json``."""
         return {
             "versions": self.versions,
+            "host": self.host or None,
             "platform": self.platform or None,
             "interfaces": self.interfaces,
             "listening": self.listening,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib.metadata import version as distribution_version
 
 import vtp_plugin
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.hosts import find_host
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 
@@ -29,7 +29,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
     """Say what this rank is about to run."""
     return {
         "vtp_plugin version": vtp_plugin.__version__,
-        "megatron-core version": distribution_version("megatron-core"),
+        "megatron-core version": find_host()[1].version,
         "vtp_size_list": ",".join(str(size) for size in layout.tp_sizes),
         "world size": layout.world_size,
         "rank order": layout.order.value,

@@ -1,0 +1,118 @@
+"""The Megatron of a run: its version is that of what an import takes, and one that does not fit is a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trees import lay_megatron, lay_torch
+from vtp_plugin import hosts
+from vtp_plugin.errors import PatchError
+from vtp_plugin.hosts import HOSTS, Package, family_of, find_host, find_megatron, find_torch, host_named, problems_of
+
+TORCH = Package("2.7.1", Path("torch"))
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as that of the script, in a process that has imported neither torch nor Megatron."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"torch", "megatron"}]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def problem(version: str | None, python: tuple[int, int] = (3, 12)) -> str:
+    megatron = None if version is None else Package(version, Path("megatron/core"))
+    return " | ".join(problems_of(TORCH, megatron, python))
+
+
+@pytest.mark.parametrize("said", ["0.19.2", "0.19.2+1a2b3c", "0.19.2.post1", "0.12.0rc3"])
+def test_a_tree_beside_the_script_says_its_version(beside: Path, said: str) -> None:
+    core = lay_megatron(beside, said)
+    assert find_megatron() == Package(said.partition("+")[0], core)
+    assert "megatron.core" not in sys.modules
+
+
+def test_the_tree_that_is_imported_counts_and_not_one_that_would_be(
+    beside: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = lay_megatron(beside, "0.19.1")
+    (core / "__init__.py").write_text("")
+    __import__("megatron.core")
+    try:
+        other = tmp_path_factory.mktemp("other")
+        lay_megatron(other, "0.12.1")
+        monkeypatch.syspath_prepend(str(other))
+        assert find_megatron() == Package("0.19.1", core)
+    finally:
+        del sys.modules["megatron.core"], sys.modules["megatron"]
+
+
+def test_a_tree_needs_no_installed_distribution(beside: Path) -> None:
+    lay_torch(beside, "2.7.1+cpu")
+    lay_megatron(beside, "0.19.0")
+    assert [found.version for found in (find_torch(), find_megatron()) if found] == ["2.7.1", "0.19.0"]
+    assert find_host() == (host_named("0.19"), find_megatron())
+
+
+@pytest.mark.parametrize(("version", "line"), [("soon", "'soon', which is none"), ("", "'', which is none")])
+def test_a_version_that_is_none_is_refused(beside: Path, version: str, line: str) -> None:
+    lay_megatron(beside, version)
+    with pytest.raises(PatchError, match=line):
+        find_megatron()
+
+
+def test_a_megatron_that_says_no_version_is_refused(beside: Path) -> None:
+    (lay_megatron(beside, "0.19.0") / "package_info.py").unlink()
+    with pytest.raises(PatchError, match=r"has no package_info\.py"):
+        find_megatron()
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("0.12.0", None), ("0.12.1", "0.12"), ("0.12.3", "0.12"), ("0.13.0", None), ("0.14.1", None),
+        ("0.15.0rc1", None), ("0.15.3", "0.16"), ("0.16.0", "0.16"), ("0.16.1", "0.16"), ("0.17.0rc0", None),
+        ("0.17.1", None), ("0.18.0", None), ("0.19.0rc2", None), ("0.19.0", "0.19"), ("0.19.2.post1", "0.19"),
+        ("0.20", None), ("1", None),
+    ],
+)  # fmt: skip
+def test_versions_and_their_families(version: str, name: str | None) -> None:
+    """Also as the records see them, whose ranges are PEP 440 specifiers."""
+    specifiers = pytest.importorskip("packaging.specifiers")
+    family = family_of(version)
+    assert (None if family is None else family.name) == name
+    for host in HOSTS:
+        assert specifiers.SpecifierSet(host.versions).contains(version, prereleases=True) == (host is family)
+
+
+def test_what_runs_today() -> None:
+    """One switch per host."""
+    assert [host.name for host in HOSTS if host.is_ready] == ["0.19"]
+
+
+def test_a_host_runs_once_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem("0.12.1").startswith("megatron-core 0.12.1 at megatron/core is not supported yet: host 0.12 lacks")
+    monkeypatch.setattr(hosts, "HOSTS", tuple(dataclasses.replace(host, is_ready=True) for host in HOSTS))
+    assert problem("0.12.1") == ""
+    assert "runs with >=0.12.1,<0.13 and >=0.15,<0.17 and >=0.19,<0.20; run: pip install" in problem("0.13.0")
+
+
+def test_the_advice_fits_the_running_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "run: pip install 'megatron-core>=0.19,<0.20', or put" in problem(None, (3, 13))
+    assert "run: pip install 'megatron-core>=0.19,<0.20' (in Python 3.12 or 3.13, this is 3.10)" in problem(
+        None, (3, 10)
+    )
+    monkeypatch.setattr(hosts, "HOSTS", tuple(dataclasses.replace(host, is_ready=True) for host in HOSTS))
+    assert "run: pip install 'megatron-core>=0.15,<0.17', or put" in problem(None, (3, 11))
+
+
+@pytest.mark.parametrize("version", [None, "2.5.1"])
+def test_a_missing_or_old_torch_is_a_line(version: str | None) -> None:
+    torch = None if version is None else Package(version, Path("torch"))
+    [line] = problems_of(torch, Package("0.19.2", Path("megatron/core")))
+    assert "\n" not in line and "run: pip install 'torch>=2.6,<3'" in line
