@@ -30,10 +30,13 @@ class Recorded:
         self.server = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.clients = [self.server.clone() for _ in range(3)]
+        host, port = self.server.host, self.server.port
+        self.clients = [dist.TCPStore(host, port, wait_for_workers=False) for _ in range(3)]
 
     def content(self) -> dict[str, str]:
-        """Give all keys and values."""
+        """Give all keys and values; skips the test where torch has no such function."""
+        if not hasattr(self.server, "list_keys"):
+            pytest.skip("this torch does not list the keys of a store")
         return {key: self.server.get(key).decode() for key in self.server.list_keys()}
 
 

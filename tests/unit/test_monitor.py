@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.pace import pace
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.store import connect_again
 
 TIMEOUT_S = 2.0 * pace()
 PLACE = "boundary 0->1, forward, microbatch 3"
@@ -29,7 +30,11 @@ class World:
         self.ended: dict[int, float] = {}
         self.monitors = [
             Monitor(
-                self.store.clone(), rank=rank, world_size=size, timeout_s=timeout_s, exit_process=self._exit_of(rank)
+                connect_again(self.store),
+                rank=rank,
+                world_size=size,
+                timeout_s=timeout_s,
+                exit_process=self._exit_of(rank),
             )
             for rank in range(size)
         ]

@@ -20,6 +20,7 @@ from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.disclosure import describe_error
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.runtime.startup import Agreement, gather_node_sizes
+from vtp_plugin.runtime.store import connect_again
 
 HOST = "127.0.0.1"
 
@@ -29,7 +30,7 @@ class Server:
 
     def __init__(self) -> None:
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._clones = [self._store.clone() for _ in range(6)]
+        self._clones = [connect_again(self._store) for _ in range(6)]
         self.port = self._store.port
         self.test = 0
 
@@ -220,7 +221,7 @@ def test_other_stores(tmp_path: Path, kind: str) -> None:
     store.set_timeout(timedelta(seconds=60))
 
     def action(rank: int) -> object:
-        agreement = Agreement(store.clone(), rank=rank, world_size=2, timeout_s=lambda: 60.0)
+        agreement = Agreement(connect_again(store), rank=rank, world_size=2, timeout_s=lambda: 60.0)
         agreement.settle("check", says(x=1))
         return "agreed"
 

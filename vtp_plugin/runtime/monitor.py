@@ -82,7 +82,7 @@ class Monitor:
     """Keeps the time of one rank. Create after all ranks agreed to start; ``stop`` before a normal end.
 
     Args:
-        store: a connection to the run's store that nobody else uses (``store.clone()``), opened before the ranks
+        store: a connection to the run's store that nobody else uses (``connect_again``), opened before the ranks
             agreed: opening one can take seconds, in which this rank would seem silent.
         rank: global rank.
         world_size: number of ranks.

@@ -6,6 +6,7 @@ other ranks outside the process groups. Torch keeps the addresses of its process
 
 from __future__ import annotations
 
+import uuid
 from enum import Enum
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ class Topic(Enum):
     WATCH = (
         "monitor",
         "Liveness: a counter for every rank; when one ends, its number, the reason (between sites as for the checks) "
-        "and the boundary at which it stood.",
+        "and the boundary at which it stood; a random name, under which all this lies.",
     )
     REPORTS = ("reports", "Measured durations of computing, of steps and of the links, and the costs made of them.")
     NODES = ("nodes", "How many ranks each node of the launcher has.")
@@ -38,6 +39,25 @@ class Topic(Enum):
 def part_of(store: dist.Store, topic: Topic) -> dist.Store:
     """Open the part of the run's store that belongs to a topic; the plugin writes nowhere else."""
     return dist.PrefixStore(topic.key, store)
+
+
+def connect_again(store: dist.Store) -> dist.Store:
+    """Open a connection to the run's store that nobody else uses, so that a long wait of one does not hold up another.
+
+    All ranks reach the same part of the store by it: its name is random, since what a store puts before its keys cannot
+    be read. (``store.clone()`` knows it, but torch 2.7 has no such method.)
+
+    Args:
+        store: reaches all ranks.
+    """
+    name = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}").decode()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+    elif isinstance(store, dist.FileStore):
+        store = dist.FileStore(store.path)
+    return dist.PrefixStore(name, store)
 
 
 def open_round(store: dist.Store, rank: int) -> dist.Store:

@@ -15,6 +15,7 @@ from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.runtime.startup import Agreement
+from vtp_plugin.runtime.store import connect_again
 
 
 class AllRanks:
@@ -84,7 +85,7 @@ class AllRanks:
         Arguments and errors are those of :meth:`~vtp_plugin.runtime.startup.Agreement.settle`.
         """
         agreement = self._joined()
-        monitor_store = agreement.store.clone() if self.monitor is None else None
+        monitor_store = connect_again(agreement.store) if self.monitor is None else None
         agreement.settle(name, prepare, is_partial=is_partial, timeout_s=timeout_s)
         if monitor_store is not None:
             self.monitor = Monitor(
