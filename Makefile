@@ -1,23 +1,26 @@
 # Thin: the work is in scripts/ and in the tools' settings in pyproject.toml.
 
-VENV := .venv
+# HOST: the version of Megatron: 0.12, 0.16 or 0.19. TESTS: what to run, for example one file.
+HOST := 0.19
+TESTS := tests
+VENV := $(if $(filter 0.19,$(HOST)),.venv,.venv-$(HOST))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
 # One thread per process: tests and demo start several processes on few cores. Two workers take files in turn: processes
 # leave the cores idle while they wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
 	--durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help env check test test-full test-busy demo clean
+.PHONY: help env check test test-unit test-full test-busy demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(STAMP) ## make .venv and install the project with all it needs (PYTHON=/path/to/python chooses the interpreter)
+env: $(STAMP) ## make .venv, or .venv-0.12 with HOST=0.12, with all that is needed (PYTHON=/path chooses the interpreter)
 
 $(STAMP): pyproject.toml scripts/make_env.sh
-	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(VENV) $(STAMP)
+	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(HOST) $(VENV) $(STAMP)
 
 check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/ruff check .
@@ -25,8 +28,11 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py
 
-test: $(STAMP) ## the tests that every change runs (20 minutes on 2 cores)
+test: $(STAMP) ## the tests that every change runs (20 minutes on 2 cores); with HOST=0.12, those that this host can run
 	$(PYTEST) -m "not full"
+
+test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python: make test-unit PYTHON=python3.13 VENV=.venv-3.13
+	$(MAKE) test TESTS="tests/unit tests/property tests/ordering"
 
 test-full: $(STAMP) ## all tests, the whole grids included (up to 60 minutes)
 	$(PYTEST)
@@ -42,6 +48,6 @@ test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
 
-clean: ## remove caches, build results and the demo's output; .venv stays (rm -rf .venv removes it)
+clean: ## remove caches, build results and the demo's output; .venv and .venv-* stay (rm -rf removes them)
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path "./.venv*" -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,47 +1,65 @@
 #!/usr/bin/env bash
-# Make the virtual environment VENV, install the project into it and touch STAMP: make_env.sh VENV STAMP
+# Make the virtual environment VENV for one version of Megatron, install the project into it and touch STAMP:
+# make_env.sh HOST VENV STAMP
 #
 # PYTHON=/path/to/python chooses the interpreter; otherwise the first usable one of `candidates` is taken. An existing
-# VENV that works is kept and brought up to date, so an interrupted run goes on where it stopped.
+# VENV that works is kept and brought up to date, so an interrupted run goes on where it stopped. Everything comes from
+# the package index; if it offers torch for CPUs only (2.7.1+cpu), pip prefers that.
 set -euo pipefail
 
-readonly venv=$1 stamp=$2
+readonly host=$1 venv=$2 stamp=$3
 looked_for=()
 
-# Print the interpreters to try, best first. megatron-core 0.19 comes as a wheel for 3.12 and 3.13; a newer Python builds
-# it from source, which takes a C++ compiler, and is therefore tried last.
+# pythons: minor versions of Python 3 that have wheels of this Megatron, best first; vtp_plugin/hosts.py has the same.
+# packages, no_deps: what pip installs, and what it installs without dependencies.
+case $host in
+    0.12) # torch is exact: it is the version that MindSpeed's users have. Megatron's metadata asks for wandb,
+          # tensorstore, nvidia-modelopt and others that it does not import.
+        pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' numpy psutil) no_deps=('megatron-core>=0.12.1,<0.13') ;;
+    0.16) # the oldest torch that its wheels allow
+        pythons=(11 10 12) packages=('.[demo,test,host-0-16]' 'torch>=2.6,<2.7') no_deps=() ;;
+    0.19)
+        pythons=(12 13) packages=('.[demo,dev,host-0-19]') no_deps=() ;;
+    *)
+        echo "make env: HOST=$host is unknown; use HOST=0.12, HOST=0.16 or HOST=0.19" >&2
+        exit 1 ;;
+esac
+readonly pythons packages no_deps
+wanted="Python $(printf '3.%s or ' "${pythons[@]}")"
+readonly wanted=${wanted% or }
+
+# Print the interpreters to try, best first.
 candidates() {
     if [[ -n ${PYTHON:-} ]]; then
         printf '%s\n' "$PYTHON"
         return
     fi
     local minor
-    for minor in 12 13; do
+    for minor in "${pythons[@]}"; do
         printf 'python3.%s\n' "$minor"
         pyenv_pythons "$minor"
     done
     printf '%s\n' python3 python
-    for minor in 14 15; do
-        printf 'python3.%s\n' "$minor"
-        pyenv_pythons "$minor"
-    done
 }
 
 # Print pyenv's interpreters of Python 3.$1, newest first. pyenv's own python3.N commands work only for a version that
 # is switched on, so the versions are looked up by path.
 pyenv_pythons() {
-    local root=${PYENV_ROOT:-$HOME/.pyenv} pattern found
+    local root pattern found
+    root=${PYENV_ROOT:-$(pyenv root 2>/dev/null || echo "$HOME/.pyenv")}
     pattern="$root/versions/3.$1.*/bin/python3.$1"
     found=$(compgen -G "$pattern" | sort -rV) || found=$pattern
     printf '%s\n' "$found"
 }
 
+# Exit with 0 if the interpreter is one of the versions that were named.
+readonly is_wanted='import sys; sys.exit(sys.version_info[:2] not in [(3, int(minor)) for minor in sys.argv[1:]])'
+
 # Print nothing and succeed when the interpreter can make the environment, else print why not.
 why_unusable() {
     command -v -- "$1" >/dev/null || { echo "not found"; return 1; }
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || {
-        "$1" -c 'import platform; print(platform.python_version(), "is older than 3.12")' 2>/dev/null ||
-            echo "does not start"
+    "$1" -c "$is_wanted" "${pythons[@]}" 2>/dev/null || {
+        "$1" -c 'import platform; print("is Python", platform.python_version())' 2>/dev/null || echo "does not start"
         return 1
     }
     "$1" -c 'import ensurepip, venv' 2>/dev/null || {
@@ -64,15 +82,19 @@ find_python() {
 
 fail_without_python() {
     {
-        echo "make env: no usable Python found; Python 3.12 or newer with venv is needed. Looked for:"
+        echo "make env: no usable Python found; host $host (megatron-core $host) needs $wanted, with venv. Looked for:"
         printf '  %s\n' "${looked_for[@]}"
-        echo "Install one (best 3.12), or name one: make env PYTHON=/path/to/python3.12"
+        echo "Install one, or name one: make env HOST=$host PYTHON=/path/to/python3.${pythons[0]}"
     } >&2
     exit 1
 }
 
 works() {
-    "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
+    "$venv/bin/python" -c "import pip; $is_wanted" "${pythons[@]}" 2>/dev/null
+}
+
+install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
 SECONDS=0
@@ -81,7 +103,8 @@ if ! works; then
     echo "make env: $("$python" -c 'import platform, sys; print("Python", platform.python_version(), "at", sys.executable)')"
     "$python" -m venv --clear "$venv"
 fi
-echo "make env: installing the project, torch and megatron-core into $venv (about 5 GB unpacked, minutes)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable '.[demo,dev]'
+echo "make env: installing the project, torch and megatron-core $host into $venv (about 5 GB unpacked, minutes)"
+install --editable "${packages[@]}"
+[[ ${#no_deps[@]} -eq 0 ]] || install --no-deps "${no_deps[@]}"
 touch "$stamp"
 echo "make env: ready in $SECONDS s, $(du -sh "$venv" | cut -f1) in $venv"

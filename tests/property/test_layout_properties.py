@@ -8,9 +8,9 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.hyper_comm_grid import HyperCommGrid
 
 from tests.group_order import model_parallel_groups
+from tests.oracles import hyper_comm_grid
 from vtp_plugin.layout.grid import RankGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
@@ -164,7 +164,7 @@ def grids(draw: st.DrawFn) -> tuple[list[int], list[str], list[str], int]:
 def test_grid_enumerates_as_megatrons(case: tuple[list[int], list[str], list[str], int]) -> None:
     shape, names, dims, offset = case
     with mock.patch.dict("os.environ", WORLD_SIZE="100000"):
-        theirs = HyperCommGrid(shape, names, offset)
+        theirs = hyper_comm_grid()(shape, names, offset)
     ours: RankGrid[object] = RankGrid(shape, names, offset)
     assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
     # Megatron's communicators call this one on a grid, with the dimensions in an order of their own.

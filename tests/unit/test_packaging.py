@@ -7,13 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+import packaging
 import pytest
 
+import vtp_plugin
 from tests.import_rules import ROOT
+from tests.trees import lay_megatron, lay_torch
+from vtp_plugin.hosts import HOSTS
 
 WHERE = (
     "import sys, vtp_plugin.patches as p; print(p.__file__); print('torch' in sys.modules, 'megatron' in sys.modules)"
@@ -29,6 +35,34 @@ def python(code: str, cwd: Path, **env: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+SCRIPT = """\
+from vtp_plugin.hosts import find_host, find_torch
+print(find_torch().version, find_host()[1].version, find_host()[1].folder)
+"""
+
+
+def done(command: Sequence[str | Path], cwd: Path) -> str:
+    """Run a command to its end, without this checkout and without an index of packages; return what it prints."""
+    hidden = ("PYTHONPATH", "PIP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def lay_distribution(site: Path, name: str, version: str) -> None:
+    """Let a folder of packages say that it holds a distribution."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").touch()
+
+
+def files_under(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def source_files() -> dict[str, bytes]:
@@ -76,10 +110,47 @@ def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         message = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA"))).metadata
     [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/__init__.py").read_text(), re.MULTILINE)
-    assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, ">=3.12")
+    assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, "<3.14,>=3.10")
     assert (message["License-Expression"], message.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
-    needed = {re.split(r"[<>=]", line)[0] for line in message.get_all("Requires-Dist") or [] if "extra" not in line}
-    assert needed == {"megatron-core", "numpy", "packaging", "psutil", "torch"}
+    lines = message.get_all("Requires-Dist") or []
+    assert [line for line in lines if "extra" not in line] == ["packaging>=21"]
+    for host in HOSTS:
+        specifier, extra = ",".join(reversed(host.versions.split(","))), f"host-{host.name.replace('.', '-')}"
+        wanted = f'megatron-core{specifier}; extra == "{extra}"'
+        assert wanted in lines
+
+
+def test_environments_are_made_for_the_hosts_of_the_table() -> None:
+    script = (ROOT / "scripts/make_env.sh").read_text()
+    for host in HOSTS:
+        [minors] = re.findall(
+            rf"^    {re.escape(host.name)}\).*?pythons=\(([\d ]+)\)", script, re.MULTILINE | re.DOTALL
+        )
+        assert tuple(f"3.{minor}" for minor in minors.split()) == host.pythons
+    assert f"'megatron-core{HOSTS[0].versions}'" in script
+
+
+def test_an_install_touches_neither_torch_nor_megatron(wheel: Path, tmp_path: Path) -> None:
+    """As on a machine with a vendor's torch and numpy and a Megatron tree beside the script; no index is asked."""
+    venv.create(tmp_path / "env", symlinks=True)
+    interpreter = tmp_path / "env/bin/python"
+    site = Path(done([interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
+    lay_torch(site, "2.7.1+vendor")
+    for name, version in (("torch", "2.7.1+vendor"), ("torch_npu", "2.7.1"), ("numpy", "1.24.0")):
+        lay_distribution(site, name, version)
+    shutil.copytree(Path(packaging.__path__[0]), site / "packaging")
+    lay_distribution(site, "packaging", metadata.version("packaging"))
+    core = lay_megatron(tmp_path / "train", "0.19.1")
+    (tmp_path / "train/train.py").write_text(SCRIPT)
+    before = files_under(tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check"]
+    install = [*pip, "install", "--no-index", "--no-compile", wheel]
+    assert "Successfully installed vtp-plugin-" in done(install, tmp_path).splitlines()[-1]
+    after = files_under(tmp_path)
+    added = {path.relative_to(site).parts[0] for path in map(Path, after.keys() - before.keys())}
+    assert before.items() <= after.items()
+    assert added == {"vtp_plugin", f"vtp_plugin-{vtp_plugin.__version__}.dist-info"}
+    assert done([interpreter, "-B", tmp_path / "train/train.py"], tmp_path).split() == ["2.7.1", "0.19.1", str(core)]
 
 
 def test_wheel_unpacked_elsewhere_imports_its_own_patches(wheel: Path, tmp_path: Path) -> None:
