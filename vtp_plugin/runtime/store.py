@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from enum import Enum
+from typing import Any
 
 import torch.distributed as dist
 
@@ -53,10 +54,12 @@ def connect_again(store: dist.Store) -> dist.Store:
     name = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}").decode()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    untyped: Any = store  # torch's types leave out some attributes
     if isinstance(store, dist.TCPStore):
-        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+        timeout = untyped.timeout
+        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
     elif isinstance(store, dist.FileStore):
-        store = dist.FileStore(store.path)
+        store = dist.FileStore(untyped.path)
     return dist.PrefixStore(name, store)
 
 
