@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
+from tests.hosts import host_name, reason_to_skip
 from tests.pool import Pool
 
 # Every connection to a rendezvous store has the resolver look up the name of 127.0.0.1, where /etc/hosts does not help:
@@ -40,3 +41,16 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("rank-server") / "log")
     yield server
     server.close()
+
+
+def pytest_report_header() -> str:
+    """Name the host above the tests."""
+    return f"host: {host_name() or 'no known Megatron'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this host leaves out."""
+    host = host_name()
+    for item in items:
+        if reason := reason_to_skip(item.nodeid, host):
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -120,16 +120,6 @@ def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
         assert wanted in lines
 
 
-def test_environments_are_made_for_the_hosts_of_the_table() -> None:
-    script = (ROOT / "scripts/make_env.sh").read_text()
-    for host in HOSTS:
-        [minors] = re.findall(
-            rf"^    {re.escape(host.name)}\).*?pythons=\(([\d ]+)\)", script, re.MULTILINE | re.DOTALL
-        )
-        assert tuple(f"3.{minor}" for minor in minors.split()) == host.pythons
-    assert f"'megatron-core{HOSTS[0].versions}'" in script
-
-
 def test_an_install_touches_neither_torch_nor_megatron(wheel: Path, tmp_path: Path) -> None:
     """As on a machine with a vendor's torch and numpy and a Megatron tree beside the script; no index is asked."""
     venv.create(tmp_path / "env", symlinks=True)
