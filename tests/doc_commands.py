@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def _of_blocks(path: Path) -> Iterator[Command]:
     for line in block:
         shown = re.split(r"\s#|\s{3,}(?=[a-z#])", line)[0].replace(_PLACEHOLDER, "").strip()
         words = () if shown.startswith("{") else tuple(shlex.split(shown))
-        variables = tuple(word for word in words if _ASSIGNMENT.fullmatch(word))
+        variables = tuple(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
         rest = words[len(variables) :]
         if rest and (rest[0] in PROGRAMS or rest[0].startswith(("--", "examples/"))):
             yield Command(source=path.name, variables=variables, words=rest)

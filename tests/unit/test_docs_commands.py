@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +15,11 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.doc_commands import DOCUMENTS, Command, commands
+from tests.oracles import megatron_parser
 from tests.pool import ENVIRONMENT, ROOT
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.hosts import HOSTS
 from vtp_plugin.options.flags import add_vtp_arguments, read_flags
 
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
@@ -30,11 +31,7 @@ RUNS_HERE = [c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretr
 @pytest.fixture(scope="module")
 def flags() -> argparse.ArgumentParser:
     """Megatron's flags and the plugin's, as a script under the plugin has them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from megatron.training.arguments import add_megatron_arguments
-
-        return add_vtp_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    return add_vtp_arguments(megatron_parser())
 
 
 def check_flags(flags: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -74,9 +71,13 @@ def test_command_is_accepted(
         sources = path.read_text() + (path.parent / "shared.sh").read_text()
         assert all(variable.split("=")[0] in sources or "SOCKET" in variable for variable in command.variables)
     elif program == "make":
-        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE)
+        assert all(f"$({word.partition('=')[0]})" in makefile for word in words[1:])
     elif program == "pip":
-        assert words == ["install", "."] and (ROOT / "pyproject.toml").exists()
+        extra = re.fullmatch(r"\.(?:\[host-(0)-(\d+)\])?", words[1])
+        assert words[0] == "install" and len(words) == 2 and extra
+        assert extra[1] is None or ".".join(extra.groups()) in {host.name for host in HOSTS}
     elif program == "torchrun":
         check_torchrun(flags, words)
     elif words[0] == "-m" and words[1] == "vtp_plugin":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.run import get_args_parser
 
 import vtp_plugin
 from tests.doc_commands import DOCUMENTS, ROOT, joined, programs_of_the_project
+from tests.oracles import megatron_parser
 from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
@@ -36,11 +36,7 @@ def named(paths: list[Path]) -> list[object]:
 @cache
 def known_flags() -> frozenset[str]:
     """Every flag of Megatron, the plugin, its commands, torchrun, and the project's own scripts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from megatron.training.arguments import add_megatron_arguments
-
-        host = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve"))
+    host = megatron_parser(conflict_handler="resolve")
     parsers = [host, add_vtp_arguments(argparse.ArgumentParser()), get_args_parser(), *_commands(cli_parser())]
     flags = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
     for path in programs_of_the_project():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import re
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 import vtp_plugin
 from tests.import_rules import ROOT
+from tests.oracles import megatron_parser
 from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
@@ -56,10 +55,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's own
-        arguments = importlib.import_module("megatron.training.arguments")
-        return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return megatron_parser()
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.oracles import megatron_arguments
 from tests.unit.test_options import REFUSED_RULES, command_line
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Mega
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("megatron.training.arguments")
+    return megatron_arguments()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import warnings
 
 import pytest
 
+from tests.oracles import megatron_parser
 from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
 
 LOCAL = {name for names in LOCAL_ARGUMENTS.values() for name in names}
@@ -16,10 +15,7 @@ EDGE = {name for names in EDGE_ARGUMENTS.values() for name in names}
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's own
-        arguments = importlib.import_module("megatron.training.arguments")
-        return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return megatron_parser()
 
 
 def test_every_name_is_an_argument_of_megatron(parser: argparse.ArgumentParser) -> None:
