@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
 
@@ -17,7 +19,7 @@ PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
 
 
-def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Record, ...]:
+def argument_records(session: Session, host: MegatronHost, activate: Callable[[], None]) -> tuple[Record, ...]:
     """Give the records that apply at once and change nothing by themselves.
 
     They read the command line, or replace what scripts import by name before there is a command line.
@@ -25,59 +27,68 @@ def argument_records(session: Session, activate: Callable[[], None]) -> tuple[Re
     from vtp_plugin.patches.core import utils
     from vtp_plugin.patches.training import arguments
 
-    return (*arguments.records(session, activate), *utils.records(session))
+    return host.placed((*arguments.records(session, activate), *utils.records(session)))
 
 
-def platform_records(session: Session) -> tuple[Record, ...]:
+def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records without which Megatron's wheel does not run on this platform."""
     from vtp_plugin.patches.core.datasets import utils
     from vtp_plugin.patches.core.optimizer import distrib_optimizer
     from vtp_plugin.platform.cpu import CpuPlatform
 
-    common = (*utils.records(), *distrib_optimizer.records())
+    common = (*utils.records(), *distrib_optimizer.records(), *host.platform_records())
     platform = session.choose_platform()
     if not isinstance(platform, CpuPlatform):
-        return common
+        return host.placed(common)
     from vtp_plugin.patches.core.distributed import param_and_grad_buffer
     from vtp_plugin.patches.core.tensor_parallel import random
     from vtp_plugin.patches.core.transformer import torch_norm
     from vtp_plugin.patches.training import initialize
 
-    return (
-        *common,
-        *random.records(platform),
-        *torch_norm.records(),
-        *param_and_grad_buffer.records(),
-        *initialize.records(platform),
+    return host.placed(
+        (
+            *common,
+            *random.records(platform),
+            *torch_norm.records(),
+            *param_and_grad_buffer.records(),
+            *initialize.records(platform),
+            *host.cpu_records(),
+        )
     )
 
 
-def training_records(session: Session) -> tuple[Record, ...]:
+def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that make stages of unequal size work; they apply once a list is known."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.dist_checkpointing import validation
     from vtp_plugin.patches.core.distributed import finalize_model_grads
     from vtp_plugin.patches.core.models.common.language_module import language_module
-    from vtp_plugin.patches.core.pipeline_parallel import p2p_communication, schedules
+    from vtp_plugin.patches.core.pipeline_parallel import schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
+    adapting = (parallel_state, schedules, finalize_model_grads, checkpointing)
     modules = (
-        parallel_state,
-        p2p_communication,
-        schedules,
-        finalize_model_grads,
         language_module,
         validation,
         build_tokenizer,
         theoretical_memory_usage,
         vocab_utils,
-        checkpointing,
     )
-    records = tuple(record for module in modules for record in module.records(session))
+    if session.config.layerwise_disaggregated and not host.is_newest:
+        raise ConfigError(
+            f"--layerwise-disaggregated-training has not been run with Megatron {host.name}; use 0.19, or leave it out"
+        )
+    records: tuple[Record, ...] = (
+        host.exchange_record(session),
+        *(record for module in adapting for record in module.records(session, host)),
+        *(record for module in modules for record in module.records(session)),
+    )
     if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
-    return records + (u_shape_records(session) if session.config.layerwise_disaggregated else ())
+    if session.config.layerwise_disaggregated:
+        records += u_shape_records(session)
+    return host.placed(records)
 
 
 def u_shape_records(session: Session) -> tuple[Record, ...]:

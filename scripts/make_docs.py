@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
+# Families of Megatron versions: the records are written for the newest.
+NEWEST, OLDER = "0.19", ("0.16", "0.12")
 COLUMNS = ("Id", "Target", "Why there", "Versions", "Remove when")
 
 OPTIONS_INTRO = """\
@@ -285,6 +287,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
         from vtp_plugin.config import VtpConfig
         from vtp_plugin.patches import registry
+        from vtp_plugin.patches.hosts import load_host
         from vtp_plugin.patches.training import training
         from vtp_plugin.platform.cpu import CpuPlatform
         from vtp_plugin.platform.cuda import CudaPlatform
@@ -297,16 +300,25 @@ def record_sections() -> dict[str, Sequence[Record]]:
             return made
 
         on_cpu, on_cuda = session(CpuPlatform("for the table")), session(CudaPlatform("for the table"))
-        everywhere = registry.platform_records(on_cuda)
+        host = load_host(NEWEST)
+        everywhere, here = registry.platform_records(on_cuda, host), registry.platform_records(on_cpu, host)
         ids = {record.id for record in everywhere}
-        return {
-            "Always: the command line, and a name that scripts import": registry.argument_records(on_cpu, lambda: None),
+        sections = {
+            "Always: the command line, and a name that scripts import": registry.argument_records(
+                on_cpu, host, lambda: None
+            ),
             "With a list of sizes, or on the CPU platform": everywhere,
-            "On the CPU platform": [record for record in registry.platform_records(on_cpu) if record.id not in ids],
-            "With a list of sizes": registry.training_records(on_cpu),
+            "On the CPU platform": [record for record in here if record.id not in ids],
+            "With a list of sizes": registry.training_records(on_cpu, host),
             "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu),
         }
+        ids = {record.id for records in sections.values() for record in records}
+        for name in OLDER:
+            older = load_host(name)
+            records = (*registry.platform_records(on_cuda, older), *registry.training_records(on_cpu, older))
+            sections[f"Besides, with Megatron {name}"] = [record for record in records if record.id not in ids]
+        return sections
 
 
 def _patches() -> str:
@@ -320,9 +332,18 @@ def _patches() -> str:
 
 
 def _target(record: Record) -> str:
+    """Return where a record lies, in the newest family and where it is elsewhere in an older one."""
+    from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patching import WriteRecord
 
-    return f"`{record.target}`" + (" (write)" if isinstance(record, WriteRecord) else "")
+    lines = [f"`{record.target}`" + (" (write)" if isinstance(record, WriteRecord) else "")]
+    for host in map(load_host, OLDER):
+        target = host.moved.get(record.id, record.target)
+        if record.id in host.absent:
+            lines.append(f"{host.name}: none, {host.absent[record.id]}")
+        elif target != record.target:
+            lines.append(f"{host.name}: `{target}`")
+    return "<br>".join(lines)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

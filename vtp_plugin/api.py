@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,15 +21,17 @@ from vtp_plugin.config import (
     ScheduleName,
     TransportName,
     VtpConfig,
+    merge,
     read_keywords,
 )
 from vtp_plugin.errors import ConfigError, PatchError, VtpError
 from vtp_plugin.failure import FailureHook
-from vtp_plugin.hosts import find_host
+from vtp_plugin.hosts import find_host, host_named
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from vtp_plugin.patches.hosts import MegatronHost
     from vtp_plugin.patching import PatchStatus
     from vtp_plugin.session import Session
 
@@ -134,21 +137,29 @@ def _apply(request: VtpConfig) -> None:
             f"apply() was called before with other arguments ({_Holder.request}, now {request}); call it once, or "
             "vtp_plugin.revert() first"
         )
-    host_version = find_host()[1].version
+    family, megatron = find_host()
+    host_version = megatron.version
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
+    from vtp_plugin.options.flags import peek_device
+    from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patches.registry import argument_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
     from vtp_plugin.session.request import meet
 
     _refuse_late()
+    host = load_host(family.name)
     session = Session(request)
     session.watch_failures = _hook().install
-    activate = functools.partial(_activate, session, host_version)
+    if host.needs_device_first:
+        # Before the command line is parsed, which then says the same.
+        session.config = merge(request, {"device": peek_device(sys.argv)})
+        session.choose_platform()
+    activate = functools.partial(_activate, session, host, host_version)
     if not isinstance(request.size_list, tuple):
         # The list may still come from the command line: validate_args then calls activate.
-        session.applied.append(apply_records(argument_records(session, activate), host_version))
+        session.applied.append(apply_records(argument_records(session, host, activate), host_version))
         _Holder.session, _Holder.request = session, request
         return
     # Held before the ranks meet: revert() can then clean up what a failed meeting leaves.
@@ -159,7 +170,7 @@ def _apply(request: VtpConfig) -> None:
     activate()  # meet() has not called it if no launcher says where the ranks meet
 
 
-def _activate(session: Session, host_version: str) -> None:
+def _activate(session: Session, host: MegatronHost, host_version: str) -> None:
     """Apply the records that depend on the list, which is now known or known to be missing; idempotent."""
     from vtp_plugin.patches.registry import argument_records, platform_records, training_records
     from vtp_plugin.patching import apply_records
@@ -170,15 +181,17 @@ def _activate(session: Session, host_version: str) -> None:
     has_list, is_mapped = session.config.size_list is not None, session.choose_platform().name == "cpu"
     if not has_list and not is_mapped:
         return
-    records = platform_records(session)
+    records = platform_records(session, host)
     if not session.applied:
         # All records in one set: each set costs a search through everything that is loaded.
-        records = (*argument_records(session, functools.partial(_activate, session, host_version)), *records)
+        activate = functools.partial(_activate, session, host, host_version)
+        records = (*argument_records(session, host, activate), *records)
     if has_list:
-        records += training_records(session)
+        records += training_records(session, host)
     earlier = tuple(session.applied)
     session.applied.append(apply_records(records, host_version))
     if has_list:
+        _warn_of_untried(host.name)
         # The script may have taken more from Megatron since the first set was applied.
         for applied in earlier:
             applied.rebind()
@@ -287,6 +300,13 @@ def _note_failure(error: BaseException, position: str, is_consequence: bool) -> 
     from vtp_plugin.runtime.error_file import write_error_file
 
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+
+
+def _warn_of_untried(name: str) -> None:
+    """Say, on one rank, what was never run with this Megatron."""
+    untried = host_named(name).untried
+    if untried and os.environ.get("RANK", "0") == "0":
+        log.warning(f"not yet run with Megatron {name}: {untried}; compare your first steps with a uniform run")
 
 
 def _warn_of_unreached(session: Session) -> None:

@@ -11,9 +11,10 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import _get_default_store, _pg_map
 
 from vtp_plugin import log
-from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import PlannedRun, Session
@@ -51,18 +52,24 @@ _WRITTEN = (
 _Writes = Mapping[str, WriteRecord]
 
 
-def records(session: Session) -> tuple[Record, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records of this module."""
     named = [(module, name, why) for module, names, why in _WRITTEN for name in names]
     writes = {
         name: WriteRecord(id=f"H4c{number}", target=f"{module}:{name}", why=why, remove_when="with H4")
         for number, (module, name, why) in enumerate(named, start=1)
     }
+    writes["torch"] = WriteRecord(
+        id="H4d",
+        target=f"{_MODULE}:torch",
+        why="Megatron asks it for the size of the world and has no argument for it; set only while it makes its groups",
+        remove_when="Megatron 0.16 is no longer supported",
+    )
     return (
         PatchRecord(
             id="H4",
             target=f"{_MODULE}:initialize_model_parallel",
-            build=wrap_with(_initialize, session, writes),
+            build=wrap_with(_initialize, session, host, writes),
             why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives "
             "exactly Megatron's groups, in Megatron's order",
             remove_when="Megatron takes a list of tensor-parallel sizes",
@@ -100,7 +107,9 @@ def _is_last(
     return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
 
-def _initialize(session: Session, writes: _Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _initialize(
+    session: Session, host: MegatronHost, writes: _Writes, original: Callable[..., None], *args: Any, **kwargs: Any
+) -> None:
     """Run `initialize_model_parallel` on the rank lists of the layout, then open the channels.
 
     With a uniform list it runs unchanged.
@@ -109,13 +118,13 @@ def _initialize(session: Session, writes: _Writes, original: Callable[..., None]
     bound.apply_defaults()
     options = bound.arguments
     rank = dist.get_rank()
-    _plan_together(session, options, rank)
+    _plan_together(session, host, options, rank)
     layout, own = session.planned.layout, session.planned.own
     options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
     options["context_parallel_size"] = layout.cp_sizes[own.stage]
     options["pipeline_model_parallel_size"] = layout.num_stages
     if session.is_active:
-        pipeline_groups = _make_groups(session.planned, writes, original, bound)
+        pipeline_groups = _make_groups(session.planned, host, writes, original, bound)
     else:
         original(*bound.args, **bound.kwargs)
         pipeline_groups = ()
@@ -128,21 +137,25 @@ def _initialize(session: Session, writes: _Writes, original: Callable[..., None]
     log.info(session.planned.describe())
 
 
-def _plan_together(session: Session, options: dict[str, Any], rank: int) -> None:
+def _plan_together(session: Session, host: MegatronHost, options: dict[str, Any], rank: int) -> None:
     """Plan the run on all ranks, which compare what they were asked for and what they have planned."""
     world_size = dist.get_world_size()
     # With megatron.training the arguments were planned and compared before. The fake backend has one process only.
     if dist.get_backend() == "fake" or (session.ranks.monitor is not None and session.is_planned):
-        _plan(session, options, world_size)
+        _plan(session, host, options, world_size)
         return
     store = session.ranks.store or _get_default_store()
     agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
-    session.ranks.agree("start-up check", lambda: _plan(session, options, world_size))
+    session.ranks.agree("start-up check", lambda: _plan(session, host, options, world_size))
     learn_site(session, rank)
 
 
 def _make_groups(
-    planned: PlannedRun, writes: _Writes, original: Callable[..., None], bound: inspect.BoundArguments
+    planned: PlannedRun,
+    host: MegatronHost,
+    writes: _Writes,
+    original: Callable[..., None],
+    bound: inspect.BoundArguments,
 ) -> tuple[dist.ProcessGroup, ...]:
     """Let Megatron make its groups from our rank lists.
 
@@ -150,13 +163,14 @@ def _make_groups(
         This rank's pipeline group in each replica of the pipeline that this rank works in.
     """
     layout, options = planned.layout, bound.arguments
-    _set_counts(planned, options)
+    world_size = _set_counts(planned, options)
     create_group = parallel_state.create_group
     if not planned.has_stock_ends:
         create_group = _without_embedding_groups(create_group)
     with (
         writes["RankGenerator"].during(_planned_generator(layout, options)),
         writes["create_group"].during(create_group),
+        host.seen_world(options, world_size, writes["torch"].during),
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
@@ -165,20 +179,21 @@ def _make_groups(
     return pipeline_groups
 
 
-def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> None:
+def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> int:
     """Let Megatron count its groups as if all stages were like this rank's.
 
     Where the stages' cp or dp sizes differ, the counts would differ between ranks. Megatron uses them to check the
     world, and to count the expert model groups that make up the group of an optimizer instance. Both must agree on all
     ranks, so there is one such group then, the world.
+
+    Returns:
+        The size of the world that Megatron is to see.
     """
     layout, own = planned.layout, planned.own
     if layout.has_equal_replicas:
-        options["local_world_size"] = layout.uniform_world_size(dist.get_rank())
-        return
+        return layout.uniform_world_size(dist.get_rank())
     options["context_parallel_size"] = 1
-    expert_size = int(options["expert_model_parallel_size"])
-    options["local_world_size"] = layout.tp_sizes[own.stage] * layout.num_stages * expert_size
+    return layout.tp_sizes[own.stage] * layout.num_stages * int(options["expert_model_parallel_size"])
 
 
 def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
@@ -190,6 +205,8 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     leaders_group = open_leaders_group(layout, platform, planned.config.timeout_s)
     for name, has_shares in zip(_GROUPS, (False, True), strict=True):
+        if not hasattr(parallel_state, name):
+            continue  # in 0.12 the shares of the distributed optimizer are summed over the world
         group = ModelGroup(
             layout, dist.get_rank(), whole_stage_group=stage_group, leaders_group=leaders_group, has_shares=has_shares
         )
@@ -199,14 +216,13 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
         writes[name].put(group)
 
 
-def _plan(session: Session, options: dict[str, Any], world_size: int) -> dict[str, object]:
+def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_size: int) -> dict[str, object]:
     """Make the layout unless the arguments have made it, and say what all ranks must have planned."""
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
             "Megatron's parallel_state is already initialized; call vtp_plugin.apply() before initialize_model_parallel"
         )
-    if options["rank_offset"] != 0:
-        raise ConfigError(f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0")
+    refuse(host.problems_of_groups(options))
     tensor_size = int(options["tensor_model_parallel_size"])
     if not session.is_planned:
         session.plan(

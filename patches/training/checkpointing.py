@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import load_content_metadata
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session import Session
@@ -34,13 +33,13 @@ _PER_STAGE = (
 )
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H9",
             target="megatron.training.checkpointing:_load_base_checkpoint",
-            build=wrap_with(_load, session),
+            build=wrap_with(_load, session, host),
             why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
             "different branches and hang",
             remove_when="Megatron stores and compares all stages' sizes",
@@ -121,6 +120,7 @@ def _save(original: Callable[..., None], iteration: int, *args: Any, **kwargs: A
 
 def _load(
     session: Session,
+    host: MegatronHost,
     original: Callable[..., tuple[Any, ...]],
     load_dir: str | None,
     args: Any,
@@ -140,11 +140,11 @@ def _load(
         result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
-        is_read, result = False, _read_of_rank_0(load_dir)
+        is_read, result = False, _read_of_rank_0(host, load_dir)
         if result is None:
             raise
     if is_first:
-        _agree(session, functools.partial(_judge, session, load_dir, args, result, is_read))
+        _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = _stored_arguments(result)
     if stored is not None and session.is_planned:
         layout = session.planned.layout
@@ -165,25 +165,25 @@ def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
         session.ranks.agree("checkpoint check", prepare)
 
 
-def _read_of_rank_0(load_dir: str | None) -> tuple[Any, ...] | None:
+def _read_of_rank_0(host: MegatronHost, load_dir: str | None) -> tuple[Any, ...] | None:
     """Read rank 0's file of a checkpoint in the old format, without any collective; None if there is none."""
-    from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0, get_loaded_iteration
+    from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0
 
-    name = None if load_dir is None else find_checkpoint_rank_0(load_dir, get_loaded_iteration())
+    name = None if load_dir is None else find_checkpoint_rank_0(load_dir, host.loaded_iteration(load_dir))
     if name is None:
         return None
     return torch.load(name, map_location="cpu", weights_only=False), name, False, CheckpointType.LEGACY
 
 
 def _judge(
-    session: Session, load_dir: str | None, args: Any, result: tuple[Any, ...], is_read: bool
+    session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...], is_read: bool
 ) -> dict[str, object]:
     """Say which checkpoint this rank found.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    _require_loadable(session, load_dir, args, result)
+    _require_loadable(session, host, load_dir, args, result)
     if not is_read:
         raise ConfigError(
             f"the file of this rank in checkpoint {load_dir} cannot be read, see above; make the whole folder readable "
@@ -201,7 +201,9 @@ def _stored_arguments(result: tuple[Any, ...]) -> Any:
     return result[0].get("args") if isinstance(result[0], dict) else None
 
 
-def _require_loadable(session: Session, load_dir: str | None, args: Any, result: tuple[Any, ...]) -> None:
+def _require_loadable(
+    session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...]
+) -> None:
     """Check that this run's stages can load a checkpoint.
 
     Raises:
@@ -221,20 +223,12 @@ def _require_loadable(session: Session, load_dir: str | None, args: Any, result:
             f"{runs}; save it with --ckpt-format torch_dist"
         )
     is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
-    if args.use_distributed_optimizer and is_optimizer_loaded and not _is_reshardable(state):
+    if args.use_distributed_optimizer and is_optimizer_loaded and not host.is_reshardable(state):
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
             f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
             "--no-load-optim"
         )
-
-
-def _is_reshardable(state: dict[str, Any]) -> bool:
-    """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
-    metadata = load_content_metadata(preloaded_state_dict=state) or {}
-    # Old checkpoints do not say; Megatron decides what to do with them.
-    form = metadata.get("distrib_optim_sharding_type")
-    return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
 
 def _stored_tp_sizes(stored: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,10 +22,14 @@ from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCA
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
+from vtp_plugin.hosts import find_host
+from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patching import apply_records
 from vtp_plugin.platform import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEYS = ["tokens", "labels", "mask"]
+_TELLS_OPTIMIZER = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
 
 
 def train(case: Case) -> RankResult:
@@ -76,9 +81,13 @@ def cpu_only() -> Iterator[None]:
     """Map torch.cuda onto the CPU and leave Megatron alone."""
     platform = detect("cpu")
     platform.install()
+    host, megatron = find_host()
+    # Without these the family's wheel does not train at all, such as 0.12 with the distributed optimizer.
+    applied = apply_records(load_host(host.name).platform_records(), megatron.version)
     try:
         yield
     finally:
+        applied.revert()
         platform.uninstall()
 
 
@@ -100,6 +109,8 @@ def model_parallel(case: Case) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        # Megatron 0.12 forgets the group but not its ranks, and the next run of this worker would ask for the group.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
 class Trainer:
@@ -318,7 +329,6 @@ def _config(case: Case) -> TransformerConfig:
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=len(case.sizes),
         virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
-        pipeline_model_parallel_layout=_u_layout(case) if case.layers else None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         # Megatron refuses it on a stage of one rank.
         sequence_parallel=case.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1,
@@ -333,6 +343,7 @@ def _config(case: Case) -> TransformerConfig:
         deallocate_pipeline_outputs=case.deallocate,
         microbatch_group_size_per_vp_stage=case.vpp_group_size,
         calculate_per_token_loss=case.per_token_loss,
+        **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers else {}),
         **recompute,
     )
 
@@ -343,7 +354,8 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
         lr=LR[case.optimizer],
         clip_grad=case.clip,
         use_distributed_optimizer=case.distributed_optimizer,
-        overlap_param_gather=case.overlap_param_gather,
+        # In 0.12 only the model's wrapper is told.
+        **({"overlap_param_gather": True} if case.overlap_param_gather and _TELLS_OPTIMIZER else {}),
         params_dtype=DTYPES[case.dtype],
         bf16=case.dtype == "bf16",
         fp16=case.dtype == "fp16",
@@ -371,7 +383,7 @@ def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=case.tied,
-            vp_stage=vp_stage,
+            **_of_chunk(vp_stage),
         )
         for vp_stage, is_first, is_last in _ends(case)
     ]
@@ -387,9 +399,18 @@ def _ends(case: Case) -> Iterator[tuple[int | None, bool, bool]]:
         elif not case.layers:
             yield (
                 vp_stage,
-                parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-                parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                parallel_state.is_pipeline_first_stage(ignore_virtual=False, **_of_chunk(vp_stage)),
+                parallel_state.is_pipeline_last_stage(ignore_virtual=False, **_of_chunk(vp_stage)),
             )
+
+
+def _of_chunk(vp_stage: int | None) -> dict[str, Any]:
+    """Give the keyword that names a chunk; Megatron 0.12 has none and asks for the number that was set last."""
+    if "vp_stage" in inspect.signature(parallel_state.is_pipeline_last_stage).parameters:
+        return {"vp_stage": vp_stage}
+    if vp_stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    return {}
 
 
 def _u_layout(case: Case) -> list[list[str]]:

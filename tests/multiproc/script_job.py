@@ -141,13 +141,14 @@ def _run_stock(script: str, arguments: Sequence[str]) -> None:
     """Run Megatron with what makes it start on a CPU, and nothing of the plugin's own."""
     from vtp_plugin.config import VtpConfig
     from vtp_plugin.hosts import find_host
+    from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patches.registry import platform_records
     from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
 
     session = Session(VtpConfig(device="cpu"))
     session.choose_platform()
-    apply_records(platform_records(session), find_host()[1].version)
+    apply_records(platform_records(session, load_host("0.19")), find_host()[1].version)
     sys.argv = [script, *arguments, "--distributed-backend", "gloo"]
     runpy.run_path(script, run_name="__main__")
 

@@ -92,6 +92,7 @@ import torch.distributed as dist
 import megatron.training.arguments as arguments
 from vtp_plugin.hosts import find_host
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.registry import platform_records
 from vtp_plugin.patching import apply_records
 from vtp_plugin.session import Session
@@ -108,7 +109,7 @@ def look():
 dist.TCPStore = refuse
 session = Session(VtpConfig(device="cpu"))
 session.choose_platform()
-applied = apply_records(platform_records(session), find_host()[1].version)
+applied = apply_records(platform_records(session, load_host("0.19")), find_host()[1].version)
 sys.argv += ["--distributed-backend", "gloo"]
 stock = look()
 applied.revert()

@@ -9,6 +9,7 @@ import pytest
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches import registry
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.training.global_vars import NoTokenizer
 from vtp_plugin.session import Session
 
@@ -20,7 +21,8 @@ from vtp_plugin.session import Session
 def test_edge_gets_all_of_a_batch(is_u_shaped: bool, first: bool, last: bool, pipeline_size: int) -> None:
     session = Session(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=is_u_shaped))
     # Among the records that apply before a script has imported anything.
-    (record,) = [record for record in registry.argument_records(session, lambda: None) if record.id == "U3"]
+    records = registry.argument_records(session, load_host("0.19"), lambda: None)
+    (record,) = [record for record in records if record.id == "U3"]
     asked: list[dict[str, Any]] = []
     record.build(lambda **kwargs: asked.append(kwargs))(
         is_pipeline_first_stage=first, is_pipeline_last_stage=last, pipeline_model_parallel_size=3

@@ -7,6 +7,7 @@ command line has; parsers, ``--help`` and the documentation are made from it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from vtp_plugin.config import Flag, FlagGroup, VtpConfig, flags_of_fields, merge
@@ -59,6 +60,20 @@ def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
     if getattr(args, "num_layer_list", None) is not None and not config.layerwise_disaggregated:
         raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
     return config
+
+
+def peek_device(words: Sequence[str]) -> str | None:
+    """Read the platform from a command line that has not been parsed yet.
+
+    >>> peek_device(["script.py", "--vtp-device", "cpu", "--lr", "0.1"]), peek_device(["script.py"])
+    ('cpu', None)
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--vtp-device")
+    try:
+        return parser.parse_known_args(list(words))[0].vtp_device
+    except argparse.ArgumentError:
+        return None  # the script's parser says what is wrong
 
 
 def check_without_stages(config: VtpConfig) -> tuple[str, ...]:

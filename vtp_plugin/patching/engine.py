@@ -22,7 +22,7 @@ def apply_records(
     records: Iterable[Record],
     host_version: str,
     host_prefix: str = "megatron",
-    optional_packages: tuple[str, ...] = ("megatron.training",),
+    optional_packages: tuple[str, ...] = ("megatron.training", "megatron.legacy"),
 ) -> AppliedPatches:
     """Apply the records that fit the version of the host: all of them or, on any failure, none.
 

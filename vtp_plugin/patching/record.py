@@ -15,13 +15,12 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.hosts import host_named
 from vtp_plugin.undo import ABSENT, Item, Name, Place, UndoStack, namespace
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)
 # The versions of Megatron that our records are written for; a record for fewer of them says so itself.
-_SUPPORTED: Final = host_named("0.19").versions
+_SUPPORTED: Final = ">=0.12.1,<0.20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

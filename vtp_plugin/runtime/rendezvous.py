@@ -71,6 +71,16 @@ def _serve(host: str, port: int, timeout_s: float) -> dist.Store:
     address, reason = listening_address(host, os.environ)
     if address is None:
         log.warning(f"the store listens on {_ALL_INTERFACES} at port {port}: {reason}")
+    try:
+        return _open_server(host, port, timeout_s, address, use_libuv=True)
+    except RuntimeError as error:
+        # The newer of torch's two servers takes no listening socket in old versions, such as 2.7.
+        if "libuv" not in str(error):
+            raise
+    return _open_server(host, port, timeout_s, address, use_libuv=False)
+
+
+def _open_server(host: str, port: int, timeout_s: float, address: str | None, *, use_libuv: bool) -> dist.TCPStore:
     listener = None if address is None else _bind(address, port)
     fd = None if listener is None else listener.detach()  # torch's server closes it
     try:
@@ -82,6 +92,7 @@ def _serve(host: str, port: int, timeout_s: float) -> dist.Store:
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=fd,
+            use_libuv=use_libuv,
         )
     except BaseException:
         if fd is not None:

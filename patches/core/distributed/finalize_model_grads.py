@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup
 from vtp_plugin.session import PlannedRun, Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H6",
             target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-            build=wrap_with(_finalize, session),
+            build=wrap_with(_finalize, session, host),
             why="it broadcasts the token count over the pipeline group and all-reduces the tied embedding's gradient "
             "over the ends of a pipeline group: the first hangs and the second mixes rows when stages differ",
             remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
@@ -36,36 +35,40 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 def _finalize(
     session: Session,
+    host: MegatronHost,
     original: Callable[..., None],
     model: list[torch.nn.Module],
     num_tokens: torch.Tensor | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
-    force_all_reduce: bool | None = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Run `finalize_model_grads`, with the token count and the tied embedding summed outside of it."""
     session.finish_step()
+    bound = inspect.signature(original).bind(model, num_tokens, *args, **kwargs)
     if not session.is_planned or session.planned.has_stock_ends:
-        original(model, num_tokens, pg_collection, force_all_reduce)
+        original(*bound.args, **bound.kwargs)
         return
-    groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
-    alone = parallel_state.get_gtp_weight_remat_group()
-    if isinstance(parallel_state.get_model_parallel_group(), ModelGroup):
-        # Megatron sums the count over a stage's replicas. Stages differ in their number, and the ModelGroup joins all
-        # replicas, so only the stage with the loss, where the count is not 0, may sum it, and before the maximum below.
-        if num_tokens is not None:
-            dist.all_reduce(num_tokens, group=groups.dp_cp)
-        groups.dp_cp = groups.dp_cp_gtp_remat = alone
-    if num_tokens is not None:
-        # Outside the stage with the loss it is 0: the maximum is the count.
-        dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
-    # Every rank knows the count now. In a group of one rank Megatron's broadcast does nothing.
-    groups.pp = alone
-    # Without embedding groups Megatron leaves the tied gradients alone; its all-reduce would mix rows.
-    groups.embd = groups.pos_embd = None
-    original(model, num_tokens, groups, force_all_reduce)
+    options = {name: value for name, value in bound.arguments.items() if name not in ("model", "num_tokens")}
+    original(model, None, **host.without_ends(options))
     if num_tokens is None:
         _scale_as_loss_stage(session.planned, model)
+    else:
+        _divide_by_tokens(model, num_tokens, host.token_group())
     _sum_tied_gradients(session, model)
+
+
+def _divide_by_tokens(model: list[torch.nn.Module], num_tokens: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Divide the gradients by the number of tokens in the loss, as Megatron does at the same point.
+
+    Megatron broadcasts the number along a pipeline group; a rank of a narrow stage is in several.
+    """
+    # Only the stage with the loss has counted; the maximum over the stages is its sum over its replicas.
+    dist.all_reduce(num_tokens, group=group)
+    dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+    # No branch on a device's tensor, for which the host would have to wait.
+    scale = 1.0 / torch.clamp(num_tokens, min=1)
+    for chunk in model:
+        chunk.scale_gradients(scale)  # pyright: ignore[reportCallIssue]
 
 
 def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> None:

@@ -1,8 +1,7 @@
-"""H5: Megatron's pipeline communicator over our channels."""
+"""H5: what Megatron exchanges between stages goes over our channels; the host says by which of its functions."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,29 +10,9 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.options.table.check import check_config
-from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
 from vtp_plugin.session import Session
-
-
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H5",
-            target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
-            build=functools.partial(communicator_class, session),
-            why="both schedules build it by this name; all nine public methods go through the one that a subclass "
-            "overrides, so timers, list handling and return types stay Megatron's",
-            remove_when="every entry point of Megatron takes a communicator",
-            aliases=(
-                "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
-                "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
-                "megatron.training.training:P2PCommunicator",
-            ),
-        ),
-    )
 
 
 def tensor_format(session: Session, config: Any, check: Callable[[], None] = lambda: None) -> TensorFormat:
@@ -63,7 +42,8 @@ def _read_format(session: Session, config: Any) -> TensorFormat:
     refuse(check_config(config, session.planned.option_context))
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
-    has_variable_shapes = config.variable_seq_lengths or config.mtp_standalone
+    # Families before 0.19 have no stage that holds multi-token prediction alone.
+    has_variable_shapes = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     if has_variable_shapes and session.planned.replicas.is_split:
         raise ConfigError(
             "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
@@ -79,6 +59,57 @@ def _read_format(session: Session, config: Any) -> TensorFormat:
     )
 
 
+def exchange(
+    session: Session,
+    communicator: PipelineCommunicator,
+    config: Any,
+    begin: Callable[[], TensorFormat],
+    *,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    tensor_shape: Sequence[int] | None,
+    wait_on_reqs: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
+    """Exchange with both neighbours over channels; arguments and result as of Megatron's `_communicate`.
+
+    Args:
+        session: the applied plugin.
+        communicator: of this rank.
+        config: of the model.
+        begin: returns how the tensors of this step cross, and begins the step unless that is done.
+        tensor_send_next: activation for the next stage.
+        tensor_send_prev: gradient for the previous stage.
+        recv_prev: take an activation from the previous stage.
+        recv_next: take a gradient from the next stage.
+        tensor_shape: `[S, B, H]` of what is received.
+        wait_on_reqs: return when it is there.
+
+    Raises:
+        ConfigError: Megatron's schedules do not fit the stages, or what is received is not known.
+    """
+    if not session.planned.replicas.is_equal:
+        raise ConfigError(
+            "Megatron's schedules do not fit stages of different data-parallel sizes; run each step with the function "
+            "that get_forward_backward_func() returns"
+        )
+    if (recv_prev or recv_next) and (config.pipeline_dtype is None or tensor_shape is None):
+        raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
+    if not wait_on_reqs and config.batch_p2p_comm:
+        raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or set overlap_p2p_comm")
+    done = communicator.exchange(
+        begin(),
+        send_next=tensor_send_next,
+        send_prev=tensor_send_prev,
+        recv_prev=recv_prev,
+        recv_next=recv_next,
+        shape=tensor_shape,
+        wait=wait_on_reqs,
+    )
+    return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
+
+
 def communicator_class(session: Session, original: type) -> type:
     """Make the subclass that carries pipeline traffic over the session's channels."""
 
@@ -90,45 +121,20 @@ def communicator_class(session: Session, original: type) -> type:
             self._vtp = session.running.communicator if session.is_running else None
             self._vtp_format: TensorFormat | None = None
 
-        def _communicate(self, **exchange: Any) -> Any:
-            """Exchange with both neighbours; all public methods of Megatron's class end here."""
-            return super()._communicate(**exchange) if self._vtp is None else self._exchange(self._vtp, **exchange)
-
-        def _exchange(
-            self,
-            communicator: PipelineCommunicator,
-            *,
-            tensor_send_next: torch.Tensor | None,
-            tensor_send_prev: torch.Tensor | None,
-            recv_prev: bool,
-            recv_next: bool,
-            tensor_shape: Sequence[int] | None,
-            wait_on_reqs: bool = True,
+        def _communicate(
+            self, **options: Any
         ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
-            """Exchange over channels; arguments and result as of Megatron's `_communicate`."""
-            if not session.planned.replicas.is_equal:
-                raise ConfigError(
-                    "Megatron's schedules do not fit stages of different data-parallel sizes; run each step with the "
-                    "function that get_forward_backward_func() returns"
-                )
-            if (recv_prev or recv_next) and (self.config.pipeline_dtype is None or tensor_shape is None):
-                raise ConfigError("receiving needs config.pipeline_dtype and a tensor_shape; set both")
-            if not wait_on_reqs and self.config.batch_p2p_comm:
-                raise ConfigError("batch_p2p_comm cannot receive without waiting; wait, or set overlap_p2p_comm")
+            """Exchange with both neighbours over channels; arguments and result as of Megatron's method."""
+            if self._vtp is None:
+                return super()._communicate(**options)
+            return exchange(session, self._vtp, self.config, self._begin, **options)
+
+        def _begin(self) -> TensorFormat:
             if self._vtp_format is None:
                 # All ranks compare the format. A script may call the constructor on some ranks only.
                 self._vtp_format = tensor_format(session, self.config)
-                communicator.start_step()
-            done = communicator.exchange(
-                self._vtp_format,
-                send_next=tensor_send_next,
-                send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                shape=tensor_shape,
-                wait=wait_on_reqs,
-            )
-            return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
+                self._vtp.start_step()
+            return self._vtp_format
 
     # Messages show Megatron's name; the module says whose class it is.
     P2PCommunicator.__qualname__ = original.__qualname__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,26 +12,27 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.runtime.communicator import PipelineCommunicator
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H10",
             target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            build=wrap_with(_choose, session),
+            build=wrap_with(_choose, session, host),
             why="training and evaluation both ask here for the function that runs a step; Megatron's own have no "
             "U-shape, and their 1F1B posts a receive only when it waits for it",
             remove_when="Megatron's schedules take an order of actions",
@@ -43,26 +45,31 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
 
 
 def _choose(
-    session: Session,
-    original: Callable[..., Any],
-    pp_size: int | None = None,
-    vp_size: int | None = None,
-    schedule_pg_collection: Any = None,
+    session: Session, host: MegatronHost, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Callable[..., list[Any]]:
     """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
-    stock = original(pp_size, vp_size, schedule_pg_collection)
-    # Sizes, or groups of several modules, say that the caller means another pipeline.
-    is_own = pp_size is None and vp_size is None and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
-    if not is_own or not session.is_running or session.running.communicator is None:
+    stock = original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    communicator = session.running.communicator if session.is_running else None
+    if communicator is None or not host.is_whole_pipeline(bound.arguments):
         return stock
     if session.running.schedule_runner is None:
-        return functools.partial(_run_stock, session, stock)
-    return functools.partial(forward_backward, session)
+        return functools.partial(_run_stock, session, communicator, stock)
+    return functools.partial(forward_backward, session, host)
 
 
-def _run_stock(session: Session, stock: Callable[..., list[Any]], *, model: Any, **arguments: Any) -> list[Any]:
+def _run_stock(
+    session: Session,
+    communicator: PipelineCommunicator,
+    stock: Callable[..., list[Any]],
+    *,
+    model: Any,
+    **arguments: Any,
+) -> list[Any]:
     """Run one step by a function of Megatron; first the ranks compare what is to cross."""
     tensor_format(session, get_model_config(_chunks(model)[0]))
+    communicator.start_step()
     return stock(model=model, **arguments)
 
 
@@ -74,6 +81,7 @@ def _chunks(model: Any) -> list[Any]:
 class _Compute:
     """Forward and backward of one chunk by Megatron's functions, as the executor calls them."""
 
+    host: MegatronHost
     config: Any
     chunks: list[Any]
     iterators: list[Any]
@@ -90,7 +98,9 @@ class _Compute:
         # Replicas take turns, and Megatron counts only the microbatches of this rank.
         microbatch = action.microbatch // placement.num_replicas[placement.stages[action.vstage]]
         self.sync.before_forward(chunk)
-        output, num_tokens = schedules.forward_step(
+        output, num_tokens = self.host.forward_step(
+            chunk=chunk,
+            num_chunks=len(self.chunks),
             data_iterator=self.iterators[chunk],
             model=self.chunks[chunk],
             input_tensor=activation,
@@ -100,7 +110,6 @@ class _Compute:
                 self.first_val_step, self.schedule.forward_only, microbatch == 0
             ),
             current_microbatch=microbatch,
-            vp_stage=chunk if len(self.chunks) > 1 else None,
             is_last_stage=action.vstage == placement.num_vstages - 1,
             **self.forward_options,
         )
@@ -116,8 +125,9 @@ class _Compute:
         *,
         is_last: bool,
     ) -> torch.Tensor | None:
-        with self.sync.backward(self.schedule.placement.chunk(action.vstage), is_last=is_last):
-            return schedules.backward_step(activation, output, gradient, self.config)
+        chunk = self.schedule.placement.chunk(action.vstage)
+        with self.sync.backward(chunk, is_last=is_last):
+            return self.host.backward_step(self.chunks[chunk], activation, output, gradient, self.config)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -125,6 +135,7 @@ class _Compute:
 
 def forward_backward(
     session: Session,
+    host: MegatronHost,
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -138,7 +149,7 @@ def forward_backward(
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """Run one step as planned; arguments and result as of what Megatron's ``get_forward_backward_func`` returns."""
@@ -148,8 +159,9 @@ def forward_backward(
     # Before anything else: the ranks compare the format here, so if one refuses its configuration, all stop.
     problems = check_step(arguments, session.planned.option_context)
     form = tensor_format(session, config, functools.partial(refuse, problems))
-    groups = schedules._build_default_pg_collection() if pg_collection is None else pg_collection
-    shape = _local_shape(config, groups, seq_length, micro_batch_size, decoder_seq_length)
+    groups = host.default_groups() if pg_collection is None else pg_collection
+    sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size, "decoder_seq_length": decoder_seq_length}
+    shape = host.tensor_shape(groups=groups, config=config, model=chunks[0], **sizes)
     planned, runner = session.planned, session.running.require_schedule_runner()
     schedule = runner.schedule(
         num_microbatches,
@@ -158,6 +170,7 @@ def forward_backward(
         batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
     compute = _Compute(
+        host=host,
         config=config,
         chunks=chunks,
         iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
@@ -167,7 +180,6 @@ def forward_backward(
         forward_options={
             "forward_step_func": forward_step_func,
             "num_microbatches": num_microbatches,
-            "cp_group_size": groups.cp.size(),
             "collect_non_loss_data": collect_non_loss_data,
         },
         first_val_step=first_val_step,
@@ -179,25 +191,9 @@ def forward_backward(
             config.finalize_model_grads_func(
                 chunks,
                 compute.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
+                **host.finalize_options(groups, force_all_reduce),
             )
     return compute.reports
-
-
-def _local_shape(
-    config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None
-) -> tuple[int, ...]:
-    """Give the shape `[S, B, H]` of what this rank receives."""
-    (shape,) = schedules.get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )
-    return shape
 
 
 @contextmanager

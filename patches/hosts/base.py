@@ -1,0 +1,142 @@
+"""The seam between the patches and a family of Megatron versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PatchError
+from vtp_plugin.patching import PatchRecord, Record
+from vtp_plugin.session import Session
+
+
+class MegatronHost(ABC):
+    """What one family of Megatron versions does in its own way; the patches ask here.
+
+    A family names its records by difference from the newest: those that lie elsewhere, and those that it does not need.
+
+    Attributes:
+        name: of the family, as in ``vtp_plugin.hosts``.
+        moved: targets of records that lie elsewhere, by id.
+        absent: why the family needs no such record, by id.
+        is_newest: records name their targets and aliases for this family.
+        needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
+    """
+
+    name: ClassVar[str]
+    moved: ClassVar[Mapping[str, str]] = {}
+    absent: ClassVar[Mapping[str, str]] = {}
+    is_newest: ClassVar[bool] = False
+    needs_device_first: ClassVar[bool] = False
+
+    def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
+        """Give the records of this family, with their targets in it.
+
+        Raises:
+            PatchError: something that patches write to would have to move; give it a record of its own.
+        """
+        placed: list[Record] = []
+        for record in records:
+            if record.id in self.absent:
+                continue
+            if record.id in self.moved:
+                if not isinstance(record, PatchRecord):
+                    raise PatchError(f"patch {record.id} is a write, which cannot move; declare one for {self.name}")
+                record = dataclasses.replace(record, target=self.moved[record.id])
+            # Aliases are declared for the newest family. The search finds those of any family by identity.
+            placed.append(record if self.is_newest else dataclasses.replace(record, aliases=()))
+        return tuple(placed)
+
+    def platform_records(self) -> tuple[PatchRecord, ...]:
+        """Give records without which this family's wheel does not run on any platform, beyond those of all families."""
+        return ()
+
+    def cpu_records(self) -> tuple[PatchRecord, ...]:
+        """Give records without which this family does not run on CPU, beyond those of all families."""
+        return ()
+
+    @abstractmethod
+    def exchange_record(self, session: Session) -> PatchRecord:
+        """Give record H5: what exchanges tensors between stages, over our channels."""
+
+    @abstractmethod
+    def is_whole_pipeline(self, arguments: Mapping[str, Any]) -> bool:
+        """Tell whether `get_forward_backward_func` is asked for the run's own pipeline, by its arguments."""
+
+    @abstractmethod
+    def forward_step(
+        self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run Megatron's forward of one chunk.
+
+        Args:
+            chunk: number of the model chunk on this rank.
+            num_chunks: how many there are.
+            is_last_stage: the chunk computes the loss.
+            is_first_microbatch: as Megatron's function takes it.
+            options: its other arguments, which are the same in all families.
+
+        Returns:
+            Output (or loss), and the number of tokens in the loss.
+        """
+
+    @abstractmethod
+    def backward_step(
+        self,
+        model: Any,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        config: Any,
+    ) -> torch.Tensor | None:
+        """Run Megatron's backward of one chunk; arguments as of the executor's."""
+
+    @abstractmethod
+    def default_groups(self) -> Any:
+        """Return the process groups of a step that names none; None where Megatron passes none on."""
+
+    @abstractmethod
+    def tensor_shape(self, *, groups: Any, config: Any, model: Any, **sizes: Any) -> tuple[int, ...]:
+        """Give the shape `[S, B, H]` of what this rank receives, for ``seq_length`` and the other sizes."""
+
+    @abstractmethod
+    def finalize_options(self, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
+        """Give the keywords of `config.finalize_model_grads_func` besides model and token count."""
+
+    @abstractmethod
+    def without_ends(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Give keywords of `finalize_model_grads` with which it leaves the tied embedding alone."""
+
+    @abstractmethod
+    def token_group(self) -> dist.ProcessGroup:
+        """Return the group over which this family sums the number of tokens in the loss."""
+
+    @abstractmethod
+    def seen_world(
+        self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
+        """Let `initialize_model_parallel` see a world of this size.
+
+        Args:
+            options: of the call; may be changed.
+            world_size: that it counts its groups with.
+            put_torch: assigns to the name ``torch`` in Megatron's ``parallel_state``, inside a ``with`` block.
+        """
+
+    @abstractmethod
+    def is_reshardable(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
+
+    @abstractmethod
+    def loaded_iteration(self, load_dir: str) -> int:
+        """Return the iteration of the checkpoint that Megatron has begun to load."""
+
+    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
+        """Say what of the call of `initialize_model_parallel` does not work beside a list of sizes."""
+        return ()

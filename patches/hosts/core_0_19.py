@@ -1,0 +1,44 @@
+"""Megatron 0.19, the family that the records are written for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from vtp_plugin.patches.hosts.grouped import GroupedHost
+
+
+class Host(GroupedHost):
+    """Megatron 0.19."""
+
+    name = "0.19"
+    is_newest = True
+    absent = {"H4d": "initialize_model_parallel takes the size of the world as local_world_size"}
+
+    def backward_step(
+        self,
+        model: Any,
+        activation: torch.Tensor | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        config: Any,
+    ) -> torch.Tensor | None:
+        return schedules.backward_step(activation, output, gradient, config)
+
+    def default_groups(self) -> Any:
+        return schedules._build_default_pg_collection()
+
+    def seen_world(
+        self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
+        options["local_world_size"] = world_size
+        return contextlib.nullcontext()
+
+    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
+        if options["rank_offset"] != 0:
+            yield f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0"

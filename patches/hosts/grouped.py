@@ -1,0 +1,83 @@
+"""What the families from 0.15 on share: a communicator class, and process groups that are passed on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import load_content_metadata
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
+from vtp_plugin.patches.hosts.base import MegatronHost
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.session import Session
+
+
+class GroupedHost(MegatronHost):
+    """A family whose functions take a collection of process groups."""
+
+    def exchange_record(self, session: Session) -> PatchRecord:
+        return PatchRecord(
+            id="H5",
+            target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
+            build=functools.partial(communicator_class, session),
+            why="both schedules build it by this name; all nine public methods go through the one that a subclass "
+            "overrides, so timers, list handling and return types stay Megatron's",
+            remove_when="every entry point of Megatron takes a communicator",
+            aliases=(
+                "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
+                "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
+                "megatron.training.training:P2PCommunicator",
+            ),
+        )
+
+    def is_whole_pipeline(self, arguments: Mapping[str, Any]) -> bool:
+        # Sizes, or groups of several modules, say that the caller means another pipeline.
+        groups = arguments.get("schedule_pg_collection")
+        has_sizes = arguments["pp_size"] is not None or arguments["vp_size"] is not None
+        return not has_sizes and isinstance(groups, ProcessGroupCollection | None)
+
+    def forward_step(
+        self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return schedules.forward_step(
+            cp_group_size=parallel_state.get_context_parallel_world_size(),
+            vp_stage=chunk if num_chunks > 1 else None,
+            is_last_stage=is_last_stage,
+            is_first_microbatch=is_first_microbatch,
+            **options,
+        )
+
+    def tensor_shape(self, *, groups: Any, config: Any, model: Any, **sizes: Any) -> tuple[int, ...]:
+        (shape,) = schedules.get_tensor_shapes(config=config, tp_group=groups.tp, cp_group=groups.cp, **sizes)
+        return shape
+
+    def is_reshardable(self, state: Mapping[str, Any]) -> bool:
+        metadata = load_content_metadata(preloaded_state_dict=state) or {}
+        # Old checkpoints do not say; Megatron decides what to do with them.
+        form = metadata.get("distrib_optim_sharding_type")
+        return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
+
+    def loaded_iteration(self, load_dir: str) -> int:
+        from megatron.training.checkpointing import get_loaded_iteration
+
+        return get_loaded_iteration()
+
+    def token_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def finalize_options(self, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
+        return {"pg_collection": groups, "force_all_reduce": force_all_reduce}
+
+    def without_ends(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        groups = copy.copy(options.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
+        groups.embd = groups.pos_embd = None
+        return {**options, "pg_collection": groups}
