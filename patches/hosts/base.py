@@ -66,8 +66,8 @@ class MegatronHost(ABC):
         """Give record H5: what exchanges tensors between stages, over our channels."""
 
     @abstractmethod
-    def is_whole_pipeline(self, arguments: Mapping[str, Any]) -> bool:
-        """Tell whether `get_forward_backward_func` is asked for the run's own pipeline, by its arguments."""
+    def is_whole_pipeline(self, *args: Any, **kwargs: Any) -> bool:
+        """Tell by the arguments of `get_forward_backward_func` whether it is asked for the run's own pipeline."""
 
     @abstractmethod
     def forward_step(
@@ -87,15 +87,8 @@ class MegatronHost(ABC):
         """
 
     @abstractmethod
-    def backward_step(
-        self,
-        model: Any,
-        activation: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-        config: Any,
-    ) -> torch.Tensor | None:
-        """Run Megatron's backward of one chunk; arguments as of the executor's."""
+    def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
+        """Give what Megatron's `backward_step` takes after activation, output and gradient."""
 
     @abstractmethod
     def default_groups(self) -> Any:
@@ -110,8 +103,11 @@ class MegatronHost(ABC):
         """Give the keywords of `config.finalize_model_grads_func` besides model and token count."""
 
     @abstractmethod
-    def without_ends(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Give keywords of `finalize_model_grads` with which it leaves the tied embedding alone."""
+    def without_ends(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Give keywords of `finalize_model_grads` with which it leaves the tied embedding alone.
+
+        The arguments are those of the call after model and token count.
+        """
 
     @abstractmethod
     def token_group(self) -> dist.ProcessGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,15 +12,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
-from vtp_plugin.patches.hosts.base import MegatronHost
-from vtp_plugin.patches.hosts.fused_kernels import kernels_record
-from vtp_plugin.patches.hosts.seen_torch import SeenTorch
+from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.session import Session
 
-_BUILDERS = "the tokenizer alone pads the vocabulary; model builders take what it says"
-_MODELS = "models are built by megatron.training.training:get_model alone, which U5 carries"
 _ENCODERS = (
     "encoder_tensor_model_parallel_size",
     "encoder_pipeline_model_parallel_size",
@@ -29,22 +24,18 @@ _ENCODERS = (
 )
 
 
-class Host(MegatronHost):
+class Host(OlderHost):
     """Megatron 0.12."""
 
     name = "0.12"
-    needs_device_first = True
     moved = {
+        **OlderHost.moved,
         "H5": "megatron.core.pipeline_parallel.p2p_communication:_communicate",
-        "H3": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
-        "U3": "megatron.training.utils:get_batch_on_this_tp_rank",
-        "U6": "megatron.training.utils:is_last_rank",
     }
     absent = {
+        **OlderHost.absent,
         "H4c3": "the shares of the distributed optimizer are summed over the world",
-        "H3b": _BUILDERS,
         "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
-        "U4": _MODELS,
     }
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
@@ -62,13 +53,13 @@ class Host(MegatronHost):
     def exchange_record(self, session: Session) -> PatchRecord:
         return PatchRecord(
             id="H5",
-            target="megatron.core.pipeline_parallel.p2p_communication:_communicate",
+            target=self.moved["H5"],
             build=wrap_with(_communicate, session),
             why="all functions that exchange tensors between stages go through it",
             remove_when="Megatron 0.12 is no longer supported",
         )
 
-    def is_whole_pipeline(self, arguments: Mapping[str, Any]) -> bool:
+    def is_whole_pipeline(self) -> bool:
         return True
 
     def forward_step(
@@ -78,20 +69,6 @@ class Host(MegatronHost):
             # The model and its loss function ask there which chunk runs.
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         return schedules.forward_step(is_first_microbatch=is_first_microbatch, **options)
-
-    def cpu_records(self) -> tuple[PatchRecord, ...]:
-        return (kernels_record(),)
-
-    def backward_step(
-        self,
-        model: Any,
-        activation: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-        config: Any,
-    ) -> torch.Tensor | None:
-        step: Callable[..., Any] = schedules.backward_step  # the newest family's types lack the model's
-        return step(activation, output, gradient, get_model_type(model), config)
 
     def default_groups(self) -> Any:
         return None
@@ -110,8 +87,8 @@ class Host(MegatronHost):
     def finalize_options(self, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
         return {}
 
-    def without_ends(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(options)  # without embedding ranks, which H4 forgets, it leaves the ends alone
+    def without_ends(self) -> dict[str, Any]:
+        return {}  # without embedding ranks, which H4 forgets, it leaves the ends alone
 
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         # Each optimizer of a chain says how it cut its state; a checkpoint without optimizer says nothing.
@@ -127,11 +104,6 @@ class Host(MegatronHost):
     def token_group(self) -> dist.ProcessGroup:
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
         return parallel_state.get_data_parallel_group()
-
-    def seen_world(
-        self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
-    ) -> AbstractContextManager[None]:
-        return put_torch(SeenTorch(world_size))
 
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         for name in _ENCODERS:

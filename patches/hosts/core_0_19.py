@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from megatron.core.pipeline_parallel import schedules
 
 from vtp_plugin.patches.hosts.grouped import GroupedHost
@@ -20,15 +19,8 @@ class Host(GroupedHost):
     is_newest = True
     absent = {"H4d": "initialize_model_parallel takes the size of the world as local_world_size"}
 
-    def backward_step(
-        self,
-        model: Any,
-        activation: torch.Tensor | None,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-        config: Any,
-    ) -> torch.Tensor | None:
-        return schedules.backward_step(activation, output, gradient, config)
+    def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
+        return (config,)
 
     def default_groups(self) -> Any:
         return schedules._build_default_pg_collection()

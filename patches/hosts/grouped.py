@@ -39,11 +39,12 @@ class GroupedHost(MegatronHost):
             ),
         )
 
-    def is_whole_pipeline(self, arguments: Mapping[str, Any]) -> bool:
+    def is_whole_pipeline(
+        self, pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> bool:
         # Sizes, or groups of several modules, say that the caller means another pipeline.
-        groups = arguments.get("schedule_pg_collection")
-        has_sizes = arguments["pp_size"] is not None or arguments["vp_size"] is not None
-        return not has_sizes and isinstance(groups, ProcessGroupCollection | None)
+        has_sizes = pp_size is not None or vp_size is not None
+        return not has_sizes and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
 
     def forward_step(
         self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
@@ -77,7 +78,9 @@ class GroupedHost(MegatronHost):
     def finalize_options(self, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
         return {"pg_collection": groups, "force_all_reduce": force_all_reduce}
 
-    def without_ends(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        groups = copy.copy(options.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
+    def without_ends(
+        self, pg_collection: ProcessGroupCollection | None = None, force_all_reduce: bool | None = False
+    ) -> dict[str, Any]:
+        groups = copy.copy(pg_collection or ProcessGroupCollection.use_mpu_process_groups())
         groups.embd = groups.pos_embd = None
-        return {**options, "pg_collection": groups}
+        return self.finalize_options(groups, force_all_reduce)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,12 +43,10 @@ def _finalize(
 ) -> None:
     """Run `finalize_model_grads`, with the token count and the tied embedding summed outside of it."""
     session.finish_step()
-    bound = inspect.signature(original).bind(model, num_tokens, *args, **kwargs)
     if not session.is_planned or session.planned.has_stock_ends:
-        original(*bound.args, **bound.kwargs)
+        original(model, num_tokens, *args, **kwargs)
         return
-    options = {name: value for name, value in bound.arguments.items() if name not in ("model", "num_tokens")}
-    original(model, None, **host.without_ends(options))
+    original(model, None, **host.without_ends(*args, **kwargs))
     if num_tokens is None:
         _scale_as_loss_stage(session.planned, model)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,10 +48,8 @@ def _choose(
 ) -> Callable[..., list[Any]]:
     """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
     stock = original(*args, **kwargs)
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
     communicator = session.running.communicator if session.is_running else None
-    if communicator is None or not host.is_whole_pipeline(bound.arguments):
+    if communicator is None or not host.is_whole_pipeline(*args, **kwargs):
         return stock
     if session.running.schedule_runner is None:
         return functools.partial(_run_stock, session, communicator, stock)
@@ -127,7 +124,8 @@ class _Compute:
     ) -> torch.Tensor | None:
         chunk = self.schedule.placement.chunk(action.vstage)
         with self.sync.backward(chunk, is_last=is_last):
-            return self.host.backward_step(self.chunks[chunk], activation, output, gradient, self.config)
+            rest = self.host.backward_arguments(self.chunks[chunk], self.config)
+            return schedules.backward_step(activation, output, gradient, *rest)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)

@@ -1,0 +1,51 @@
+"""What the families before 0.19 share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.core.utils import get_model_type
+
+from vtp_plugin.patches.hosts.base import MegatronHost
+from vtp_plugin.patches.hosts.seen_torch import SeenTorch
+from vtp_plugin.patching import PatchRecord, wrap_with
+
+
+class OlderHost(MegatronHost):
+    """A family before 0.19."""
+
+    needs_device_first = True
+    moved = {
+        "H3": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
+        "U3": "megatron.training.utils:get_batch_on_this_tp_rank",
+        "U6": "megatron.training.utils:is_last_rank",
+    }
+    absent = {
+        "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
+        "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",
+    }
+
+    def cpu_records(self) -> tuple[PatchRecord, ...]:
+        return (
+            PatchRecord(
+                id="P8",
+                target="megatron.legacy.fused_kernels:load",
+                build=wrap_with(_load),
+                why="start-up calls nvcc to find out its version, also where no fused kernel is asked for",
+                remove_when="Megatron 0.16 is no longer supported",
+            ),
+        )
+
+    def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
+        return get_model_type(model), config
+
+    def seen_world(
+        self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
+        return put_torch(SeenTorch(world_size))
+
+
+def _load(original: Callable[[Any], None], args: Any) -> None:
+    """Replace `load` by nothing: on CPU no fused kernel is used."""
