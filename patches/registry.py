@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
@@ -27,7 +26,7 @@ def argument_records(session: Session, host: MegatronHost, activate: Callable[[]
     from vtp_plugin.patches.core import utils
     from vtp_plugin.patches.training import arguments
 
-    return host.placed((*arguments.records(session, activate), *utils.records(session)))
+    return host.placed((*arguments.records(session, host, activate), *utils.records(session, host)))
 
 
 def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
@@ -67,18 +66,13 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
-    adapting = (parallel_state, schedules, finalize_model_grads, checkpointing)
+    adapting = (parallel_state, schedules, finalize_model_grads, language_module, checkpointing)
     modules = (
-        language_module,
         validation,
         build_tokenizer,
         theoretical_memory_usage,
         vocab_utils,
     )
-    if session.config.layerwise_disaggregated and not host.is_newest:
-        raise ConfigError(
-            f"--layerwise-disaggregated-training has not been run with Megatron {host.name}; use 0.19, or leave it out"
-        )
     records: tuple[Record, ...] = (
         host.exchange_record(session),
         *(record for module in adapting for record in module.records(session, host)),
@@ -87,11 +81,11 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
     if session.config.layerwise_disaggregated:
-        records += u_shape_records(session)
+        records += u_shape_records(session, host)
     return host.placed(records)
 
 
-def u_shape_records(session: Session) -> tuple[Record, ...]:
+def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that only a U-shaped pipeline needs."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
@@ -100,6 +94,6 @@ def u_shape_records(session: Session) -> tuple[Record, ...]:
     from vtp_plugin.patches.training.models import dist_utils
     from vtp_plugin.patches.training.utils import common_utils
 
-    records = (*utils.records(session), *parallel_state.u_records(session), *datasets.records())
-    modules = (dist_utils, training, common_utils, global_vars)
-    return records + tuple(record for module in modules for record in module.records(session))
+    records = (*utils.records(session), *parallel_state.u_records(session, host), *datasets.records())
+    records += (*host.u_records(session), *dist_utils.records(session, host), *training.records(session, host))
+    return records + (*common_utils.records(session), *global_vars.records(session))

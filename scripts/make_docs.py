@@ -311,12 +311,13 @@ def record_sections() -> dict[str, Sequence[Record]]:
             "On the CPU platform": [record for record in here if record.id not in ids],
             "With a list of sizes": registry.training_records(on_cpu, host),
             "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
-            "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu),
+            "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu, host),
         }
         ids = {record.id for records in sections.values() for record in records}
         for name in OLDER:
             older = load_host(name)
             records = (*registry.platform_records(on_cuda, older), *registry.training_records(on_cpu, older))
+            records += registry.u_shape_records(on_cpu, older)
             sections[f"Besides, with Megatron {name}"] = [record for record in records if record.id not in ids]
         return sections
 

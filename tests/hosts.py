@@ -33,7 +33,6 @@ _SCRIPTS = (
     "training",
     "training_bad_input",
     "training_context",
-    "u_shape",
     "u_training",
     "u_traps",
     "unequal_dp_training",
@@ -48,6 +47,8 @@ _OLDER = {
     "tests/multiproc/test_parity.py": "as test_optimizer.py; test_host_grid.py runs instead",
     "tests/multiproc/test_sequential.py": "interleaved stages do not load its checkpoint: not explained yet",
     "tests/multiproc/test_tied_embeddings.py": "interleaving with the distributed optimizer fails: not explained yet",
+    "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
+    "tests/multiproc/test_u_shape.py::test_recorded": "its recorder reads operations of a newer torch",
     "tests/multiproc/test_unequal_dp.py": UNTRIED,
     "tests/multiproc/test_uniform_bitwise.py": UNTRIED,
     **dict.fromkeys((f"tests/multiproc/test_{name}.py" for name in _SCRIPTS), SCRIPTS),
@@ -69,7 +70,11 @@ _OLDER = {
     "tests/unit/test_platform_cpu.py": UNTRIED,
 }
 LEFT_OUT: dict[str, dict[str, str]] = {
-    "0.12": {**_OLDER},
+    "0.12": {
+        **_OLDER,
+        "tests/multiproc/test_u_shape.py::test_equals_the_sequential_model[1,1 dp=2": "a tied embedding with the "
+        "distributed optimizer fails in Megatron itself, with the sizes of these tests",
+    },
     "0.16": {**_OLDER},
     "0.19": {"tests/multiproc/test_host_grid.py": "test_parity.py tries more"},
 }

@@ -59,6 +59,7 @@ def apply(
     data_parallel_size: int | None = None,
     schedule: ScheduleName = "stock",
     layerwise_disaggregated: bool = False,
+    num_layer_list: Sequence[int] | str | None = None,
     audit: str | None = None,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
@@ -95,6 +96,9 @@ def apply(
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
         schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
         layerwise_disaggregated: U-shaped pipeline: stage 0 holds the first and the last layers; see there.
+        num_layer_list: of a U-shaped pipeline: layers of the edge's first part, of every cloud stage, of the edge's
+            last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
+            in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
         audit: file that records every message between stages; each rank adds its number to the name.
         in_flight: of a U-shaped pipeline: most microbatches in flight, on all stages or on each.
         costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;

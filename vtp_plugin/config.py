@@ -20,6 +20,7 @@ from vtp_plugin.values import (
     parse_cp_list,
     parse_dp_list,
     parse_in_flight,
+    parse_layer_list,
     parse_sites,
     parse_size_list,
 )
@@ -136,6 +137,13 @@ class VtpConfig:
         "stages",
         name="--layerwise-disaggregated-training",
     )
+    num_layer_list: tuple[int, ...] | None = _where(
+        None,
+        "U-shaped pipeline: layers of the edge's first part, of every cloud stage, and of the edge's last part",
+        "1,3,3,1",
+        name="--num-layer-list",
+        parse=parse_layer_list,
+    )
     transport: TransportName = _what(
         "auto",
         "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
@@ -228,6 +236,8 @@ class VtpConfig:
             )
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
+        if self.num_layer_list is not None and not self.layerwise_disaggregated:
+            raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
         if self.dp_list is not None and self.data_parallel_size is not None:
             raise LayoutError(
                 f"data-parallel size {self.data_parallel_size} and vtp_dp_list {format_value(self.dp_list)} say the "

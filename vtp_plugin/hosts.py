@@ -78,7 +78,7 @@ HOSTS = (
         pythons=("3.10", "3.11"),
         torch="==2.7.1",
         untried="checkpoints, experts, interleaving with the distributed optimizer, the count of zero gradients, hangs "
-        "and wrong input of scripts; the U-shape is refused",
+        "and wrong input of scripts; the U-shape in scripts",
         needs_all=False,
     ),
     Host(
@@ -88,7 +88,7 @@ HOSTS = (
         pythons=("3.11", "3.10", "3.12"),
         torch=">=2.6,<2.7",
         untried="Megatron 0.15; checkpoints, experts, interleaving with the distributed optimizer, the count of zero "
-        "gradients, hangs and wrong input of scripts; the U-shape is refused",
+        "gradients, hangs and wrong input of scripts; the U-shape in scripts",
     ),
     Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )

@@ -85,25 +85,23 @@ def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     )
 
 
-def u_records(session: Session) -> tuple[PatchRecord, ...]:
+def u_records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the record that only a U-shaped pipeline needs."""
     return (
         PatchRecord(
             id="U2",
             target=f"{_MODULE}:is_pipeline_last_stage",
-            build=wrap_with(_is_last, session),
+            build=wrap_with(_is_last, session, host),
             why="as U1, for callers that name a chunk, such as the readers of data",
             remove_when="with U1",
         ),
     )
 
 
-def _is_last(
-    session: Session, original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
+def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss."""
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    is_last_chunk = ignore_virtual or num_chunks is None or vp_stage == num_chunks - 1
+    is_last_chunk = num_chunks is None or host.asks_for_chunk(num_chunks - 1, *args, **kwargs)
     return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
 

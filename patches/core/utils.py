@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the record of this module; it changes nothing where there is no U-shaped pipeline."""
     return (
         PatchRecord(
             id="U3",
             target="megatron.core.utils:get_batch_on_this_tp_rank",
-            build=wrap_with(_share_batch, session),
+            build=wrap_with(_share_batch, session, host),
             why="it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so "
             "it is replaced before they do, and acts as before where there is no U",
             remove_when="it asks for the chunk",
@@ -24,10 +25,10 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _share_batch(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _share_batch(session: Session, host: MegatronHost, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `get_batch_on_this_tp_rank`; the edge is first and last stage at once, and gets the whole batch."""
-    is_edge = kwargs.get("is_pipeline_first_stage") and kwargs.get("is_pipeline_last_stage")
-    if session.config.layerwise_disaggregated and is_edge:
-        # Megatron shares tokens, labels and mask only in a pipeline of one stage.
-        kwargs["pipeline_model_parallel_size"] = 1
-    return original(*args, **kwargs)
+    if not session.config.layerwise_disaggregated:
+        return original(*args, **kwargs)
+    # Megatron shares tokens, labels and mask only in a pipeline of one stage.
+    with host.seen_single_stage(kwargs):
+        return original(*args, **kwargs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -68,6 +69,58 @@ class MegatronHost(ABC):
     @abstractmethod
     def is_whole_pipeline(self, *args: Any, **kwargs: Any) -> bool:
         """Tell by the arguments of `get_forward_backward_func` whether it is asked for the run's own pipeline."""
+
+    @abstractmethod
+    def enter_chunk(self, chunk: int) -> None:
+        """Say that what follows is about this model chunk, where Megatron keeps that in a global."""
+
+    @abstractmethod
+    def asks_for_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> bool:
+        """Tell whether a call of `is_pipeline_last_stage` asks about this model chunk, or about any.
+
+        Args:
+            chunk: number of the model chunk on this rank.
+            args: of the call.
+            kwargs: of the call.
+        """
+
+    @abstractmethod
+    def layers_of_layout(self, text: str) -> tuple[int, ...]:
+        """Read the layers of a U-shaped pipeline from ``--pipeline-model-parallel-layout``, part by part.
+
+        Raises:
+            ConfigError: it is no layout of a U, or this family has no such option.
+        """
+
+    @abstractmethod
+    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
+        """Let `validate_args` see two chunks on every stage of a U-shaped pipeline.
+
+        Args:
+            args: Megatron's; where they can hold the layers, they do from then on.
+            layers: of the edge's first part, of every cloud stage, of the edge's last part.
+        """
+
+    @abstractmethod
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+        """Say why a model would not get the layers of a U-shaped pipeline.
+
+        Args:
+            layers: as for :meth:`written_layers`; None where the plugin was not told.
+            config: of the model.
+        """
+
+    def u_records(self, session: Session) -> tuple[PatchRecord, ...]:
+        """Give the records that this family needs for a U-shaped pipeline, beyond those of all families."""
+        return ()
+
+    @abstractmethod
+    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        """Let `get_batch_on_this_tp_rank` see a pipeline of one stage on the edge.
+
+        Args:
+            options: keywords of the call; may be changed.
+        """
 
     @abstractmethod
     def forward_step(

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.session import Session
+from vtp_plugin.undo import Name, UndoStack
 
 _ENCODERS = (
     "encoder_tensor_model_parallel_size",
@@ -35,6 +43,7 @@ class Host(OlderHost):
     absent = {
         **OlderHost.absent,
         "H4c3": "the shares of the distributed optimizer are summed over the world",
+        "U3": "the caller's chunk is known: the first one gets tokens, the last one labels and mask",
         "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
     }
 
@@ -62,12 +71,65 @@ class Host(OlderHost):
     def is_whole_pipeline(self) -> bool:
         return True
 
+    def enter_chunk(self, chunk: int) -> None:
+        if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+            # The model and its loss function ask there which chunk runs.
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+
+    def asks_for_chunk(self, chunk: int, ignore_virtual: bool = False) -> bool:
+        return ignore_virtual or parallel_state.get_virtual_pipeline_model_parallel_rank() == chunk
+
+    def layers_of_layout(self, text: str) -> tuple[int, ...]:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {text!r}: Megatron 0.12 has no such layouts; use --num-layer-list"
+        )
+
+    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
+        # For the checks only: the chunks' layers come from U10 and U11, which know the list.
+        return UndoStack().during(Name(args, "num_virtual_stages_per_pipeline_rank"), 2)
+
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+        if layers is None:
+            yield (
+                "Megatron 0.12 has no layouts of the pipeline, so the plugin must know the layers of a U; give "
+                "num_layer_list to apply(), such as [1, 3, 3, 1]"
+            )
+        elif sum(layers) != config.num_layers:
+            yield (
+                f"num_layer_list {','.join(map(str, layers))} has {sum(layers)} layers, the model's config "
+                f"num_layers={config.num_layers}; make both equal"
+            )
+
+    def u_records(self, session: Session) -> tuple[PatchRecord, ...]:
+        layers = tuple(
+            PatchRecord(
+                id=record_id,
+                target=f"megatron.core.transformer.{target}",
+                build=wrap_with(replacement, session, self),
+                why="Megatron knows no chunks of different size on one stage; it asks here for every chunk",
+                remove_when="Megatron 0.12 is no longer supported",
+            )
+            for record_id, target, replacement in (
+                ("U10", "transformer_block:get_num_layers_to_build", _num_layers),
+                ("U11", "transformer_layer:get_transformer_layer_offset", _layer_offset),
+            )
+        )
+        loader = PatchRecord(
+            id="U12",
+            target="megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
+            build=wrap_with(_load_in_passes),
+            why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under "
+            "one name, of which no part may be there twice",
+            remove_when="Megatron 0.12 is no longer supported",
+        )
+        return *layers, loader
+
+    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def forward_step(
         self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if num_chunks > 1:
-            # The model and its loss function ask there which chunk runs.
-            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         return schedules.forward_step(is_first_microbatch=is_first_microbatch, **options)
 
     def default_groups(self) -> Any:
@@ -115,6 +177,46 @@ def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args:
     """Run `quantize_param_shard` where there is an FP8 parameter."""
     if model_params:
         original(model_params, *args, **kwargs)
+
+
+def _own_layers(session: Session, host: Host, config: Any) -> range:
+    """List the layers of the chunk that Megatron asks for: it keeps its number in a global."""
+    layers = session.config.num_layer_list
+    refuse(host.problems_of_layers(layers, config))
+    assert layers is not None
+    chunk: int = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
+    return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=chunk)
+
+
+def _num_layers(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
+    """Replace `get_num_layers_to_build`."""
+    return len(_own_layers(session, host, config))
+
+
+def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
+    """Replace `get_transformer_layer_offset`."""
+    return _own_layers(session, host, config).start
+
+
+def _load_in_passes(
+    original: Callable[..., dict[str, Any]], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any
+) -> dict[str, Any]:
+    """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice; a collective call."""
+    seen: set[tuple[object, ...]] = set()
+
+    def is_first(value: Any) -> bool:
+        if not isinstance(value, ShardedTensor):
+            return True
+        # Not its range in a flattened tensor: that of the other copy may be another, and overlap.
+        place = value.key, value.global_offset
+        is_new = place not in seen
+        seen.add(place)
+        return is_new
+
+    first, again = extract_matching_values(sharded_state_dict, is_first, return_lists_as_dicts=True)
+    loaded = original(strategy, first, checkpoint_dir)
+    # On ranks that have nothing twice as well: loading is collective.
+    return merge(loaded, original(strategy, again, checkpoint_dir))
 
 
 def _communicate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core import parallel_state
@@ -9,12 +10,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vtp_plugin.patches.hosts.grouped import GroupedHost
 from vtp_plugin.patches.hosts.older import OlderHost
+from vtp_plugin.undo import Name, UndoStack
 
 
 class Host(OlderHost, GroupedHost):
     """Megatron 0.15 and 0.16."""
 
     name = "0.16"
+    moved = {**OlderHost.moved, "U3": "megatron.training.utils:get_batch_on_this_tp_rank"}
+
+    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        from megatron.training.global_vars import get_args
+
+        # The caller has asked whether its chunk is at an end of the model, so this is the edge.
+        args: Any = get_args()
+        return UndoStack().during(Name(args, "pipeline_model_parallel_size"), 1)
 
     def default_groups(self) -> Any:
         return ProcessGroupCollection(

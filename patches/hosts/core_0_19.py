@@ -31,6 +31,11 @@ class Host(GroupedHost):
         options["local_world_size"] = world_size
         return contextlib.nullcontext()
 
+    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        if options.get("is_pipeline_first_stage") and options.get("is_pipeline_last_stage"):
+            options["pipeline_model_parallel_size"] = 1
+        return contextlib.nullcontext()
+
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         if options["rank_offset"] != 0:
             yield f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0"

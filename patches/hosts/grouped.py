@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +17,11 @@ from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.u_layers import layout_of
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patching import PatchRecord
@@ -45,6 +52,37 @@ class GroupedHost(MegatronHost):
         # Sizes, or groups of several modules, say that the caller means another pipeline.
         has_sizes = pp_size is not None or vp_size is not None
         return not has_sizes and isinstance(schedule_pg_collection, ProcessGroupCollection | None)
+
+    def enter_chunk(self, chunk: int) -> None:
+        """Do nothing: Megatron passes the number of a chunk on."""
+
+    def asks_for_chunk(self, chunk: int, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        return ignore_virtual or vp_stage == chunk
+
+    def layers_of_layout(self, text: str) -> tuple[int, ...]:
+        parts = PipelineParallelLayerLayout.parse_str_to_list(text)
+        if LayerType.embedding not in parts[0] or LayerType.loss not in parts[-1]:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {text!r}: the edge is stage 0 and holds the embedding and the loss; "
+                "write E at the start of the first part and L at the end of the last one"
+            )
+        return tuple(part.count(LayerType.decoder) for part in parts)
+
+    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
+        args.pipeline_model_parallel_layout = layout_of(layers)
+        return contextlib.nullcontext()
+
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+        found = config.pipeline_model_parallel_layout
+        if found is None:
+            yield (
+                "the model's config has no pipeline_model_parallel_layout, so Megatron would share out the layers as "
+                "in an interleaved pipeline; set it, such as 'Et|ttt|ttt|tL||'"
+            )
+        elif layers is not None:
+            wanted = PipelineParallelLayerLayout.from_str(layout_of(layers), len(layers) - 1)
+            if wanted.layout != found.layout:
+                yield f"the model's config has another pipeline_model_parallel_layout; set {layout_of(layers)!r}"
 
     def forward_step(
         self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any

@@ -19,7 +19,6 @@ class OlderHost(MegatronHost):
     needs_device_first = True
     moved = {
         "H3": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
-        "U3": "megatron.training.utils:get_batch_on_this_tp_rank",
         "U6": "megatron.training.utils:is_last_rank",
     }
     absent = {

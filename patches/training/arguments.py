@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
+from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.checks.batch import describe_batches, own_batches
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.rendezvous import open_store
 from vtp_plugin.session import Session
@@ -25,11 +28,12 @@ from vtp_plugin.undo import Name, UndoStack
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
 
-def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
     """Give the records of this module.
 
     Args:
         session: the applied plugin.
+        host: the family of the Megatron that runs.
         activate: applies the patches that need the list; called once the list is known.
     """
     return (
@@ -43,7 +47,7 @@ def records(session: Session, activate: Callable[[], None]) -> tuple[PatchRecord
         PatchRecord(
             id="H2",
             target="megatron.training.arguments:validate_args",
-            build=wrap_with(_validate, session, activate),
+            build=wrap_with(_validate, session, host, activate),
             why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there "
             "would be if all stages were like this rank's",
             remove_when="with H1",
@@ -121,6 +125,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 def _validate(
     session: Session,
+    host: MegatronHost,
     activate: Callable[[], None],
     original: Callable[..., Any],
     args: argparse.Namespace,
@@ -136,7 +141,7 @@ def _validate(
         return _validate_uniform(session, activate, check, args)
     session.watch_failures()
     read = functools.partial(_read_flags, session, args)
-    prepare = functools.partial(_prepare, session, activate, check, args)
+    prepare = functools.partial(_prepare, session, host, activate, check, args)
     if args.world_size == 1:
         read()
         prepare()
@@ -160,12 +165,17 @@ def _validate(
 
 
 def _prepare(
-    session: Session, activate: Callable[[], None], check: Callable[[], Any], args: argparse.Namespace
+    session: Session,
+    host: MegatronHost,
+    activate: Callable[[], None],
+    check: Callable[[], Any],
+    args: argparse.Namespace,
 ) -> dict[str, object]:
     """Plan the run, run all checks, Megatron's last, and return what must be equal on all ranks.
 
     Args:
         session: the applied plugin.
+        host: the family of the Megatron that runs.
         activate: applies the patches that need the list.
         check: Megatron's checks.
         args: Megatron's arguments; they say this stage's sizes afterwards.
@@ -187,14 +197,15 @@ def _prepare(
     learn_site(session, args.rank)
     refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
     session.open_audit(args.rank)
+    written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     if config.layerwise_disaggregated:
-        _set_u_shape(layout.num_stages, args)
+        written_layers = host.written_layers(args, _read_layers(session, host, args))
     shared = shared_arguments(vars(args), has_edge=config.layerwise_disaggregated)
     statement = {**session.planned.statement(), **shared}
     _set_own_sizes(session, args)
     activate()
     # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
-    with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)):
+    with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)), written_layers:
         check()
     return statement
 
@@ -238,30 +249,20 @@ def _read_flags(session: Session, args: argparse.Namespace) -> None:
         )
 
 
-def _set_u_shape(num_stages: int, args: argparse.Namespace) -> None:
-    """Write the U-shape as a layout that Megatron knows: two chunks a stage, the second one empty on the cloud.
+def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace) -> tuple[int, ...]:
+    """Read the layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
 
     Raises:
         ConfigError: the parts do not fit, or an option does not work with them.
     """
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    refuse(check_u_layers(args))
-    text, option = args.pipeline_model_parallel_layout, "--num-layer-list"
-    if text is None:
-        layers = parse_layer_list(args.num_layer_list)
-    else:
-        option = "--pipeline-model-parallel-layout"
-        parts = PipelineParallelLayerLayout.parse_str_to_list(text)
-        if LayerType.embedding not in parts[0] or LayerType.loss not in parts[-1]:
-            raise ConfigError(
-                f"{option} {text!r}: the edge is stage 0 and holds the embedding and the loss; write E at the start of "
-                "the first part and L at the end of the last one"
-            )
-        layers = tuple(part.count(LayerType.decoder) for part in parts)
+    layers, text = session.config.num_layer_list, getattr(args, "pipeline_model_parallel_layout", None)
+    refuse(check_u_layers(layers, text))
+    option = "--num-layer-list"
+    if layers is None:
+        layers, option = host.layers_of_layout(text), "--pipeline-model-parallel-layout"
+    num_stages = session.planned.layout.num_stages
     check_layers(layers, num_stages=num_stages, num_layers=args.num_layers, option=option)
-    args.pipeline_model_parallel_layout = layout_of(layers)
+    return layers
 
 
 def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:

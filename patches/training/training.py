@@ -9,18 +9,19 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin import log
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.training.models.dist_utils import keep_full_chunks
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="U5",
             target="megatron.training.training:get_model",
-            build=wrap_with(keep_full_chunks, session),
+            build=wrap_with(keep_full_chunks, session, host),
             why="as U4, for scripts with a model provider",
             remove_when="with U1",
         ),

@@ -29,6 +29,7 @@ from vtp_plugin.platform import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEYS = ["tokens", "labels", "mask"]
+_HAS_LAYOUTS = "pipeline_model_parallel_layout" in inspect.signature(TransformerConfig).parameters
 _TELLS_OPTIMIZER = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
 
 
@@ -69,6 +70,7 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
         force=force,
         schedule=case.schedule,
         layerwise_disaggregated=bool(case.layers),
+        num_layer_list=None if _HAS_LAYOUTS else case.layers or None,
     )
     try:
         yield
@@ -186,7 +188,8 @@ class Trainer:
             result.losses.append(losses)
             result.successful.append(bool(successful))
             result.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
-            result.num_zeros.append(-1.0 if num_zeros is None else float(num_zeros))
+            # Megatron 0.12 counts always.
+            result.num_zeros.append(float(num_zeros) if case.count_zeros else -1.0)
             self._keep_tied(result)
             session = _Holder.session
             if session is not None and session.is_running and session.running.communicator is not None:
@@ -343,7 +346,7 @@ def _config(case: Case) -> TransformerConfig:
         deallocate_pipeline_outputs=case.deallocate,
         microbatch_group_size_per_vp_stage=case.vpp_group_size,
         calculate_per_token_loss=case.per_token_loss,
-        **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers else {}),
+        **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers and _HAS_LAYOUTS else {}),
         **recompute,
     )
 
@@ -445,7 +448,12 @@ def _set_functions(config: TransformerConfig, name: str, functions: list[Any]) -
 
 
 def _sharded(chunks: list[GPTModel]) -> dict[str, Any]:
-    return {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    sharded = {}
+    for i, chunk in enumerate(chunks):
+        if len(chunks) > 1:
+            _of_chunk(i)  # Megatron 0.12 numbers layers by the chunk that was set last
+        sharded[f"model{i}"] = chunk.sharded_state_dict()
+    return sharded
 
 
 def _load(chunks: list[GPTModel], path: str) -> None:

@@ -98,11 +98,15 @@ def norms(case: Case) -> list[list[float]]:
         trainer._pass(0, forward_only=False)
         optimizer = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0]
         optimizer.prepare_grads()
-        gradients, group = optimizer.get_grads_for_grad_norm(), optimizer.get_grad_stats_parallel_group()
+        # Families before 0.19 have another name, and take no maximum of nothing.
+        is_newest = hasattr(optimizer, "get_grads_for_grad_norm")
+        none = [] if is_newest else [torch.zeros(1)]
+        get_gradients = optimizer.get_grads_for_grad_norm if is_newest else optimizer.get_main_grads_for_grad_norm
+        gradients, group = get_gradients(), optimizer.get_grad_stats_parallel_group()
         is_edge = parallel_state.get_pipeline_model_parallel_rank() == 0
         return [
             [float(get_grad_norm_fp32(some, kind, group)) for kind in (2, torch.inf)]
-            for some in (gradients, gradients if is_edge else [], [] if is_edge else gradients)
+            for some in (gradients, gradients if is_edge else none, none if is_edge else gradients)
         ]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.u_layers import check_layers, layout_of, parse_layer_list
+from vtp_plugin.layout.u_layers import check_layers, layers_of_chunk, layout_of
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.values import parse_layer_list
 
 
 @pytest.mark.parametrize("text", ["", "1,,1", "1,0,1", "1,-1,1", "1,x,1", "1.5,1,1"])
@@ -43,3 +45,15 @@ def test_megatron_reads_the_layout_as_meant(layers: tuple[int, ...]) -> None:
     layout.validate_layer_layout(sum(layers), 0)
     counts = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
     assert counts == [[layers[0], layers[-1]], *([part, 0] for part in layers[1:-1])]
+
+
+@pytest.mark.parametrize("layers", [(1, 1, 1), (2, 3, 1, 4), (1, 2, 3, 4, 5)])
+def test_chunks_along_the_model_hold_each_layer_once_in_order(layers: tuple[int, ...]) -> None:
+    placement = u_placement(len(layers) - 1)
+    chunks = [
+        layers_of_chunk(layers, stage=stage, chunk=placement.chunk(vstage))
+        for vstage, stage in enumerate(placement.stages)
+    ]
+    assert [len(chunk) for chunk in chunks] == list(layers)
+    assert [layer for chunk in chunks for layer in chunk] == list(range(sum(layers)))
+    assert not any(layers_of_chunk(layers, stage=stage, chunk=1) for stage in range(1, placement.num_stages))

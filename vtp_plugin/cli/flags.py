@@ -18,7 +18,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.layout.u_layers import check_layers, parse_layer_list
+from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.derived import (
     ScheduleOptions,
     choose_cp_sizes,
@@ -218,9 +218,8 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:
     """Refuse what a run would refuse at its start."""
     replicas.check(stage_boundaries(config, layout.num_stages))
-    if config.layerwise_disaggregated and args.num_layer_list is not None:
-        layers = parse_layer_list(args.num_layer_list)
-        num_layers = args.num_layers or sum(layers)
+    if config.num_layer_list is not None:
+        layers, num_layers = config.num_layer_list, args.num_layers or None
         check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
     refuse(check_run(args, option_context(config, layout), replicas))
 

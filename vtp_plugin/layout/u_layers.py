@@ -7,31 +7,13 @@ from collections.abc import Sequence
 from vtp_plugin.errors import ConfigError, LayoutError
 
 
-def parse_layer_list(text: str) -> tuple[int, ...]:
-    """Read numbers of layers: the edge's first part, every cloud stage, the edge's last part.
-
-    Raises:
-        ConfigError: an entry is not a positive whole number.
-
-    >>> parse_layer_list("1,3,3,1")
-    (1, 3, 3, 1)
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise LayoutError(
-            f"--num-layer-list {text!r}: every entry is the number of layers of one part, at least 1; write the edge's "
-            "first part, every cloud stage, the edge's last part, such as 1,3,3,1"
-        )
-    return tuple(int(word) for word in words)
-
-
-def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int, option: str) -> None:
+def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | None, option: str) -> None:
     """Refuse parts that do not fit the stages or the model.
 
     Args:
         layers: of every part.
         num_stages: pipeline stages, the edge included.
-        num_layers: of the model.
+        num_layers: of the model; None where it is not known yet.
         option: flag that gave them, for error messages.
 
     Raises:
@@ -47,8 +29,25 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int, opt
         )
     if min(layers) < 1:
         raise ConfigError(f"{option} has a part without layers ({shown}); give every part at least one")
-    if sum(layers) != num_layers:
+    if num_layers is not None and sum(layers) != num_layers:
         raise ConfigError(f"{option} has {sum(layers)} layers ({shown}), --num-layers is {num_layers}; make both equal")
+
+
+def layers_of_chunk(layers: Sequence[int], *, stage: int, chunk: int) -> range:
+    """List the layers of a model chunk, by their numbers in the whole model from 0 on.
+
+    >>> layers = (1, 3, 3, 1)
+    >>> layers_of_chunk(layers, stage=2, chunk=0), layers_of_chunk(layers, stage=0, chunk=1)
+    (range(4, 7), range(7, 8))
+    >>> len(layers_of_chunk(layers, stage=2, chunk=1))
+    0
+    """
+    num_stages = len(layers) - 1
+    if chunk > 0 and stage > 0:
+        return range(0)
+    part = stage if chunk == 0 else num_stages
+    first = sum(layers[:part])
+    return range(first, first + layers[part])
 
 
 def layout_of(layers: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The plugin's flags on Megatron's command line: the list of them, and how they are read.
 
-The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds two that only the
+The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds one that only the
 command line has; parsers, ``--help`` and the documentation are made from it.
 """
 
@@ -11,19 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vtp_plugin.config import Flag, FlagGroup, VtpConfig, flags_of_fields, merge
-from vtp_plugin.errors import LayoutError
 from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())
 VTP_FLAGS: tuple[Flag, ...] = (
     # The keys of costs are known here only: config lies below the package that reads them.
     *(replace(flag, help=flag.help + _COST_KEYS) if flag.field == "costs" else flag for flag in flags_of_fields()),
-    Flag(
-        name="--num-layer-list",
-        group=FlagGroup.WHERE,
-        metavar="1,3,3,1",
-        help="U-shaped pipeline: layers of the edge's first part, of every cloud stage, and of the edge's last part",
-    ),
     Flag(
         name="--vtp-site",
         group=FlagGroup.TRUST,
@@ -56,10 +49,7 @@ def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
     Raises:
         ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
     """
-    config = merge(given, {flag.field: flag.read(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field})
-    if getattr(args, "num_layer_list", None) is not None and not config.layerwise_disaggregated:
-        raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
-    return config
+    return merge(given, {flag.field: flag.read(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field})
 
 
 def peek_device(words: Sequence[str]) -> str | None:

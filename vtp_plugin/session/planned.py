@@ -13,6 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.show import describe_layout
+from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import (
     is_active,
@@ -54,8 +55,11 @@ class PlannedRun:
         """Refuse stages that do not fit together.
 
         Raises:
-            ConfigError: replicas do not divide, or limits, costs or the transport do not fit the pipeline.
+            ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline.
         """
+        if self.config.num_layer_list is not None:
+            layers, num_stages = self.config.num_layer_list, self.layout.num_stages
+            check_layers(layers, num_stages=num_stages, num_layers=None, option="--num-layer-list")
         self.replicas.check(self.boundaries)
         read_schedule_options(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self.boundaries:

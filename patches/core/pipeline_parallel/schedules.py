@@ -95,6 +95,7 @@ class _Compute:
         # Replicas take turns, and Megatron counts only the microbatches of this rank.
         microbatch = action.microbatch // placement.num_replicas[placement.stages[action.vstage]]
         self.sync.before_forward(chunk)
+        self.host.enter_chunk(chunk)
         output, num_tokens = self.host.forward_step(
             chunk=chunk,
             num_chunks=len(self.chunks),
@@ -124,6 +125,7 @@ class _Compute:
     ) -> torch.Tensor | None:
         chunk = self.schedule.placement.chunk(action.vstage)
         with self.sync.backward(chunk, is_last=is_last):
+            self.host.enter_chunk(chunk)
             rest = self.host.backward_arguments(self.chunks[chunk], self.config)
             return schedules.backward_step(activation, output, gradient, *rest)
 

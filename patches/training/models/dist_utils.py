@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="U4",
             target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-            build=wrap_with(keep_full_chunks, session),
+            build=wrap_with(keep_full_chunks, session, host),
             why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading "
             "fails",
             remove_when="with U1",
@@ -24,6 +25,10 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def keep_full_chunks(session: Session, original: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+def keep_full_chunks(
+    session: Session, host: MegatronHost, original: Callable[..., list[Any]], *args: Any, **kwargs: Any
+) -> list[Any]:
     """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud."""
-    return original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
+    chunks = original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
+    host.enter_chunk(0)  # not one that is gone
+    return chunks

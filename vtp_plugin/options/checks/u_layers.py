@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 
-def check_u_layers(args: object) -> tuple[str, ...]:
+def check_u_layers(num_layer_list: object, pipeline_layout: object) -> tuple[str, ...]:
     """Find out whether the layers of a U-shaped pipeline are given exactly once.
 
     Args:
-        args: Megatron's arguments as parsed.
+        num_layer_list: The plugin's list of layers, or None.
+        pipeline_layout: Megatron's ``--pipeline-model-parallel-layout``, or None.
 
     Returns:
         One line if they are given twice or not at all.
     """
-    options = ("num_layer_list", "pipeline_model_parallel_layout")
-    if sum(getattr(args, name, None) is not None for name in options) == 1:
+    if (num_layer_list is None) != (pipeline_layout is None):
         return ()
     return (
         "--layerwise-disaggregated-training needs --num-layer-list, such as 1,3,3,1, or "

@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H7",
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
-            build=wrap_with(_setup, session),
+            build=wrap_with(_setup, session, host),
             why="without an embedding group Megatron leaves the last stage's copy at zero; also the first point where "
             "a model meets its groups, so a configuration made for another stage is refused here",
             remove_when="with H6",
@@ -28,17 +29,20 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _setup(session: Session, original: Callable[[Any], None], chunk: Any) -> None:
+def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
     """Run `setup_embeddings_and_output_layer`, then give the last stage the first one's word embedding.
 
     Megatron all-reduces between the ends for that, which needs slices of one size.
     """
+    is_u_shaped = session.config.layerwise_disaggregated
+    if is_u_shaped:
+        refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config))
     if session.is_planned:
         session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
     original(chunk)
     if not chunk.share_embeddings_and_output_weights:
         return
-    if session.config.layerwise_disaggregated:
+    if is_u_shaped:
         _tie_chunks(session, chunk)
     tied = session.running.tied_weight if session.is_running else None
     if tied is not None and (chunk.pre_process if tied.is_first else chunk.post_process):
