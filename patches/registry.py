@@ -89,11 +89,17 @@ def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that only a U-shaped pipeline needs."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
+    from vtp_plugin.patches.core.dist_checkpointing.strategies import fully_parallel
     from vtp_plugin.patches.core.pipeline_parallel import utils
     from vtp_plugin.patches.training import global_vars, training
     from vtp_plugin.patches.training.models import dist_utils
     from vtp_plugin.patches.training.utils import common_utils
 
     records = (*utils.records(session), *parallel_state.u_records(session, host), *datasets.records())
-    records += (*host.u_records(session), *dist_utils.records(session, host), *training.records(session, host))
+    records += (
+        *fully_parallel.records(),
+        *host.u_records(session),
+        *dist_utils.records(session, host),
+        *training.records(session, host),
+    )
     return records + (*common_utils.records(session), *global_vars.records(session))

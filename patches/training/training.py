@@ -60,7 +60,7 @@ def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **k
         timers: Any = get_timers()
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
-        iteration, is_first = bound.arguments["iteration"], bound.arguments["is_first_iteration"]
+        iteration, is_first = bound.arguments["iteration"], bound.arguments.get("is_first_iteration", False)
         # Before the original, which reads the same timer and sets it back.
         if iteration % options.log_interval == 0 or is_first:
             elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)

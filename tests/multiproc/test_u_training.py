@@ -35,7 +35,8 @@ def pool(script_pool: Pool) -> Pool:
 def sequential(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
     """Four steps of one process, the checkpoint of the second one kept."""
     folder = tmp_path_factory.mktemp("sequential")
-    runs = train(pool, "1", [*EVALUATION, "--save", str(folder), "--save-interval", "2"])
+    saving = ["--save", str(folder), "--save-interval", "2"]
+    runs = train(pool, "1", [*EVALUATION, *saving], hooks=["note_progress"])
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     return folder, runs
 
@@ -63,7 +64,7 @@ def test_continues_a_sequential_run_and_then_itself(
     assert not any("lm loss" in run.output for run in runs[1:])
     # Steps, samples, learning rate and what there is to do are the same everywhere; the edge alone writes the log.
     # Of the validation set, 16 samples before the checkpoint, 16 after it, and 8 at the end, as of the test set.
-    assert runs[0].facts["progress"] == (32, 48, 60, True, True, True)
+    assert runs[0].facts["progress"] == (32, 48, reference[0].facts["progress"][2], True, True, True)
     for run in runs[1:]:
         assert run.facts["progress"] == runs[0].facts["progress"]
         assert run.facts["learning_rates"] == runs[0].facts["learning_rates"]
@@ -84,6 +85,39 @@ def test_four_stages(pool: Pool, tmp_path: Path, sizes: str) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     runs = train(pool, sizes, [*five, *U_SHAPE, "1,1,1,1,1", "--load", str(tmp_path)])
     assert_same_training(runs, reference, first=2)
+
+
+SEQUENCE = ["--sequence-parallel"]
+OPTIMIZER = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "dp", "options"),
+    [
+        ("1,2", "1,1,2", 2, [*SEQUENCE, *OPTIMIZER]),
+        pytest.param("1,2,2", "1,1,1,1", 1, SEQUENCE, marks=pytest.mark.full),
+        pytest.param("2,1", "1,1,2", 2, OPTIMIZER, marks=pytest.mark.full),
+    ],
+)
+def test_sharded_sequences_and_optimizer(
+    pool: Pool,
+    sequential: tuple[Path, list[ScriptRun]],
+    tmp_path: Path,
+    sizes: str,
+    layers: str,
+    dp: int,
+    options: list[str],
+) -> None:
+    """From the weights of the sequential run, against it; then on from a checkpoint of its own."""
+    folder, _ = sequential
+    weights = ["--load", str(folder), "--finetune"]
+    reference = train(pool, "1", weights, dp=dp)
+    command = [*U_SHAPE, layers, *options]
+    runs = train(pool, sizes, [*command, *weights, "--save", str(tmp_path), "--save-interval", "2"], dp=dp)
+    assert_same_training(runs, reference)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = train(pool, sizes, [*command, "--load", str(tmp_path)], dp=dp)
+    assert_same_training(again, runs, first=2)
 
 
 def test_layout_of_megatron_means_the_same(pool: Pool, sequential: tuple[Path, list[ScriptRun]]) -> None:

@@ -110,16 +110,18 @@ def norms(case: Case) -> list[list[float]]:
         ]
 
 
-def refused_steps(case: Case, options: dict[str, Any]) -> list[str]:
-    """Try a step with one option of the model's configuration at a time; give the refusals."""
+def refused_steps(case: Case, options: dict[str, Any]) -> dict[str, str]:
+    """Try a step with one option of the model's configuration at a time, of those that it has; give the refusals."""
     init_gloo()
-    lines = []
+    lines = {}
     with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
         for name, value in options.items():
+            if not hasattr(trainer.config, name):
+                continue
             before = getattr(trainer.config, name)
             setattr(trainer.config, name, value)
             with pytest.raises(ConfigError) as refusal:
                 trainer._pass(0, forward_only=False)
             setattr(trainer.config, name, before)
-            lines.append(str(refusal.value))
+            lines[name] = str(refusal.value)
     return lines
