@@ -186,6 +186,10 @@ class MegatronHost(ABC):
     def loaded_iteration(self, load_dir: str) -> int:
         """Return the iteration of the checkpoint that Megatron has begun to load."""
 
+    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int]) -> Iterable[str]:
+        """Say why Megatron could not save a checkpoint of stages of these tensor-parallel sizes as its options ask."""
+        return ()
+
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         """Say what of the call of `initialize_model_parallel` does not work beside a list of sizes."""
         return ()

@@ -167,6 +167,15 @@ class Host(OlderHost):
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
         return parallel_state.get_data_parallel_group()
 
+    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int]) -> Iterable[str]:
+        is_flat = args.use_distributed_optimizer and args.ckpt_fully_parallel_save and not args.no_save_optim
+        if args.save and args.ckpt_format == "torch_dist" and is_flat and len(set(tp_sizes)) > 1:
+            yield (
+                f"--use-distributed-optimizer with --vtp-size-list {','.join(map(str, tp_sizes))} and --save; Megatron "
+                "0.12 stores such an optimizer in one regular grid of shards, which unequal stages have not; use "
+                "--no-ckpt-fully-parallel-save (the same list can load it then), or --no-save-optim"
+            )
+
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         for name in _ENCODERS:
             if options.get(name):

@@ -202,7 +202,7 @@ def _prepare(
         written_layers = host.written_layers(args, _read_layers(session, host, args))
     shared = shared_arguments(vars(args), has_edge=config.layerwise_disaggregated)
     statement = {**session.planned.statement(), **shared}
-    _set_own_sizes(session, args)
+    _set_own_sizes(session, host, args)
     activate()
     # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
     with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)), written_layers:
@@ -265,14 +265,16 @@ def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace)
     return layers
 
 
-def _set_own_sizes(session: Session, args: argparse.Namespace) -> None:
+def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Check Megatron's options against all stages, then set the arguments to this stage's sizes.
 
     Raises:
         ConfigError: an option or a size of the model does not fit the list.
     """
     layout, replicas = session.planned.layout, session.planned.replicas
-    refuse(check_run(args, session.planned.option_context, replicas))
+    refuse(
+        (*check_run(args, session.planned.option_context, replicas), *host.problems_of_saving(args, layout.tp_sizes))
+    )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4

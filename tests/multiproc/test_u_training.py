@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import host_name
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -22,6 +23,8 @@ from tests.multiproc.script_cases import (
 from tests.pool import Pool
 
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
+# Megatron 0.12 ends a run of another number of stages that does not leave the random states of the checkpoint alone.
+ELSEWHERE = ["--no-load-rng"] if host_name() == "0.12" else []
 EVALUATION = ["--eval-interval", "1", "--eval-iters", "1", "--split", "80,10,10"]
 
 
@@ -54,7 +57,7 @@ def test_continues_a_sequential_run_and_then_itself(
 ) -> None:
     folder, reference = sequential
     saving = ["--save", str(tmp_path), "--save-interval", "1", "--tensorboard-dir", str(tmp_path / "tensorboard")]
-    command = [*EVALUATION, *U_SHAPE, layers, "--load", str(folder), *saving]
+    command = [*EVALUATION, *U_SHAPE, layers, *ELSEWHERE, "--load", str(folder), *saving]
     runs = train(pool, sizes, command, hooks=["note_progress"])
     edge_size = int(sizes.split(",")[0])
     assert [run.steps[0].loss is not None for run in runs] == [rank < edge_size for rank in range(len(runs))]
@@ -83,7 +86,7 @@ def test_four_stages(pool: Pool, tmp_path: Path, sizes: str) -> None:
     five = ["--num-layers", "5"]
     reference = train(pool, "1", [*five, "--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    runs = train(pool, sizes, [*five, *U_SHAPE, "1,1,1,1,1", "--load", str(tmp_path)])
+    runs = train(pool, sizes, [*five, *U_SHAPE, "1,1,1,1,1", *ELSEWHERE, "--load", str(tmp_path)])
     assert_same_training(runs, reference, first=2)
 
 
@@ -113,6 +116,8 @@ def test_sharded_sequences_and_optimizer(
     weights = ["--load", str(folder), "--finetune"]
     reference = train(pool, "1", weights, dp=dp)
     command = [*U_SHAPE, layers, *options]
+    if host_name() == "0.12" and "--use-distributed-optimizer" in options:
+        command += ["--no-ckpt-fully-parallel-save"]  # the grid of shards would have to be regular
     runs = train(pool, sizes, [*command, *weights, "--save", str(tmp_path), "--save-interval", "2"], dp=dp)
     assert_same_training(runs, reference)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

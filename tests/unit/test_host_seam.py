@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +63,60 @@ def test_a_write_cannot_move() -> None:
     moving = type("Moving", (type(host),), {"moved": {write.id: "megatron.core:x"}})()
     with pytest.raises(PatchError, match="is a write, which cannot move"):
         moving.placed([write])
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_sizes", "is_refused"),
+    [
+        ({}, (1, 2), True),
+        ({}, (2, 2), False),
+        ({"save": None}, (1, 2), False),
+        ({"ckpt_format": "torch"}, (1, 2), False),
+        ({"ckpt_fully_parallel_save": False}, (1, 2), False),
+        ({"no_save_optim": True}, (1, 2), False),
+        ({"use_distributed_optimizer": False}, (1, 2), False),
+    ],
+)
+def test_what_0_12_cannot_save_is_refused_at_the_start(
+    changes: dict[str, object], tp_sizes: tuple[int, ...], is_refused: bool
+) -> None:
+    args = argparse.Namespace(
+        save="here",
+        ckpt_format="torch_dist",
+        ckpt_fully_parallel_save=True,
+        no_save_optim=None,
+        use_distributed_optimizer=True,
+    )
+    vars(args).update(changes)
+    problems = tuple(load_host("0.12").problems_of_saving(args, tp_sizes))
+    assert [problem.partition(" and --save")[0] for problem in problems] == [
+        "--use-distributed-optimizer with --vtp-size-list 1,2"
+    ] * is_refused
+    assert not tuple(load_host(NEWEST).problems_of_saving(args, tp_sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "config", "words"),
+    [
+        ("0.12", None, {"num_layers": 3}, "give num_layer_list to apply"),
+        ("0.12", (1, 1, 1), {"num_layers": 4}, "num_layers=4"),
+        ("0.12", (1, 1, 1), {"num_layers": 3}, ""),
+        (NEWEST, (1, 1, 1), {"pipeline_model_parallel_layout": None}, "has no pipeline_model_parallel_layout"),
+        (NEWEST, (1, 1, 1), {"pipeline_model_parallel_layout": "Et|tt|L|"}, "set 'Et|t|tL|'"),
+        (NEWEST, (1, 1, 1), {"pipeline_model_parallel_layout": "Et|t|tL|"}, ""),
+        (NEWEST, None, {"pipeline_model_parallel_layout": "Et|t|tL|"}, ""),
+    ],
+)
+def test_a_model_without_the_layers_of_its_u_is_refused(
+    name: str, layers: tuple[int, ...] | None, config: dict[str, object], words: str
+) -> None:
+    text = config.get("pipeline_model_parallel_layout")
+    if isinstance(text, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        config = {"pipeline_model_parallel_layout": PipelineParallelLayerLayout.from_str(text, 2)}
+    problems = " | ".join(load_host(name).problems_of_layers(layers, SimpleNamespace(**config)))
+    assert (words in problems) if words else not problems
 
 
 def test_megatron_sees_another_world_and_nothing_else() -> None:

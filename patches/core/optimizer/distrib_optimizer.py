@@ -81,6 +81,8 @@ def _set_states(
     original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step."""
-    # Megatron skips what is no tensor. The step itself comes with the optimizer's state (P4b).
+    # The stored step comes with the optimizer's state (P4b). Until then each has the one that all have: Megatron 0.12
+    # copies what it is given; later families skip it where it is no tensor.
+    step = next((state["step"] for state in optimizer.optimizer.state.values() if "step" in state), None)
     with torch.no_grad():
-        original(optimizer, model_param, {"step": None, **tensors})
+        original(optimizer, model_param, {"step": step, **tensors})
