@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from vtp_plugin.errors import refuse
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
@@ -73,6 +74,8 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
         theoretical_memory_usage,
         vocab_utils,
     )
+    if host.mindspeed is not None:
+        refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
     records: tuple[Record, ...] = (
         host.exchange_record(session),
         *(record for module in adapting for record in module.records(session, host)),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"advance", "errors", "log", "svg", "text_enum", "undo"}),
+    frozenset({"adaptor", "advance", "errors", "log", "svg", "text_enum", "undo"}),
     frozenset({"failure", "hosts", "values"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {
+        "adaptor",
         "advance",
         "errors",
         "hosts",

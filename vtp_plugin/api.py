@@ -8,12 +8,11 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vtp_plugin import log
+from vtp_plugin.adaptor import ORDER, ImportWatch
 from vtp_plugin.config import (
     DeviceName,
     DpModeName,
@@ -26,22 +25,25 @@ from vtp_plugin.config import (
 )
 from vtp_plugin.errors import ConfigError, PatchError, VtpError
 from vtp_plugin.failure import FailureHook
-from vtp_plugin.hosts import find_host, host_named
+from vtp_plugin.hosts import find_host
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from vtp_plugin.patches.hosts import MegatronHost
-    from vtp_plugin.patching import PatchStatus
+    from vtp_plugin.patching import PatchStatus, Record
+    from vtp_plugin.platform import Platform
     from vtp_plugin.session import Session
 
 
 class _Holder:
-    """What ``apply()`` has left in this process: one session, what it was asked for, and the exception hook."""
+    """What ``apply()`` has left in this process: one session, what it was asked for, and what watches the process."""
 
     session: Session | None = None
     request: VtpConfig | None = None
     hook: FailureHook | None = None
+    platform: Platform | None = None
+    watch: ImportWatch | None = None
 
 
 def apply(
@@ -130,6 +132,21 @@ def report_failures() -> None:
     _hook().install()
 
 
+def choose_device(device: DeviceName) -> None:
+    """Find a platform, and map Megatron's calls onto it, before anything keeps references into torch.
+
+    ``apply()`` takes it over; ``revert()`` undoes the mapping.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    from vtp_plugin.platform import detect
+
+    if _Holder.platform is None:
+        _Holder.platform = detect(device)
+        _Holder.platform.install()
+
+
 def _apply(request: VtpConfig) -> None:
     """Apply the plugin for what was asked for; see :func:`apply`."""
     if _Holder.session is not None:
@@ -148,14 +165,17 @@ def _apply(request: VtpConfig) -> None:
     from vtp_plugin.options.flags import peek_device
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patches.registry import argument_records
-    from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
+    from vtp_plugin.session.notices import refuse_late
     from vtp_plugin.session.request import meet
 
-    _refuse_late()
+    refuse_late()
     host = load_host(family.name)
     session = Session(request)
     session.watch_failures = _hook().install
+    session.platform = _Holder.platform
+    if host.mindspeed is None:
+        _Holder.watch = ImportWatch(before_adaptor=_refuse_adaptor)
     if host.needs_device_first:
         # Before the command line is parsed, which then says the same.
         session.config = merge(request, {"device": peek_device(sys.argv)})
@@ -163,7 +183,7 @@ def _apply(request: VtpConfig) -> None:
     activate = functools.partial(_activate, session, host, host_version)
     if not isinstance(request.size_list, tuple):
         # The list may still come from the command line: validate_args then calls activate.
-        session.applied.append(apply_records(argument_records(session, host, activate), host_version))
+        _put(session, host, argument_records(session, host, activate), host_version)
         _Holder.session, _Holder.request = session, request
         return
     # Held before the ranks meet: revert() can then clean up what a failed meeting leaves.
@@ -177,7 +197,7 @@ def _apply(request: VtpConfig) -> None:
 def _activate(session: Session, host: MegatronHost, host_version: str) -> None:
     """Apply the records that depend on the list, which is now known or known to be missing; idempotent."""
     from vtp_plugin.patches.registry import argument_records, platform_records, training_records
-    from vtp_plugin.patching import apply_records
+    from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
 
     if session.is_activated:
         return
@@ -193,13 +213,24 @@ def _activate(session: Session, host: MegatronHost, host_version: str) -> None:
     if has_list:
         records += training_records(session, host)
     earlier = tuple(session.applied)
-    session.applied.append(apply_records(records, host_version))
+    _put(session, host, records, host_version)
     if has_list:
-        _warn_of_untried(host.name)
+        warn_of_untried(host.name)
         # The script may have taken more from Megatron since the first set was applied.
         for applied in earlier:
             applied.rebind()
-        _warn_of_unreached(session)
+        warn_of_unreached(session)
+
+
+def _put(session: Session, host: MegatronHost, records: tuple[Record, ...], host_version: str) -> None:
+    """Apply a set of records, and let MindSpeed put it in place again whenever it does so with its own."""
+    from vtp_plugin.patching import apply_records
+
+    applied = apply_records(records, host_version)
+    session.applied.append(applied)
+    if host.mindspeed is not None:
+        host.mindspeed.keep(applied)
+        session.on_revert = host.mindspeed.forget
 
 
 def revert() -> None:
@@ -209,9 +240,16 @@ def revert() -> None:
     if hook is not None:
         atexit.unregister(hook.leave)
         hook.remove()
+    watch, _Holder.watch = _Holder.watch, None
+    if watch is not None:
+        watch.stop()
+    platform, _Holder.platform = _Holder.platform, None
+    if platform is not None:
+        platform.uninstall()
     if session is None:
         return
     session.ranks.stop()
+    session.on_revert()
     for applied in reversed(session.applied):
         applied.revert()
     if session.platform is not None:
@@ -306,28 +344,10 @@ def _note_failure(error: BaseException, position: str, is_consequence: bool) -> 
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
 
 
-def _warn_of_untried(name: str) -> None:
-    """Say, on one rank, what was never run with this Megatron."""
-    untried = host_named(name).untried
-    if untried and os.environ.get("RANK", "0") == "0":
-        log.warning(f"not yet run with Megatron {name}: {untried}; compare your first steps with a uniform run")
-
-
-def _warn_of_unreached(session: Session) -> None:
-    """Name what still holds a function of Megatron that was replaced."""
-    places = [place for applied in session.applied for place in applied.unreached]
-    if places:
-        rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
-        log.warning(
-            f"taken from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; what uses "
-            "these goes past the plugin: move vtp_plugin.apply() above the lines that take them"
-        )
-
-
-def _refuse_late() -> None:
-    """Refuse to patch a Megatron whose groups exist already: they have the sizes of a uniform run."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is not None and state.model_parallel_is_initialized():
-        raise PatchError(
-            "Megatron's parallel_state is already initialised; call vtp_plugin.apply() before initialize_model_parallel"
-        )
+def _refuse_adaptor() -> None:
+    """End a run that imports MindSpeed's adaptor after ``apply()``: it needs a Megatron that nobody has loaded."""
+    report_failures()
+    raise PatchError(
+        "MindSpeed's adaptor is imported after vtp_plugin.apply(), which has loaded Megatron already; the order that "
+        f"works: {ORDER}; or start the script with python -m vtp_plugin run"
+    )

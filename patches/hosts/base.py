@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
 from vtp_plugin.session import Session
 
@@ -28,6 +29,7 @@ class MegatronHost(ABC):
         absent: why the family needs no such record, by id.
         is_newest: records name their targets and aliases for this family.
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
+        mindspeed: what has patched this Megatron before us; None without MindSpeed.
     """
 
     name: ClassVar[str]
@@ -35,6 +37,12 @@ class MegatronHost(ABC):
     absent: ClassVar[Mapping[str, str]] = {}
     is_newest: ClassVar[bool] = False
     needs_device_first: ClassVar[bool] = False
+    mindspeed: MindSpeed | None = None
+
+    @property
+    def declared_flags(self) -> frozenset[str]:
+        """Flags that MindSpeed declares."""
+        return frozenset() if self.mindspeed is None else self.mindspeed.flags()
 
     def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
         """Give the records of this family, with their targets in it.

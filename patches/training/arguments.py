@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,7 +40,7 @@ def records(session: Session, host: MegatronHost, activate: Callable[[], None]) 
         PatchRecord(
             id="H1",
             target="megatron.training.arguments:parse_args",
-            build=wrap_with(_parse, session),
+            build=wrap_with(_parse, session, host),
             why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
             remove_when="Megatron has the option",
         ),
@@ -57,6 +57,7 @@ def records(session: Session, host: MegatronHost, activate: Callable[[], None]) 
 
 def _parse(
     session: Session,
+    host: MegatronHost,
     original: Callable[..., argparse.Namespace],
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     ignore_unknown_args: bool = False,
@@ -64,6 +65,7 @@ def _parse(
     """Run `parse_args` with the plugin's flags behind those of the script."""
     _refuse_yaml(session)
     defaults: dict[str, Any] = {}
+    declared = host.declared_flags
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if extra_args_provider is not None:
@@ -72,11 +74,11 @@ def _parse(
         # Unset, to tell "not given" from 1.
         parser.set_defaults(**{_TENSOR_SIZE: None})
         _mend_help(parser)
-        return add_vtp_arguments(parser)
+        return add_vtp_arguments(parser, declared)
 
     args = original(provider, ignore_unknown_args)
     if not _asks_for_stages(session, args):
-        _forget_flags(args, defaults)
+        _forget_flags(args, defaults, declared)
     return args
 
 
@@ -105,12 +107,12 @@ def _asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
     return session.config.size_list is not None or getattr(args, "vtp_size_list", None) is not None
 
 
-def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any], declared: Collection[str]) -> None:
     """Leave no trace of flags that were not given: without a list the arguments are those of Megatron's parser."""
     if getattr(args, _TENSOR_SIZE, None) is None:
         vars(args).update(defaults)
     for flag in VTP_FLAGS:
-        if getattr(args, flag.dest, None) is None:
+        if flag.name not in declared and getattr(args, flag.dest, None) is None:
             vars(args).pop(flag.dest, None)
 
 
@@ -138,9 +140,9 @@ def _validate(
         return original(args, {} if defaults is None else defaults)
 
     if not _asks_for_stages(session, args):
-        return _validate_uniform(session, activate, check, args)
+        return _validate_uniform(session, host, activate, check, args)
     session.watch_failures()
-    read = functools.partial(_read_flags, session, args)
+    read = functools.partial(_read_flags, session, host, args)
     prepare = functools.partial(_prepare, session, host, activate, check, args)
     if args.world_size == 1:
         read()
@@ -200,6 +202,9 @@ def _prepare(
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     if config.layerwise_disaggregated:
         written_layers = host.written_layers(args, _read_layers(session, host, args))
+        if host.mindspeed is not None:
+            # MindSpeed-LLM has flags of these names, and would act on them.
+            args.layerwise_disaggregated_training, args.num_layer_list = False, None
     shared = shared_arguments(vars(args), has_edge=config.layerwise_disaggregated)
     statement = {**session.planned.statement(), **shared}
     _set_own_sizes(session, host, args)
@@ -218,7 +223,11 @@ def _choose_backend(session: Session, args: argparse.Namespace) -> None:
 
 
 def _validate_uniform(
-    session: Session, activate: Callable[[], None], check: Callable[[], Any], args: argparse.Namespace
+    session: Session,
+    host: MegatronHost,
+    activate: Callable[[], None],
+    check: Callable[[], Any],
+    args: argparse.Namespace,
 ) -> Any:
     """Leave a run without a list to Megatron: no store, no thread, no exception hook, no line in the log.
 
@@ -227,7 +236,7 @@ def _validate_uniform(
     when the launcher ends them or the store is lost. Such a mixture never runs a step.
     """
     try:
-        _read_flags(session, args)
+        _read_flags(session, host, args)
         refuse(check_without_stages(session.config), LayoutError)
         _choose_backend(session, args)
         activate()
@@ -237,10 +246,10 @@ def _validate_uniform(
     return check()
 
 
-def _read_flags(session: Session, args: argparse.Namespace) -> None:
+def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
     given = session.config
-    session.config = read_flags(args, given)
+    session.config = read_flags(args, given, host.declared_flags)
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
     if session.is_activated and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(

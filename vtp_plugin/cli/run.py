@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import vtp_plugin
-from vtp_plugin.api import report_failures
+from vtp_plugin.adaptor import ImportWatch, has_mindspeed
+from vtp_plugin.api import choose_device, report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
+from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import VtpError
-from vtp_plugin.options.flags import add_vtp_arguments
+from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -35,13 +37,33 @@ def run(options: argparse.Namespace) -> None:
     script = Path(options.script)
     if not script.is_file():
         fail(f"script {options.script} does not exist; give the path of the training script")
-    vtp_plugin.apply()
     # As `python SCRIPT` does: the script sees its arguments only, and imports the modules beside it first. The words
     # come from the command line, since argparse would remove a "--" that is meant for the script.
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:
+        if has_mindspeed():
+            _apply_after_adaptor()
+        else:
+            vtp_plugin.apply()
         runpy.run_path(options.script, run_name="__main__")
     except VtpError:
         report_failures()
         raise
+
+
+def _apply_after_adaptor() -> None:
+    """Apply the plugin once the script has imported MindSpeed's adaptor, or uses Megatron without it."""
+    # The stand-in for a device comes before MindSpeed, which keeps references into torch.
+    choose_device(merge(VtpConfig(), {"device": peek_device(sys.argv)}).device)
+    words = list(sys.argv)
+
+    def apply() -> None:
+        watch.stop()
+        sys.argv[:] = words
+        vtp_plugin.apply()
+
+    def hide() -> None:
+        sys.argv[:] = hide_taken_flags(words)
+
+    watch = ImportWatch(on_megatron=apply, before_adaptor=hide, after_adaptor=apply)

@@ -7,7 +7,7 @@ command line has; parsers, ``--help`` and the documentation are made from it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from vtp_plugin.config import Flag, FlagGroup, VtpConfig, flags_of_fields, merge
@@ -27,11 +27,16 @@ VTP_FLAGS: tuple[Flag, ...] = (
 """All flags; ``--help`` shows them group by group, each group in this order."""
 
 
-def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Declare the plugin's flags, group by group. A flag that is not given has the value None."""
+def add_vtp_arguments(parser: argparse.ArgumentParser, declared: Collection[str] = ()) -> argparse.ArgumentParser:
+    """Declare the plugin's flags, group by group. A flag that is not given has the value None.
+
+    Args:
+        parser: gets them.
+        declared: flags that somebody else declares, who means the same by them.
+    """
     for group in FlagGroup:
         section = parser.add_argument_group(title=group.value)
-        for flag in (flag for flag in VTP_FLAGS if flag.group is group):
+        for flag in (flag for flag in VTP_FLAGS if flag.group is group and flag.name not in declared):
             if flag.metavar is None:
                 section.add_argument(flag.name, action="store_true", default=None, help=flag.help)
             else:
@@ -39,17 +44,45 @@ def add_vtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def read_flags(args: argparse.Namespace, given: VtpConfig) -> VtpConfig:
+def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[str] = ()) -> VtpConfig:
     """Add the flags to what ``apply()`` was given.
 
     Args:
         args: parsed with the flags of :func:`add_vtp_arguments`; attributes of flags not given may be missing.
         given: what ``apply()`` was given.
+        declared: as for :func:`add_vtp_arguments`.
 
     Raises:
         ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
     """
-    return merge(given, {flag.field: flag.read(getattr(args, flag.dest, None)) for flag in VTP_FLAGS if flag.field})
+    words = {flag: getattr(args, flag.dest, None) for flag in VTP_FLAGS}
+    # A switch that somebody else declares is False where it was not given.
+    values = {flag.field: flag.read(None if word is False else word) for flag, word in words.items() if flag.field}
+    # MindSpeed-LLM has a list of layers for any pipeline; only that of a U-shape is ours.
+    if "--num-layer-list" in declared and not (given.layerwise_disaggregated or values["layerwise_disaggregated"]):
+        del values["num_layer_list"]
+    return merge(given, values)
+
+
+_TAKEN = ("--layerwise-disaggregated-training", "--num-layer-list")
+
+
+def hide_taken_flags(words: Sequence[str]) -> list[str]:
+    """Leave out what MindSpeed-LLM would take for its own layerwise-disaggregated training, though a list is given.
+
+    >>> hide_taken_flags(["s.py", "--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--lr", "0.1"])
+    ['s.py', '--layerwise-disaggregated-training', '--num-layer-list', '1,2,1', '--lr', '0.1']
+    >>> words = ["s.py", "--layerwise-disaggregated-training", "--num-layer-list=1,2,1", "--vtp-size-list", "1,2"]
+    >>> hide_taken_flags(words)
+    ['s.py', '--vtp-size-list', '1,2']
+    """
+    names = {word.partition("=")[0] for word in words}
+    if not {"--vtp-size-list", _TAKEN[0]} <= names:
+        return list(words)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_TAKEN[0], action="store_true")
+    parser.add_argument(_TAKEN[1], nargs="?")
+    return [words[0], *parser.parse_known_args(list(words[1:]))[1]]
 
 
 def peek_device(words: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ later :meth:`AppliedPatches.rebind`. It does not reach closures, containers, and
 from __future__ import annotations
 
 from vtp_plugin.patching.applied import AppliedPatches
-from vtp_plugin.patching.engine import apply_records
+from vtp_plugin.patching.engine import apply_records, rebuild
 from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, WriteRecord, format_status, wrap_with
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "WriteRecord",
     "apply_records",
     "format_status",
+    "rebuild",
     "wrap_with",
 ]

@@ -92,6 +92,7 @@ class AppliedPatches:
         places: what holds a replacement, each with its patch: the targets, and what else was found.
         stays: the Python `id` of an original, and where it stays.
         active: whether the replacements are in force: :meth:`revert` has not run yet.
+        rebuilt: replacements that were built anew, around what another package has put below them.
     """
 
     host: Host
@@ -102,6 +103,7 @@ class AppliedPatches:
     places: list[tuple[Patch, Hit]] = field(default_factory=list[tuple[Patch, Hit]])
     stays: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     active: bool = True
+    rebuilt: list[object] = field(default_factory=list[object])
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -201,6 +203,10 @@ class AppliedPatches:
         places = [hit.place for hit in hits if isinstance(hit.place, Name)]
         return [p for p in places if isinstance(p.owner, ModuleType) and name in ("", p.name)]
 
+    def _is_in_force(self, patch: Patch) -> bool:
+        now = patch.hit.place.get()
+        return now is patch.new or any(now is new for new in self.rebuilt)
+
     def _by_original(self) -> dict[int, Patch]:
         return {id(old): patch for patch in self.patches for old, _ in patch.swaps}
 
@@ -216,7 +222,7 @@ class AppliedPatches:
     def _status(self, record: Record, patch: Patch | None, found: Sequence[tuple[Patch, Hit]]) -> PatchStatus:
         places = [hit for other, hit in found if other is patch and hit.place.key != other.hit.place.key]
         is_write = isinstance(record, WriteRecord)
-        applied = self.active and (is_write or (patch is not None and patch.hit.place.get() is patch.new))
+        applied = self.active and (is_write or (patch is not None and self._is_in_force(patch)))
         skipped = self.skipped.get(id(record), "")
         return PatchStatus(
             id=record.id,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
+from types import MethodType
+from typing import Any
 
 from packaging.version import InvalidVersion
 
@@ -142,9 +144,38 @@ def _foreign_subclasses(original: type, host: Host) -> Iterator[type]:
 
 
 def _build(record: PatchRecord, target: Target, host: Host) -> Patch:
-    """Build and mark the replacement, in the same kind of descriptor as the original."""
+    """Check the target and build its replacement."""
     _check_target(record, target, host)
-    old = target.value
+    return Patch(
+        record=record,
+        target=target,
+        new=_replace(record, target.value, host),
+        foreign=foreign_wrapper(target, host.owns),
+    )
+
+
+def rebuild(applied: AppliedPatches, patch: Patch, below: Any) -> Any:
+    """Build a replacement anew, around what another package has put in the place of the original since.
+
+    Args:
+        applied: the set that the patch belongs to.
+        patch: the patch.
+        below: what the replacement is to call, as an attribute look-up gives it; of a classmethod the bound method.
+
+    Returns:
+        The replacement, in the same kind of descriptor as the first original; `below` if it is, or calls, ours already.
+    """
+    kind = type(patch.target.value)
+    inner = below.__func__ if issubclass(kind, classmethod) and isinstance(below, MethodType) else below
+    if any(attributes(link).get(MARKER) == patch.record.id for link in chain(inner)):
+        return below
+    old = kind(inner) if issubclass(kind, staticmethod | classmethod) else inner
+    applied.rebuilt.append(new := _replace(patch.record, old, applied.host))
+    return new
+
+
+def _replace(record: PatchRecord, old: Any, host: Host) -> Any:
+    """Build and mark the replacement of an attribute, in the same kind of descriptor."""
     wrapped = isinstance(old, staticmethod | classmethod)
     inner = old.__func__ if wrapped else old
     try:
@@ -159,8 +190,7 @@ def _build(record: PatchRecord, target: Target, host: Host) -> Patch:
                 setattr(carrier, MARKER, record.id)
     except (AttributeError, TypeError) as error:
         host.fail(record, f"a {type(new).__name__} cannot carry the marker; return a function or a class", error)
-    new = type(old)(new) if wrapped else new
-    return Patch(record=record, target=target, new=new, foreign=foreign_wrapper(target, host.owns))
+    return type(old)(new) if wrapped else new
 
 
 def _check_new(patches: Sequence[Patch], host: Host) -> None:

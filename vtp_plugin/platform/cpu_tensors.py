@@ -18,6 +18,7 @@ from vtp_plugin.platform.cpu_random import DeviceGenerator
 from vtp_plugin.undo import UndoStack
 
 _CPU: Final = torch.device("cpu")
+_STANDS_FOR: Final = ("cuda", "npu")
 
 _FACTORIES: Final = [
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full",
@@ -31,15 +32,17 @@ _TENSOR_FACTORIES: Final = ["new_empty", "new_empty_strided", "new_full", "new_o
 def is_cuda_device(device: object) -> bool:
     """Tell whether ``device`` names a CUDA device in any form that torch accepts, a bare index included.
 
-    >>> [is_cuda_device(device) for device in ("cuda", "cuda:1", 0, torch.device("cuda", 0))]
-    [True, True, True, True]
+    Code for Ascend says "npu" where other code says "cuda", and torch does not know that name without torch_npu.
+
+    >>> [is_cuda_device(device) for device in ("cuda", "cuda:1", 0, torch.device("cuda", 0), "npu:0")]
+    [True, True, True, True, True]
     >>> [is_cuda_device(device) for device in (None, "cpu", "meta", torch.device("cpu"), torch.float32, True)]
     [False, False, False, False, False, False]
     """
     if isinstance(device, torch.device):
-        return device.type == "cuda"
+        return device.type in _STANDS_FOR
     if isinstance(device, str):
-        return device.partition(":")[0] == "cuda"
+        return device.partition(":")[0] in _STANDS_FOR
     return type(device) is int  # not isinstance: True is no index
 
 
@@ -86,7 +89,7 @@ def _map_contexts(undo: UndoStack) -> None:
 
 
 def _cpu_device_type(device_type: str) -> str:
-    return "cpu" if device_type == "cuda" else device_type
+    return "cpu" if device_type in _STANDS_FOR else device_type
 
 
 def _redirect(kwargs: dict[str, Any]) -> bool:

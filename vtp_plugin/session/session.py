@@ -50,6 +50,7 @@ class Session:
         tensor_format: how tensors cross, by the model configuration; None before all ranks' were compared.
         audit: record of what crosses; None unless asked for, or before it begins.
         close_log: puts the logger back as it was; None before the plugin said anything.
+        on_revert: called before the patches are undone.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -64,6 +65,7 @@ class Session:
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
         self.close_log: Callable[[], None] | None = None
+        self.on_revert: Callable[[], None] = lambda: None
         self._planned: PlannedRun | None = None
         self._running: RunningPipeline | None = None
 

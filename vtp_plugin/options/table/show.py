@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Sequence
 
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule
@@ -31,14 +32,14 @@ def format_table() -> str:
     return "\n\n".join(blocks)
 
 
-def format_markdown() -> str:
-    """Write the table for the documentation.
+def format_markdown(rules: Sequence[OptionRule] = (*RULES, *CONFIG_RULES, *STEP_RULES)) -> str:
+    """Write rows for the documentation.
 
     Returns:
-        A sentence and a Markdown table without a final newline, in the order of the table.
+        A sentence and a Markdown table without a final newline, in the order of the rows.
     """
     lines = [_LEGEND, "", "| Option | Verdict | Why | Shown by, or way out |", "|---|---|---|---|"]
-    for rule in (*RULES, *CONFIG_RULES, *STEP_RULES):
+    for rule in rules:
         cells = (f"`{rule.option}`", rule.verdict.value, rule.reason, _next_step(rule))
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""MindSpeed itself, on CPU over gloo: its own scripts train stages of unequal size as the uniform run.
+
+Opt-in: ``VTP_MINDSPEED`` names a tree of MindSpeed, ``VTP_MINDSPEED_LLM`` one of MindSpeed-LLM, ``VTP_MEGATRON_LM`` the
+Megatron-LM that the branch is made for. ``tests/npu_stub`` stands for torch_npu. A start takes half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.mindspeed.test_fake import assert_one_line, assert_same, numbers
+from tests.multiproc.script_cases import num_ranks
+from tests.pool import ROOT
+
+TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED", "VTP_MINDSPEED_LLM", "VTP_MEGATRON_LM")}
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not all(TREES.values()), reason=f"no path in {' and '.join(name for name, path in TREES.items() if not path)}"
+    ),
+]
+
+STUB = ROOT / "tests" / "npu_stub"
+TIMEOUT_S = 600.0
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 24 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12
+    --micro-batch-size 2 --train-iters 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-iters 10 --mock-data --split 98,1,1
+    --tokenizer-type NullTokenizer --vocab-size 4200 --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-dropout-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --attention-dropout 0
+    --hidden-dropout 0 --transformer-impl local --distributed-backend gloo --log-interval 1 --eval-iters 0
+    --eval-interval 100 --use-cpu-initialization --normalization LayerNorm --num-workers 0 --vtp-device cpu
+""")
+VOCAB_MULTIPLE = 24
+PER_TOKEN = ("--calculate-per-token-loss",)
+DISTRIBUTED = ("--use-distributed-optimizer",)
+SEQUENCE = ("--sequence-parallel",)
+
+
+def start(sizes: str, *extra: str, dp: int = 1, script: Path | None = None, is_run: bool = True) -> tuple[int, str]:
+    """Start MindSpeed-LLM's script, or a changed copy of it, and return how it ended and what it wrote."""
+    stages = [int(size) for size in sizes.split(",")]
+    multiple = VOCAB_MULTIPLE // max(stages)
+    words = [
+        *MODEL,
+        *("--global-batch-size", str(8 * dp)),
+        *("--make-vocab-size-divisible-by", str(multiple)),
+        *("--pipeline-model-parallel-size", str(len(stages)), "--vtp-size-list", sizes),
+        *extra,
+    ]
+    path = script or Path(TREES["VTP_MINDSPEED_LLM"]) / "pretrain_gpt.py"
+    ranks = num_ranks(sizes, dp)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # MindSpeed calls make, which asks python3-config where the headers of this Python lie.
+    tools = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), f"{sys.base_prefix}/bin"]
+    trees = [str(ROOT), str(STUB), *(TREES[name] for name in ("VTP_MEGATRON_LM", "VTP_MINDSPEED", "VTP_MINDSPEED_LLM"))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(trees),
+        "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    done = subprocess.run(
+        [*launcher, *(["-m", "vtp_plugin", "run"] if is_run else []), str(path), *words],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
+        cwd=ROOT,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+_KNOWN: dict[tuple[object, ...], dict[str, list[float]]] = {}
+
+
+def trained(sizes: str, *extra: str, dp: int = 1, script: Path | None = None, is_run: bool = True) -> str:
+    """Train and return the output."""
+    code, output = start(sizes, *extra, dp=dp, script=script, is_run=is_run)
+    assert code == 0, output[-6000:]
+    assert [len(values) for values in numbers(output).values()] == [4, 4], output[-6000:]
+    return output
+
+
+def reference(sizes: str, *extra: str, dp: int = 1) -> dict[str, list[float]]:
+    """Return the numbers of the uniform run with as many stages; each is made once."""
+    uniform = ",".join("1" for _ in sizes.split(","))
+    kept = tuple(word for word in extra if word in PER_TOKEN)
+    key = (uniform, kept, dp)
+    if key not in _KNOWN:
+        _KNOWN[key] = numbers(trained(uniform, *kept, dp=dp))
+    return _KNOWN[key]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp"),
+    [
+        ("2,2", (), 1),
+        ("1,2", (), 1),
+        ("2,1", (), 1),
+        ("1,2,2", (), 1),
+        ("1,2", SEQUENCE, 1),
+        ("2,1", (*SEQUENCE, *DISTRIBUTED), 1),
+        ("1,2", PER_TOKEN, 1),
+        ("1,2", DISTRIBUTED, 2),
+        ("1,2", (*DISTRIBUTED, *PER_TOKEN), 2),
+        ("1,2", ("--num-layer-list", "1,3"), 1),
+        ("1,2", ("--untie-embeddings-and-output-weights",), 1),
+        ("1,2", ("--vtp-schedule", "planned"), 1),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, tuple) else str(value),
+)
+def test_layout(sizes: str, extra: tuple[str, ...], dp: int) -> None:
+    output = trained(sizes, *extra, dp=dp)
+    if "--untie-embeddings-and-output-weights" in extra or "--num-layer-list" in extra:
+        uniform = ",".join("1" for _ in sizes.split(","))
+        assert_same(output, numbers(trained(uniform, *extra, dp=dp)))
+    else:
+        assert_same(output, reference(sizes, *extra, dp=dp))
+
+
+def test_u_shape() -> None:
+    extra = ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1")
+    assert_same(trained("1,2", *extra), numbers(trained("1,1", *extra)))
+
+
+def test_two_lines_after_the_adaptor(tmp_path: Path) -> None:
+    source = (Path(TREES["VTP_MINDSPEED_LLM"]) / "pretrain_gpt.py").read_text()
+    line = "from mindspeed_llm import megatron_adaptor\n"
+    assert line in source
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(source.replace(line, f"{line}import vtp_plugin; vtp_plugin.apply()\n"))
+    assert_same(trained("1,2", *PER_TOKEN, script=script, is_run=False), reference("1,2", *PER_TOKEN))
+
+
+def test_a_refused_feature_names_its_flag() -> None:
+    code, output = start("1,2", "--optimize-send-recv-comm")
+    assert_one_line(code, output)
+    assert re.search(r"--optimize-send-recv-comm with --vtp-size-list 1,2; .*leave it out", output), output[-4000:]

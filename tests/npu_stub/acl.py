@@ -1,0 +1,1 @@
+"""Stands for CANN's acl, which MindSpeed-LLM imports."""

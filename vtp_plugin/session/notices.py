@@ -1,0 +1,41 @@
+"""What a run says of its patches: that they come too late, and what they do not reach."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from vtp_plugin import log
+from vtp_plugin.errors import PatchError
+from vtp_plugin.hosts import host_named
+
+if TYPE_CHECKING:
+    from vtp_plugin.session import Session
+
+
+def warn_of_untried(name: str) -> None:
+    """Say, on one rank, what was never run with this Megatron."""
+    untried = host_named(name).untried
+    if untried and os.environ.get("RANK", "0") == "0":
+        log.warning(f"not yet run with Megatron {name}: {untried}; compare your first steps with a uniform run")
+
+
+def warn_of_unreached(session: Session) -> None:
+    """Name what still holds a function of Megatron that was replaced."""
+    places = [place for applied in session.applied for place in applied.unreached]
+    if places:
+        rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
+        log.warning(
+            f"taken from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; what uses "
+            "these goes past the plugin: move vtp_plugin.apply() above the lines that take them"
+        )
+
+
+def refuse_late() -> None:
+    """Refuse to patch a Megatron whose groups exist already: they have the sizes of a uniform run."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        raise PatchError(
+            "Megatron's parallel_state is already initialised; call vtp_plugin.apply() before initialize_model_parallel"
+        )
