@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any, Final
 
 _ADAPTOR: Final = re.compile(r"mindspeed(_\w+)?(\.\w+)*\.megatron_adaptor(_v2)?")
-ORDER: Final = (
-    "from mindspeed_llm import megatron_adaptor (or import mindspeed.megatron_adaptor), then vtp_plugin.apply()"
+TOO_LATE: Final = (
+    "MindSpeed's adaptor is imported after vtp_plugin.apply(), which has loaded Megatron already; the order that "
+    "works: import mindspeed.megatron_adaptor (or from mindspeed_llm import megatron_adaptor), vtp_plugin.apply(); or "
+    "start the script with python -m vtp_plugin run"
 )
-"""The order that works, for messages."""
 
 
 def is_adaptor(module: str) -> bool:

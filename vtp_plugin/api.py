@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vtp_plugin.adaptor import ORDER, ImportWatch
+from vtp_plugin.adaptor import TOO_LATE, ImportWatch
 from vtp_plugin.config import (
     DeviceName,
     DpModeName,
@@ -347,7 +347,4 @@ def _note_failure(error: BaseException, position: str, is_consequence: bool) -> 
 def _refuse_adaptor() -> None:
     """End a run that imports MindSpeed's adaptor after ``apply()``: it needs a Megatron that nobody has loaded."""
     report_failures()
-    raise PatchError(
-        "MindSpeed's adaptor is imported after vtp_plugin.apply(), which has loaded Megatron already; the order that "
-        f"works: {ORDER}; or start the script with python -m vtp_plugin run"
-    )
+    raise PatchError(TOO_LATE)

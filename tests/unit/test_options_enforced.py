@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import host_name
 from tests.oracles import megatron_arguments
 from tests.unit.test_options import REFUSED_RULES, command_line
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.options.table.rows import CONFIG_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.session import PlannedRun, Session
 
 MODEL = (
@@ -52,7 +54,7 @@ def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], size
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     monkeypatch.setattr(session.ranks, "agree", agree)
     monkeypatch.setattr(arguments, "open_store", lambda *where: None)
-    parse, validate = arguments.records(session, lambda: None)
+    parse, validate = arguments.records(session, load_host(host_name()), lambda: None)
     try:
         validate.build(validated)(parse.build(megatron.parse_args)())
     finally:
