@@ -78,6 +78,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
         refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
     records: tuple[Record, ...] = (
         host.exchange_record(session),
+        *host.group_records(),
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
     )

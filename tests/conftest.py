@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
-from tests.hosts import host_name, reason_to_skip
+from tests.hosts import host_name, reason_to_skip, use_tree
 from tests.pool import Pool
+
+use_tree()
 
 # Every connection to a rendezvous store has the resolver look up the name of 127.0.0.1, where /etc/hosts does not help:
 # a name server that drops one of many such queries in a row costs its timeout each time, five seconds by default.

@@ -38,14 +38,17 @@ from tests.pool_worker import serve
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = "tests.pool_preload"
 # Of every process of a test: one thread, gloo on the loopback device, no accelerator in sight.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "CUDA_VISIBLE_DEVICES": "",
+    # Nothing is compiled, but torch 2.7 starts processes that would compile, in every rank.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    # Megatron 0.12 asks for it on every device.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of every phase of a job: jobs take seconds, but twelve ranks beside twenty busy processes minutes

@@ -202,16 +202,19 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
     layout, platform = planned.layout, planned.platform
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     leaders_group = open_leaders_group(layout, platform, planned.config.timeout_s)
-    for name, has_shares in zip(_GROUPS, (False, True), strict=True):
-        if not hasattr(parallel_state, name):
-            continue  # in 0.12 the shares of the distributed optimizer are summed over the world
-        group = ModelGroup(
+    whole, shares = (
+        ModelGroup(
             layout, dist.get_rank(), whole_stage_group=stage_group, leaders_group=leaders_group, has_shares=has_shares
         )
+        for has_shares in (False, True)
+    )
+    whole.shares = shares
+    for name, group in zip(_GROUPS, (whole, shares), strict=True):
         # torch and Megatron look a group up in these tables; a ModelGroup is no group that torch made.
         writes["_pg_map"].put(_pg_map[stage_group], key=group)
         writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
-        writes[name].put(group)
+        if hasattr(parallel_state, name):
+            writes[name].put(group)
 
 
 def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_size: int) -> dict[str, object]:

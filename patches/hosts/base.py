@@ -58,8 +58,10 @@ class MegatronHost(ABC):
                 if not isinstance(record, PatchRecord):
                     raise PatchError(f"patch {record.id} is a write, which cannot move; declare one for {self.name}")
                 record = dataclasses.replace(record, target=self.moved[record.id])
-            # Aliases are declared for the newest family. The search finds those of any family by identity.
-            placed.append(record if self.is_newest else dataclasses.replace(record, aliases=()))
+            if record.aliases and not self.is_newest:
+                # Declared for the newest family. The search finds those of any family by identity.
+                record = dataclasses.replace(record, aliases=())
+            placed.append(record)  # a write as it is: patches put values by this very record
         return tuple(placed)
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
@@ -68,6 +70,10 @@ class MegatronHost(ABC):
 
     def cpu_records(self) -> tuple[PatchRecord, ...]:
         """Give records without which this family does not run on CPU, beyond those of all families."""
+        return ()
+
+    def group_records(self) -> tuple[PatchRecord, ...]:
+        """Give records that lead sums over the model to our groups, beyond those of all families."""
         return ()
 
     @abstractmethod

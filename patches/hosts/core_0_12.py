@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +23,7 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.model_group import ModelGroup
 from vtp_plugin.session import Session
 from vtp_plugin.undo import Name, UndoStack
 
@@ -42,7 +44,7 @@ class Host(OlderHost):
     }
     absent = {
         **OlderHost.absent,
-        "H4c3": "the shares of the distributed optimizer are summed over the world",
+        "H4c3": "the distributed optimizer gives the group itself, which H4e replaces",
         "U3": "the caller's chunk is known: the first one gets tokens, the last one labels and mask",
         "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
     }
@@ -55,6 +57,26 @@ class Host(OlderHost):
                 build=wrap_with(_quantize),
                 why="without Transformer Engine it fails in every step of the distributed optimizer, also where no "
                 "parameter is FP8; with it, it returns at once then",
+                remove_when="Megatron 0.12 is no longer supported",
+            ),
+            PatchRecord(
+                id="P9",
+                target="megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
+                build=wrap_with(_mend_fp8),
+                why="without Transformer Engine, whose version it asks for, it fails at every load of a distributed "
+                "checkpoint; there are no FP8 parameters then",
+                remove_when="Megatron 0.12 is no longer supported",
+            ),
+        )
+
+    def group_records(self) -> tuple[PatchRecord, ...]:
+        return (
+            PatchRecord(
+                id="H4e",
+                target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
+                build=wrap_with(_group_of_shares),
+                why="it is the world, whose sums cross between sites on many links; H4c3 is this group in later "
+                "families",
                 remove_when="Megatron 0.12 is no longer supported",
             ),
         )
@@ -226,6 +248,18 @@ def _load_in_passes(
     loaded = original(strategy, first, checkpoint_dir)
     # On ranks that have nothing twice as well: loading is collective.
     return merge(loaded, original(strategy, again, checkpoint_dir))
+
+
+def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
+    """Run `fix_fp8_params_lose_precision_when_loading_dist_ckpt` where there is a Transformer Engine."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        original(state)
+
+
+def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimizer: Any) -> dist.ProcessGroup | None:
+    """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks."""
+    group = parallel_state.get_model_parallel_group()
+    return group.shares if isinstance(group, ModelGroup) else original(optimizer)
 
 
 def _communicate(

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.lines import error_line
 from tests.pace import pace
-from tests.pool import ENVIRONMENT, HOST, ROOT, free_port
+from tests.pool import ENVIRONMENT, HOST, free_port
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
-_ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+_ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": PYTHON_PATH}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from tests.hosts import fitted, host_name
+
 Plugin = Literal["on", "forced", "reverted", "stock"]
 
 HIDDEN = 24
@@ -39,6 +41,7 @@ class Case:
         vpp: model chunks per stage; 2 and more use the interleaved schedule.
         vpp_group_size: microbatches that a chunk takes in a row; Megatron's default is the number of stages.
         layers_per_chunk: transformer layers of every chunk.
+        hidden: size of the hidden states.
         layers: makes the pipeline U-shaped: layers of the edge's first part, of every cloud stage, of the edge's last.
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
             "reverted" trains with the plugin, takes it back and then trains as stock.
@@ -81,6 +84,7 @@ class Case:
     vpp: int = 1
     vpp_group_size: int | None = None
     layers_per_chunk: int = 1
+    hidden: int = HIDDEN
     layers: tuple[int, ...] = ()
     plugin: Plugin = "on"
     schedule: Literal["stock", "planned"] = "stock"
@@ -390,10 +394,12 @@ class Runs:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._host = host_name()
         self._kept: dict[Case, Run] = {}
 
     def run(self, case: Case) -> Run:
         """Train and put the result together."""
+        case = fitted(case, self._host)
         ranks = self._pool.run(case.world_size, "tests.multiproc.core_job:train", {"case": case})
         return assemble(case, ranks)
 
@@ -405,7 +411,7 @@ class Runs:
 
     def oracle(self, case: Case) -> Run:
         """Give the uniform run that ``case`` must equal."""
-        return self.kept(oracle_of(case))
+        return self.kept(oracle_of(fitted(case, self._host)))
 
 
 Row = Mapping[str, object]

@@ -322,8 +322,9 @@ def _config(case: Case) -> TransformerConfig:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=case.num_layers,
-        hidden_size=HIDDEN,
+        hidden_size=case.hidden,
         num_attention_heads=HEADS,
+        kv_channels=HIDDEN // HEADS,
         ffn_hidden_size=FFN,
         add_bias_linear=case.has_bias,
         hidden_dropout=0.0,

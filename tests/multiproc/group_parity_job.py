@@ -45,6 +45,7 @@ def _build(
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    before = _state()
     arguments = dict(sizes)
     if with_plugin:
         tp = arguments.pop("tensor_model_parallel_size")
@@ -63,19 +64,20 @@ def _build(
         parallel_state.initialize_model_parallel(**arguments)
         if with_plugin:
             assert vtp_plugin.is_vtp_enabled()
-        return calls, {name: _shown(value) for name, value in vars(parallel_state).items() if _is_state(name)}
+        return calls, {name: _shown(value) for name, value in _state().items()}
     finally:
         dist.new_group = original
         parallel_state.destroy_model_parallel()
-        # Not reset by Megatron.
-        parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
-        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
         vtp_plugin.revert()
+        # Megatron does not reset all of it.
+        vars(parallel_state).update(before)
         dist.destroy_process_group()
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith("_") and name.isupper()
+def _state() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def _shown(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.distributed_c10d import _pg_group_ranks, _pg_map
 
 import vtp_plugin
@@ -84,7 +85,7 @@ def _reduce(num_stages: int) -> Reduced:
     groups = _groups_of(recorder)
     shares = torch.tensor([1])
     with Recorder(detect("cpu")) as recorder:
-        dist.all_reduce(shares, group=parallel_state.get_intra_distributed_optimizer_instance_group())
+        dist.all_reduce(shares, group=_group_of_shares())
     assert _groups_of(recorder) == groups
     spoiled, agreed = [], []
     for where in range(num_stages):
@@ -111,6 +112,14 @@ def _reduce(num_stages: int) -> Reduced:
         members=dist.get_process_group_ranks(group),
         error=error,
     )
+
+
+def _group_of_shares() -> dist.ProcessGroup | None:
+    """Give the group over which the distributed optimizer sums what its shards count."""
+    if hasattr(parallel_state, "get_intra_distributed_optimizer_instance_group"):
+        return parallel_state.get_intra_distributed_optimizer_instance_group()
+    # Megatron 0.12 asks its optimizer, whose answer depends on nothing in it.
+    return DistributedOptimizer.get_grad_stats_parallel_group(None)  # pyright: ignore[reportArgumentType]
 
 
 def _groups_of(recorder: Recorder) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Arguments and results of runs of ``examples/pretrain_gpt.py``; no torch, so that the tests import it for nothing."""
+"""Arguments and results of runs of a training script; no torch, so that the tests import it for nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.hosts import example_script, vocab_size
 from tests.lines import error_line
-from tests.pool import ROOT, TIMEOUT_S, Pool
+from tests.pool import TIMEOUT_S, Pool
 
-EXAMPLE = str(ROOT / "examples" / "pretrain_gpt.py")
+EXAMPLE = example_script()
 JOB = "tests.multiproc.script_job:run_script"
 TOLERANCE = 1e-5
 
+VOCAB = vocab_size()
 # 12 heads divide by 1, 2, 3 and 4. The distributed optimizer's checkpoints fail in Megatron itself when the last
 # parameter of a bucket is no multiple of 64. One log line per step, no evaluation, no processes that load data.
 _OPTIONS = {
@@ -34,7 +36,7 @@ _OPTIONS = {
     "--eval-iters": "0",
     "--mock-data": "",
     "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": "60",
+    "--vocab-size": str(VOCAB),
     "--num-workers": "0",
     "--transformer-impl": "local",
     "--attention-dropout": "0",

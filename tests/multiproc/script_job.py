@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import re
@@ -32,7 +33,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models import backends
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
 
@@ -43,12 +43,13 @@ from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
 
-# Imported once in the worker, so that the runs need not do it.
+# Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text",
+    "megatron.legacy.model",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.training.checkpointing",
@@ -58,7 +59,8 @@ for _name in (
     "vtp_plugin.runtime.communicator",
     "vtp_plugin.session",
 ):
-    importlib.import_module(_name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 # The dataset that Megatron makes up has 100,000 documents; building its index takes longer than training here.
 gpt_dataset.MockGPTLowLevelDataset.size = 100
@@ -113,7 +115,7 @@ def run_script(
             os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
             if "--save" in arguments:
                 # Megatron's default is a fresh interpreter behind this queue: four seconds of a core for every rank.
-                filesystem_async.get_write_results_queue("fork")
+                filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
         # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.
@@ -148,7 +150,8 @@ def _run_stock(script: str, arguments: Sequence[str]) -> None:
 
     session = Session(VtpConfig(device="cpu"))
     session.choose_platform()
-    apply_records(platform_records(session, load_host("0.19")), find_host()[1].version)
+    host, megatron = find_host()
+    apply_records(platform_records(session, load_host(host.name)), megatron.version)
     sys.argv = [script, *arguments, "--distributed-backend", "gloo"]
     runpy.run_path(script, run_name="__main__")
 
@@ -276,6 +279,8 @@ def _note_samples(facts: dict[str, Any]) -> Callable[[], None]:
 
 def _cut_sequences(facts: dict[str, Any]) -> None:
     """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
+    from megatron.core.models import backends
+
     backends.DotProductAttention = GatheredAttention
     original = tensor_parallel.broadcast_data
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.ranks import ROOT, Run, Server, run
+from tests.hang.ranks import Run, Server, run
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.lines import error_line
 from tests.trees import lay_megatron, lay_torch
 from vtp_plugin.hosts import HOSTS
@@ -155,7 +156,7 @@ def run_script(tmp_path: Path, source: str, *options: str) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, *options, str(script)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RANK": "3"},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": "", "RANK": "3"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import ENVIRONMENT, ROOT
+from tests.hosts import PYTHON_PATH, ROOT
+from tests.pool import ENVIRONMENT
 
 STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
 
@@ -25,7 +26,7 @@ def _losses_and_norms(processes: dict[str, subprocess.Popen[str]], logs: dict[st
 
 
 def test_unequal_stages_print_what_the_uniform_list_prints(tmp_path: Path) -> None:
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     processes: dict[str, subprocess.Popen[str]] = {}
     logs = {sizes: tmp_path / f"{sizes}.log" for sizes in ("1,1", "1,2")}

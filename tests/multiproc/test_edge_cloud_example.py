@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import ROOT, free_port
+from tests.hosts import PYTHON_PATH, ROOT
+from tests.pool import free_port
 
 pytestmark = pytest.mark.full
 
 
 def _run(folder: Path, steps: int) -> dict[str, str]:
     """Start both sites at once and return what each printed."""
-    known = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "STEPS": str(steps), "MASTER_PORT": str(free_port())}
+    known = {"PYTHON": sys.executable, "PYTHONPATH": PYTHON_PATH, "STEPS": str(steps), "MASTER_PORT": str(free_port())}
     known |= {"EDGE_DIR": str(folder / "edge"), "CLOUD_DIR": str(folder / "cloud"), "GLOO_SOCKET_IFNAME": "lo"}
     sites = ("edge", "cloud")
     logs = {site: folder / f"{site}-{steps}.log" for site in sites}

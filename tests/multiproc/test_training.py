@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.multiproc.script_cases import (
     EXAMPLE,
     MODEL,
+    VOCAB,
     ScriptRun,
     arguments,
     assert_same_training,
@@ -27,7 +30,7 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import ROOT, Pool
+from tests.pool import Pool
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +239,7 @@ def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) ->
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     target = ["-m", "vtp_plugin", "run", str(script)] if form == "run" else [str(script)]
     command = [*launcher, *target, *arguments("1,2", extra=["--save", str(tmp_path / "saved"), "--save-interval", "4"])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.count("hello from beside") == 3
@@ -257,5 +260,6 @@ def test_vocabulary_hint_is_true(pool: Pool) -> None:
     command[-1] = hint.group(1)
     others = succeeded(launch(pool, 2, {"arguments": [*command, "--vtp-size-list", "1,1"]}))
     padded = [re.findall(r"padded vocab .*new size: (\d+)", group[0].output) for group in (runs, others)]
-    assert padded == [["70"], ["70"]]
+    # One token more, the end of a document, then up to a multiple of 7 x 2.
+    assert padded == [[str(math.ceil((VOCAB + 1) / 14) * 14)]] * 2
     assert_same_training(runs, others)

@@ -134,7 +134,8 @@ class Recorder(TorchDispatchMode):
             root = arguments.get("root_rank")
             peer = None if root is None else group.ranks[root]
             memory = {} if name in _WITHOUT_SIZE else self._memory(arguments[_MEMORY_OF[name]])
-            if "reduce_op" in arguments:
+            # Before 2.8 torch shows the operation to nobody.
+            if "reduce_op" in arguments and hasattr(ReduceOp, "unbox"):
                 name = f"{name} {ReduceOp.unbox(arguments['reduce_op']).op.name.lower()}"
             self._add(Kind.COLLECTIVE, name=name, group=group, peer=peer, handle=handle, **memory)
         if handle not in self._open_works:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import vtp_plugin
-from tests.import_rules import ROOT
+from tests.hosts import PYTHON_PATH
 from vtp_plugin.errors import PatchError
 from vtp_plugin.failure import FailureHook
 
@@ -62,7 +62,7 @@ def run_python(folder: Path, *words: str, env: dict[str, str] | None = None) -> 
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, **WORLD_OF_ONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, **WORLD_OF_ONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHON_PATH, **(env or {})},
         timeout=600,
         check=False,
         capture_output=True,

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.hosts import PYTHON_PATH
 from tests.import_rules import ROOT, sources
 
 # One process runs all cases, since importing torch takes seconds; it prints the name of each and what came of it.
@@ -105,7 +106,7 @@ for name, run in CASES.items():
 
 
 def test_checks_refuse_without_asserts() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-O", "-W", "ignore", "-c", CASES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=env)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import vtp_plugin
+from tests.hosts import PYTHON_PATH
 from tests.import_rules import ROOT
 from tests.lines import error_line
 from vtp_plugin.boundary.draw import draw_pipeline
@@ -77,7 +78,7 @@ def run_cli(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comple
     return subprocess.run(
         [sys.executable, "-m", "vtp_plugin", *arguments],
         cwd=cwd,
-        env={**os.environ, **hidden, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **hidden, "PYTHONPATH": PYTHON_PATH, **environment},
         timeout=600,
         check=False,
         capture_output=True,
@@ -536,7 +537,7 @@ print(kept, after is before, sys.excepthook is hook)
 
 def test_doctor_leaves_nothing_behind_and_names_what_does_not_apply(tmp_path: Path) -> None:
     (tmp_path / "trouble.py").write_text(TROUBLE)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "trouble.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, timeout=600, check=False, capture_output=True, text=True

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 from scripts.make_docs import stale
+from tests.hosts import PYTHON_PATH
 from tests.import_rules import ROOT
 
 
 def test_generated_docs_are_fresh() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "scripts/make_docs.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.doc_commands import DOCUMENTS, Command, commands
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.oracles import megatron_parser
-from tests.pool import ENVIRONMENT, ROOT
+from tests.pool import ENVIRONMENT
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.hosts import HOSTS
@@ -113,7 +114,7 @@ def test_the_reader_finds_commands() -> None:
 @pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
 def test_first_run_of_the_readme(command: Command) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.words[1:]]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(
         words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250
     )

@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.pool import ROOT, free_port
+from tests.hosts import PYTHON_PATH
+from tests.pool import free_port
 from vtp_plugin.runtime.error_file import write_error_file
 
 
@@ -39,7 +40,7 @@ def test_torchrun_shows_our_line(tmp_path: Path) -> None:
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"),
             *(f"--master-port={free_port()}", str(script)),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=600,

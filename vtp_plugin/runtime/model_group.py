@@ -25,6 +25,9 @@ class ModelGroup(dist.ProcessGroup):
     members call these three ordinary collectives of ordinary groups in one order, so this group hangs only where those
     would. Its ``rank`` and ``size`` are those of one replica's group, because Megatron names optimizer states by that
     rank. torch does not know this class: its caller enters it where torch looks up backends and ranks.
+
+    Attributes:
+        shares: the group that sums such shares; None on that group itself.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ModelGroup(dist.ProcessGroup):
             leaders_group: the first rank of every stage; None on other ranks.
             has_shares: replicas of a stage hold different numbers (distributed optimizer), so all count.
         """
+        self.shares: ModelGroup | None = None
         own = layout.coord(rank)
         replica = layout.model_ranks(own.dp_rank, own.cp_rank)
         super().__init__(replica.index(rank), len(replica))
