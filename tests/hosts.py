@@ -75,6 +75,11 @@ _OLDER: dict[str, str] = {
 LEFT_OUT: dict[str, dict[str, str]] = {
     "0.12": {
         **_OLDER,
+        "tests/multiproc/test_parity.py::test_parity[2,3 vpp=2 tied optimizer=adam distributed-optimizer "
+        "overlap-grad-reduce overlap-param-gather dtype=bf16": "in the sizes that it needs, see fitted(), bf16 rounds "
+        "gradient norms by 3 %",
+        "tests/multiproc/test_training_bad_input.py::test_sizes_and_options_are_refused[vocabulary": "it has no "
+        "--padded-vocab-size",
         "tests/multiproc/test_u_shape.py::test_equals_the_sequential_model[1,1 dp=2": "a tied embedding with the "
         "distributed optimizer fails in Megatron itself, with the sizes of these tests",
     },
@@ -100,6 +105,16 @@ def has_training() -> bool:
     return importlib.util.find_spec("megatron.training") is not None
 
 
+def stock_flags() -> tuple[str, ...]:
+    """Return flags that Megatron's own schedules need; over gloo those of 0.12 may use a tensor before it is there."""
+    return ("--no-overlap-p2p-communication",) if host_name() == "0.12" else ()
+
+
+def is_usual(warning: str) -> bool:
+    """Tell whether Megatron says so of uniform stages too: 0.12 compares the order of the optimizer's groups."""
+    return host_name() == "0.12" and "'param_groups'" in warning and "'args'" not in warning
+
+
 def vocab_size() -> int:
     """Return the size of the vocabulary that scripts are given; documents that Megatron 0.12 makes up count to 4095."""
     return 4127 if host_name() == "0.12" else 60
@@ -119,7 +134,7 @@ def fitted(case: Any, host: str) -> Any:
     multiple of 128 elements; the embedding itself begins at one of 64, and ends at an assertion where that is another
     place. With these sizes all parameters end at multiples of 128.
     """
-    if host == "0.12" and case.tied and case.distributed_optimizer:
+    if host == "0.12" and case.tied and case.distributed_optimizer and case.load is None:
         return dataclasses.replace(case, hidden=128, has_bias=False)
     return case
 

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,9 +182,11 @@ class Host(OlderHost):
         return all(form in (None, "fully_sharded_model_space") for form in forms)
 
     def loaded_iteration(self, load_dir: str) -> int:
-        from megatron.training.checkpointing import get_checkpoint_tracker_filename, read_metadata
+        from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
-        return read_metadata(get_checkpoint_tracker_filename(load_dir))[0]
+        # Not by Megatron's read_metadata(): all ranks meet in it, and only those without a file of their own come here.
+        text = Path(get_checkpoint_tracker_filename(load_dir)).read_text().strip()
+        return int(text) if text.isdigit() else 0
 
     def token_group(self) -> dist.ProcessGroup:
         # A loss function of this family gives the number of tokens of all context-parallel ranks.

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import ROOT, free_port
+from tests.hosts import ROOT
+from tests.pool import free_port
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.runtime.monitor import Monitor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.hosts import example_script, vocab_size
+from tests.hosts import example_script, stock_flags, vocab_size
 from tests.lines import error_line
 from tests.pool import TIMEOUT_S, Pool
 
@@ -97,6 +97,7 @@ def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str
         *("--train-iters", "4"),
         *("--vtp-device", device),
         *("--vtp-size-list", sizes),
+        *(stock_flags() if len(set(sizes.split(","))) == 1 else ()),
         *extra,
     ]
 

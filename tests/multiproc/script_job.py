@@ -130,7 +130,9 @@ def run_script(
 def _run_command(script: str, arguments: Sequence[str]) -> None:
     from vtp_plugin.cli import main
 
-    main(["run", script, *arguments])
+    words = ["run", script, *arguments]
+    sys.argv = ["vtp_plugin", *words]
+    main(words)
 
 
 def _run_with_apply(script: str, arguments: Sequence[str], kwargs: Mapping[str, Any]) -> None:
@@ -279,9 +281,9 @@ def _note_samples(facts: dict[str, Any]) -> Callable[[], None]:
 
 def _cut_sequences(facts: dict[str, Any]) -> None:
     """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
-    from megatron.core.models import backends
-
-    backends.DotProductAttention = GatheredAttention
+    for name in ("megatron.core.models.backends", "megatron.core.models.gpt.gpt_layer_specs"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name).DotProductAttention = GatheredAttention
     original = tensor_parallel.broadcast_data
 
     def broadcast_data(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:

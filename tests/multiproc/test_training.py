@@ -30,7 +30,7 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.pool import ENVIRONMENT, Pool
 
 
 @pytest.fixture(scope="module")
@@ -229,17 +229,18 @@ TWO_LINES = "import vtp_plugin; vtp_plugin.apply()\n"
 def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) -> None:
     """A script that imports a module beside it, and saves, so that children import it again."""
     text = Path(EXAMPLE).read_text()
-    first_import = text.index("from collections.abc")
+    first_import = re.search(r"^(import|from (?!__future__))", text, re.MULTILINE)
+    assert first_import is not None
     script, sibling = tmp_path / "pretrain.py", tmp_path / "sibling_of_pretrain.py"
     lines = "from sibling_of_pretrain import greet\n" + (TWO_LINES if form == "apply" else "")
-    script.write_text(
-        text[:first_import] + lines + text[first_import:].replace("    datasets_p", "    greet()\n    datasets_p", 1)
-    )
+    main = 'if __name__ == "__main__":\n'
+    body = text[first_import.start() :].replace(main, f"{main}    greet()\n")
+    script.write_text(text[: first_import.start()] + lines + body)
     sibling.write_text("def greet():\n    print('hello from beside', flush=True)\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     target = ["-m", "vtp_plugin", "run", str(script)] if form == "run" else [str(script)]
     command = [*launcher, *target, *arguments("1,2", extra=["--save", str(tmp_path / "saved"), "--save-interval", "4"])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH, "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.count("hello from beside") == 3

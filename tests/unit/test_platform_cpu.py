@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.pool import ENVIRONMENT, ROOT, run_code
+from tests.hosts import ROOT
+from tests.pool import ENVIRONMENT, run_code
 
 STEPS = 3
 

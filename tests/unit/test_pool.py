@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import ROOT
 from tests.pace import pace
-from tests.pool import HOST, ROOT, TIMEOUT_S, Pool, PoolError, free_port
+from tests.pool import HOST, TIMEOUT_S, Pool, PoolError, free_port
 
 JOBS = "tests.pool_jobs"
 
