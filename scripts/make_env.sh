@@ -14,10 +14,11 @@ looked_for=()
 # packages, no_deps: what pip installs, and what it installs without dependencies.
 case $host in
     0.12) # torch is exact: it is the version that MindSpeed's users have. Megatron's metadata asks for wandb,
-          # tensorstore, nvidia-modelopt and others that it does not import.
-        pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' numpy psutil) no_deps=('megatron-core>=0.12.1,<0.13') ;;
+          # tensorstore, nvidia-modelopt and others that it does not import. Its checkpoints need numpy 1. six and what
+          # follows, here and below: NVIDIA's script and megatron.training of a tree import them.
+        pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' 'numpy<2' psutil six regex einops pyyaml) no_deps=('megatron-core>=0.12.1,<0.13') ;;
     0.16) # the oldest torch that its wheels allow
-        pythons=(11 10 12) packages=('.[demo,test,host-0-16]' 'torch>=2.6,<2.7') no_deps=() ;;
+        pythons=(11 10 12) packages=('.[demo,test,host-0-16]' 'torch>=2.6,<2.7' six regex einops pyyaml pydantic) no_deps=() ;;
     0.19)
         pythons=(12 13) packages=('.[demo,dev,host-0-19]') no_deps=() ;;
     *)

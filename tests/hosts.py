@@ -52,6 +52,7 @@ _OLDER: dict[str, str] = {
     "tests/multiproc/test_measured_order.py": UNTRIED,
     "tests/multiproc/test_ordering.py": UNTRIED,
     "tests/multiproc/test_packed.py": UNTRIED,
+    "tests/multiproc/test_log.py::test_each_site_of_a_u": UNTRIED,
     "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
     "tests/multiproc/test_u_training.py": UNTRIED,
     "tests/multiproc/test_u_traps.py": UNTRIED,
@@ -75,6 +76,9 @@ _OLDER: dict[str, str] = {
 LEFT_OUT: dict[str, dict[str, str]] = {
     "0.12": {
         **_OLDER,
+        "tests/multiproc/test_checkpoint.py::test_random_states_of_another_list": "it ends, and names --no-load-rng",
+        "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-distributed]": "torch refuses the plan of this "
+        "save, in the sizes of these tests; stock Megatron has not been tried",
         "tests/multiproc/test_parity.py::test_parity[2,3 vpp=2 tied optimizer=adam distributed-optimizer "
         "overlap-grad-reduce overlap-param-gather dtype=bf16": "in the sizes that it needs, see fitted(), bf16 rounds "
         "gradient norms by 3 %",
@@ -106,8 +110,18 @@ def has_training() -> bool:
 
 
 def stock_flags() -> tuple[str, ...]:
-    """Return flags that Megatron's own schedules need; over gloo those of 0.12 may use a tensor before it is there."""
-    return ("--no-overlap-p2p-communication",) if host_name() == "0.12" else ()
+    """Return flags that Megatron's own schedules need; over gloo older ones may use a tensor too early."""
+    return ("--no-overlap-p2p-communication",) if host_name() in ("0.12", "0.16") else ()
+
+
+def resharding_flags() -> tuple[str, ...]:
+    """Return flags with which a script goes on in another list; without them Megatron 0.12 ends, and names them."""
+    return ("--no-load-rng",) if host_name() == "0.12" else ()
+
+
+def prints_first_step() -> bool:
+    """Tell whether the line of the second step holds the mean of two; Megatron 0.12 prints no line early."""
+    return host_name() != "0.12"
 
 
 def is_usual(warning: str) -> bool:

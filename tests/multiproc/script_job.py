@@ -348,8 +348,9 @@ def _definitions() -> dict[tuple[str, str], tuple[object, object]]:
 _CODE = (types.FunctionType, types.BuiltinFunctionType, property, staticmethod, classmethod)
 
 
-# torch._dynamo replaces these when it is first used, whoever uses it.
+# torch replaces these itself: _dynamo when it is first used, whoever uses it, and an optimizer when the first is made.
 _DYNAMO = {f"torch.nn.modules.module.Module.{name}" for name in ("__init__", "__setstate__")}
+_DYNAMO |= {f"torch.optim.{name}.step" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD")}
 
 
 def _changed(before: Mapping[tuple[str, str], tuple[object, object]]) -> list[str]:

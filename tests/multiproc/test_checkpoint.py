@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import is_usual
+from tests.hosts import is_usual, resharding_flags
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -166,7 +166,7 @@ def test_load_into_another_list(
 ) -> None:
     """Weights and optimizer states of any list go on in any other."""
     folder, whole = written(source, extra, dp=dp, stock=stock)
-    runs = _resume(pool, folder, target, extra, dp=dp)
+    runs = _resume(pool, folder, target, [*extra, *resharding_flags()], dp=dp)
     assert_same_training(runs, whole, first=2)
 
 
