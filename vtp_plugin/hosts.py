@@ -77,7 +77,7 @@ HOSTS = (
         below="0.13",
         pythons=("3.10", "3.11"),
         torch="==2.7.1",
-        untried="experts, torch_dist checkpoints of the distributed optimizer, hangs, and the U-shape in scripts",
+        untried="experts, hangs, and the whole grids of options",
         needs_all=False,
     ),
     Host(
@@ -86,7 +86,7 @@ HOSTS = (
         below="0.17",
         pythons=("3.11", "3.10", "3.12"),
         torch=">=2.6,<2.7",
-        untried="Megatron 0.15, experts, hangs, and the U-shape in scripts",
+        untried="Megatron 0.15, experts, hangs, and the whole grids of options",
     ),
     Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )

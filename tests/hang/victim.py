@@ -205,7 +205,8 @@ def save(script: Script, model: Any) -> None:
 
     folder = Path(script.options.folder) / "checkpoint"
     folder.mkdir(exist_ok=True)
-    dist_checkpointing.save(model.module.sharded_state_dict(), str(folder), sharded_strategy=Strategy())
+    strategy = Strategy("torch_dist", 1, thread_count=1)  # the defaults of Megatron 0.19
+    dist_checkpointing.save(model.module.sharded_state_dict(), str(folder), sharded_strategy=strategy)
 
 
 def serve() -> argparse.Namespace:
