@@ -14,6 +14,7 @@ A uniform list leaves Megatron alone. With the same seed it prints the same loss
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -39,6 +40,9 @@ def parse() -> argparse.Namespace:
 
 
 options = parse()
+if options.device == "npu":
+    # It maps torch.cuda onto NPUs and patches Megatron for them.
+    importlib.import_module("mindspeed.megatron_adaptor")
 # First of all: before Megatron is imported, and before init_process_group().
 vtp_plugin.apply(vtp_size_list=options.sizes, device=options.device)
 
@@ -57,7 +61,7 @@ from megatron.core.transformer import TransformerConfig
 
 def start(num_stages: int) -> None:
     """Join the other ranks, make Megatron's groups, and seed."""
-    if options.device == "cuda":
+    if options.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(BACKENDS[options.device])
     # No tensor-parallel size here: the plugin gives each stage its own.

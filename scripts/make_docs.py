@@ -27,6 +27,12 @@ Options that meet the stages' sizes: supported, with the test that shows it, or 
 the way out. `python -m vtp_plugin doctor --verbose` prints the same table. Options that are not listed are not known to
 depend on the sizes.
 """
+ASCEND_INTRO = """\
+# MindSpeed's options with stages of unequal size
+
+What MindSpeed and MindSpeed-LLM add to [Megatron's options](megatron-options.md): supported, or refused at start-up,
+with the reason and the way out. Options that are not listed stay inside a rank or a stage, as far as their code says.
+"""
 SITES_INTRO = """\
 # Arguments that may differ
 
@@ -106,11 +112,13 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 
 def render() -> dict[str, str]:
     """Return the text of every file that is generated, or has generated parts, by its name."""
+    from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
     from vtp_plugin.options.table.show import format_markdown
 
     return {
         "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
         "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
+        "ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
         "architecture.md": _filled("architecture.md", {"layers": _layers()}),

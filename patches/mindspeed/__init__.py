@@ -19,13 +19,8 @@ _BELOW_EXCHANGE = (
     *(f"{_P2P}.P2PCommunicator.{name}" for name in ("_communicate", "_communicate_shapes")),
 )
 """What exchanges tensors between stages: ours runs instead."""
-_SCHEDULES = (
-    f"{_SCHEDULE}.get_forward_backward_func",
-    f"{_SCHEDULE}.forward_backward_pipelining_with_interleaving",
-    f"{_SCHEDULE}.forward_backward_pipelining_without_interleaving",
-    f"{_SCHEDULE}.forward_step",
-    f"{_SCHEDULE}.backward_step",
-)
+_SCHEDULES = (f"{_SCHEDULE}.get_forward_backward_func",)
+"""What a planned schedule goes past. Of the functions below it, MindSpeed-LLM always wraps one, for its --stage."""
 _OWN_U_SHAPE = "mindspeed_llm.core.layerwise_disaggregated_training"
 
 

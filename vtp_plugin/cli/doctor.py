@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import vtp_plugin
+from vtp_plugin.adaptor import has_mindspeed, import_adaptor
+from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
@@ -32,8 +34,8 @@ _LAUNCHER_VARIABLES = (
 )  # fmt: skip
 _PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
-    "Keys of --json: versions; host; platform; interfaces; listening; rendezvous (lines); patches: id, state, target, "
-    "skipped, foreign_wrapper; warnings; problems; exit_code."
+    "Keys of --json: versions; host; mindspeed; platform; interfaces; listening; rendezvous (lines); patches: id, "
+    "state, target, skipped, foreign_wrapper; warnings; problems; exit_code."
 )
 
 
@@ -70,6 +72,7 @@ class _Report:
     def __init__(self) -> None:
         self.versions: dict[str, str] = {}
         self.host = ""
+        self.mindspeed = ""
         self.platform = ""
         self.interfaces: list[str] = []
         self.listening: list[str] = []
@@ -100,6 +103,7 @@ class _Report:
         try:
             self._try_network(rendezvous)
             self._try_platform(device)
+            self._try_mindspeed(device)
             self._try_patches(device)
         except VtpError as error:
             self.problems.append(str(error))
@@ -121,6 +125,15 @@ class _Report:
 
         platform = detect(device)
         self.platform = f"{platform.name}, backend {platform.backend} ({platform.reason})"
+
+    def _try_mindspeed(self, device: DeviceName) -> None:
+        """Import MindSpeed's adaptor, as a script of its does, so that the patches lie around those of MindSpeed."""
+        if not has_mindspeed():
+            return
+        choose_device(device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.mindspeed = import_adaptor()
 
     def _try_patches(self, device: DeviceName) -> None:
         """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
@@ -158,6 +171,8 @@ class _Report:
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
         yield f"host: {self.host}"
+        if self.mindspeed:
+            yield f"MindSpeed: {self.mindspeed}"
         yield f"platform: {self.platform or 'none'}"
         yield f"interfaces: {', '.join(self.interfaces)}"
         yield "a run that is started from here would listen for its ranks on"
@@ -188,6 +203,7 @@ class _Report:
         return {
             "versions": self.versions,
             "host": self.host or None,
+            "mindspeed": self.mindspeed or None,
             "platform": self.platform or None,
             "interfaces": self.interfaces,
             "listening": self.listening,

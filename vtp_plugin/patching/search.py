@@ -26,7 +26,9 @@ _STEPS: Final = 3
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, CellType, staticmethod, classmethod, MethodType)
 _BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
 # Objects of these modules describe code, such as annotations, fields and their caches; nobody calls what they hold.
-_DESCRIBING: Final = frozenset({"builtins", "types", "typing", "dataclasses", "functools", "inspect", "weakref"})
+_DESCRIBING: Final = frozenset(
+    {"builtins", "types", "typing", "dataclasses", "functools", "inspect", "weakref", "mindspeed.patch_utils"}
+)
 _OWN: Final = __name__.partition(".")[0]
 
 

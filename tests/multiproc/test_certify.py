@@ -1,0 +1,45 @@
+"""The script with which owners of devices certify the plugin, tried on CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.device.certify import Outcome, table
+from tests.pool import ROOT, free_port
+
+
+def certify(*words: str) -> tuple[int, str]:
+    """Run the script on this machine's CPU."""
+    command = [sys.executable, str(ROOT / "tests" / "device" / "certify.py"), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--master-port", str(free_port()), "--steps", "3", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_equal_layouts_are_certified() -> None:
+    code, output = certify("--layouts", "1,1", "1,2", "1,1,1,1")
+    assert code == 0, output
+    rows = [line for line in output.splitlines() if line.startswith("| 1,")]
+    assert [row.rsplit(" | ", 1)[1].strip(" |") for row in rows] == ["equal", "equal", "trains"], output
+
+
+def test_what_does_not_fit_or_run_is_named() -> None:
+    code, output = certify("--layouts", "1,1", "1,2", "--devices", "1")
+    assert code == 1
+    assert output.count("needs more than 1 devices on a machine") == 2
+
+
+def test_a_wrong_loss_is_wrong() -> None:
+    class Options:
+        device, machines = "npu", 2
+
+    outcomes = [Outcome("1,1", (2.0, 1.0)), Outcome("1,2", (2.0, 1.001)), Outcome("2,1", (2.0, 1.0))]
+    lines, is_well = table(outcomes, Options())  # type: ignore[arg-type]
+    assert not is_well
+    assert [line.rsplit(" | ", 1)[1] for line in lines[-3:]] == ["equal |", "**wrong** |", "equal |"]
