@@ -7,7 +7,6 @@ Nothing of MindSpeed is imported here.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import sys
@@ -44,20 +43,6 @@ def loaded_adaptor() -> str:
 def has_mindspeed() -> bool:
     """Tell whether MindSpeed can be imported."""
     return importlib.util.find_spec("mindspeed") is not None
-
-
-def import_adaptor() -> str:
-    """Import the adaptor, MindSpeed-LLM's where it is installed, and say what it has done.
-
-    Returns:
-        Its module, its folder, and the number of names that it has patched.
-    """
-    package = "mindspeed_llm" if importlib.util.find_spec("mindspeed_llm") is not None else "mindspeed.megatron_adaptor"
-    importlib.import_module(package)
-    names = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
-    spec = importlib.util.find_spec("mindspeed")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return f"{loaded_adaptor()} ({', '.join(folders)}), {len(names)} names patched"
 
 
 class ImportWatch(MetaPathFinder):

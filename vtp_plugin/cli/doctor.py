@@ -6,6 +6,8 @@ Exit code 0: all is well; 1: problems, each with a line in the report; 2: bad us
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import socket
 import sys
@@ -15,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import vtp_plugin
-from vtp_plugin.adaptor import has_mindspeed, import_adaptor
+from vtp_plugin.adaptor import has_mindspeed, loaded_adaptor
 from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
@@ -133,7 +135,7 @@ class _Report:
         choose_device(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.mindspeed = import_adaptor()
+            self.mindspeed = _import_adaptor()
 
     def _try_patches(self, device: DeviceName) -> None:
         """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
@@ -223,6 +225,20 @@ def _is_replaced(target: str) -> bool:
     value = resolve_target(target).value
     accessor = getattr(value, "fget", None) or getattr(value, "__func__", value)
     return hasattr(accessor, MARKER)
+
+
+def _import_adaptor() -> str:
+    """Import the adaptor, MindSpeed-LLM's where it is installed, and say what it has done.
+
+    Returns:
+        Its module, its folder, and the number of names that it has patched.
+    """
+    package = "mindspeed_llm" if importlib.util.find_spec("mindspeed_llm") is not None else "mindspeed.megatron_adaptor"
+    importlib.import_module(package)
+    names = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
+    spec = importlib.util.find_spec("mindspeed")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return f"{loaded_adaptor()} ({', '.join(folders)}), {len(names)} names patched"
 
 
 def _interfaces() -> Iterator[str]:
