@@ -1,27 +1,65 @@
 """Add the installed Megatron to patches/pins.json: digests of the sources that the patches were written against.
 
-Run it once the patches were read against a version, and its tests pass.
+Run it once the patches were read against a version, and its tests pass; for a host without ``megatron.training`` in its
+wheel, with the path of a Megatron-LM tree in ``PYTHONPATH``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if TYPE_CHECKING:
+    from vtp_plugin.patching import Record
+
+
+def installed_records() -> Sequence[Record]:
+    """Return all records for the Megatron that is installed, as far as it has their modules."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
+        from vtp_plugin.config import VtpConfig
+        from vtp_plugin.hosts import find_host
+        from vtp_plugin.patches import registry
+        from vtp_plugin.patches.hosts import load_host
+        from vtp_plugin.patches.training import training
+        from vtp_plugin.platform.cpu import CpuPlatform
+        from vtp_plugin.session import Session
+
+        family, megatron = find_host()
+        host, session = load_host(family.name), Session(VtpConfig(size_list=(1, 2)))
+        session.platform = CpuPlatform("for the pins")  # not installed: records alone change nothing
+        records = (
+            *registry.argument_records(session, host, lambda: None),
+            *registry.platform_records(session, host),
+            *registry.training_records(session, host),
+            *training.site_records(session),
+            *registry.u_shape_records(session, host),
+        )
+        return [record for record in records if record.fits(megatron.version) and _has_module(record.module)]
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is absent
+        return False
 
 
 def main() -> None:
     """Write the file anew; other versions keep their pins."""
-    from scripts.make_docs import record_sections
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.registry import PINS
     from vtp_plugin.patching.pins import pins_of, read_pins
 
-    host_version = find_host()[1].version
-    records = [record for section in record_sections().values() for record in section if record.fits(host_version)]
-    pins = {**(read_pins(PINS) if PINS.exists() else {}), host_version: pins_of(record.target for record in records)}
+    found = pins_of(record.target for record in installed_records())
+    pins = {**(read_pins(PINS) if PINS.exists() else {}), find_host()[1].version: found}
     PINS.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")
 
 

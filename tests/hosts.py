@@ -65,8 +65,6 @@ _OLDER: dict[str, str] = {
     "tests/unit/test_layout.py::test_explicit_expert_tp": GROUPS,
     "tests/unit/test_layout.py::test_unequal_creation_order": GROUPS,
     "tests/unit/test_layout.py::test_uniform_": GROUPS,
-    "tests/unit/test_pins.py::test_a_changed_target": UNTRIED,
-    "tests/unit/test_pins.py::test_the_installed": UNTRIED,
     "tests/unit/test_plan_counts.py": UNTRIED,
     "tests/unit/test_platform_cpu.py": UNTRIED,
 }

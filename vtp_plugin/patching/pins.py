@@ -61,13 +61,18 @@ def changed_targets(pins: Pins, version: str, found: Mapping[str, str]) -> tuple
     """Name the targets that have changed since the patches were written.
 
     Args:
-        pins: As read from a pin file.
+        pins: As read from a pin file, of the versions that may be compared with the installed one.
         version: Of the installed host; without pins for it, the newest version with pins counts.
         found: The digests of what is installed, as from :func:`pins_of`.
+
+    Returns:
+        A clause for each target; none without pins.
 
     >>> changed_targets({"1.9": {"a:f": "0", "a:g": "1"}}, "1.10", {"a:f": "0", "a:g": "2", "a:h": "3"})
     ('a:g is not as in 1.9', 'a:h has no pin for 1.9')
     """
+    if not pins:
+        return ()
     base = version if version in pins else max(pins, key=Version)
     known = pins[base]
     return tuple(
