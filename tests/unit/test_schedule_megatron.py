@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -46,14 +47,24 @@ def megatrons_order(
     num_stages: int, stage: int, num_chunks: int | None, num_microbatches: int, group_size: int, forward_only: bool
 ) -> list[str]:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    group = SimpleNamespace(size=lambda: num_stages, rank=lambda: stage)
-    total, _, num_warmup, num_remaining = schedules.get_pp_rank_microbatches(
-        num_microbatches,
-        num_chunks or 1,
-        group_size,
-        forward_only=forward_only,
-        p2p_communicator=SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=num_chunks),
-    )
+    count = schedules.get_pp_rank_microbatches
+    options: dict[str, object] = {"forward_only": forward_only}
+    with pytest.MonkeyPatch.context() as patch:
+        if "p2p_communicator" in inspect.signature(count).parameters:
+            group = SimpleNamespace(size=lambda: num_stages, rank=lambda: stage)
+            options["p2p_communicator"] = SimpleNamespace(
+                pp_group=group, virtual_pipeline_model_parallel_size=num_chunks
+            )
+        else:
+            if num_stages == 1:
+                pytest.skip("this Megatron counts for several stages only; with one it runs another schedule")
+            # Megatron 0.12 asks for the sizes of the run.
+            sizes = {"": num_stages, "virtual_": num_chunks}
+            for kind, size in sizes.items():
+                name = f"get_{kind}pipeline_model_parallel_world_size"
+                patch.setattr(schedules.parallel_state, name, lambda size=size: size)
+            patch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
+        total, _, num_warmup, num_remaining = count(num_microbatches, num_chunks or 1, group_size, **options)
     table = schedules.get_schedule_table(num_microbatches, num_chunks or 1, group_size if num_chunks else 1)
     last_chunk = (num_chunks or 1) - 1
     forwards = [f"{chunk * num_stages + stage}F{n}" for n, chunk in table]
