@@ -173,3 +173,52 @@ def test_channels_are_opened_with_buffers_for_their_largest_message() -> None:
 def test_two_ranks_talk_over_a_backend_named_hccl() -> None:
     """Nothing in the platform depends on the backend's name being one that torch knows."""
     run_code(HCCL_ALIAS, world_size=2)
+
+
+EVENTS = (
+    HCCL_ALIAS.partition("    # No torch_npu, no HCCL options")[0]
+    + """
+    from vtp_plugin.runtime.monitor import Monitor
+    from vtp_plugin.runtime.work import TimedWaits
+
+    log, passed = [], []
+
+    class Event:
+        def record(self): log.append("event recorded")
+        def query(self): return bool(passed)
+
+    class Module:
+        Event = Event
+
+    class Host(NpuPlatform):
+        def device(self): return torch.device("cpu")
+        def module(self): return Module
+
+    class Work:
+        def __init__(self, work, name): self.work, self.name = work, name
+        def wait(self):
+            self.work.wait()
+            log.append(self.name)
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monitor = Monitor(store, rank=0, world_size=1, timeout_s=60)
+    waits = TimedWaits(platform=Host("stub"), monitor=monitor)
+    sent, received = torch.full((3,), float(rank)), torch.empty(3)
+    works = [Work(dist.irecv(received, 1 - rank), "received"), Work(dist.isend(sent, 1 - rank), "sent")]
+    waits.wait_for(works, "boundary 0->1, forward, microbatch 0", "rank 1")
+    # The event lies behind both messages on the stream: when it has passed, they have.
+    assert log == ["received", "sent", "event recorded"], log
+    assert received.tolist() == [1.0 - rank] * 3
+    # The host goes on at once; the wait is over when the stream has come so far.
+    assert "waited" in monitor.describe_position()
+    passed.append(True)
+    assert "waited" not in monitor.describe_position(), monitor.describe_position()
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+)
+
+
+def test_an_event_is_recorded_behind_the_wait_for_messages() -> None:
+    """On a stream a wait holds up the device, not the host; the monitor asks the event whether it is over."""
+    run_code(EVENTS, world_size=2)
