@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import ROOT
 from tests.multiproc.script_cases import arguments, num_ranks
-from tests.pool import ROOT
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
 

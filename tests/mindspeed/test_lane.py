@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import host_name
+from tests.hosts import ROOT, host_name
 from tests.mindspeed.test_fake import assert_one_line, assert_same, numbers
 from tests.multiproc.script_cases import num_ranks
-from tests.pool import ROOT
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED", "VTP_MEGATRON_LM")}
 LLM = os.environ.get("VTP_MINDSPEED_LLM", "")

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 from tests.device.certify import Outcome, table
-from tests.pool import ROOT, free_port
+from tests.hosts import ROOT
+from tests.pool import free_port
 
 
 def certify(*words: str) -> tuple[int, str]:
