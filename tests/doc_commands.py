@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
 PROGRAMS = ("torchrun", "python", "make", "pip", "jq")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 # What stands for the reader's own words.
@@ -43,7 +44,7 @@ def joined(path: Path) -> str:
 
 def programs_of_the_project() -> list[Path]:
     """Return the scripts that a document may name."""
-    return [path for folder in ("benchmarks", "examples", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 
 
 def commands(path: Path) -> list[Command]:

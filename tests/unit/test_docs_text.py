@@ -26,7 +26,8 @@ PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
 FOREIGN_FLAGS = {"--dport"}  # of iptables
-WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in ("megatron-options.md", "site-arguments.md")]
+_GENERATED = ("megatron-options.md", "ascend-options.md", "site-arguments.md")
+WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in _GENERATED]
 
 
 def named(paths: list[Path]) -> list[object]:

@@ -254,7 +254,8 @@ def test_of_a_rank_that_was_killed_all_name_that_rank(
     world.monitors[1].post_failure(error)
     world.wait(2, besides=1)
     named = rf"rank {killed} does not answer: ended, was killed or stopped \(noticed by rank 1\); this rank"
-    assert all(re.match(named, text) for rank, text in lines(capfd).items() if rank != 1)
+    found = lines(capfd)
+    assert all(re.match(named, text) for rank, text in found.items() if rank != 1), found
     assert (world.monitors[1].failure or "").startswith(f"rank {killed} does not answer")
 
 
