@@ -53,6 +53,9 @@ class World:
         """Stop a rank's threads as SIGSTOP does: nobody is told."""
         self.monitors[rank]._stopping.set()
         self.monitors[rank]._timer_ends.set()
+        # A thread that is on its way round would answer once more.
+        for thread in self.monitors[rank]._threads:
+            thread.join(timeout=TIMEOUT_S)
 
     def wait(self, num_ended: int, *, besides: int | None = None) -> None:
         """Wait until so many ranks have ended, besides one that has failed itself and may end too, or later."""
