@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
-# Families of Megatron versions: the records are written for the newest.
-NEWEST, OLDER = "0.19", ("0.16", "0.12")
 COLUMNS = ("Id", "Target", "Why there", "Versions", "Remove when")
 
 OPTIONS_INTRO = """\
@@ -294,6 +292,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
         from vtp_plugin.config import VtpConfig
+        from vtp_plugin.hosts import HOSTS
         from vtp_plugin.patches import registry
         from vtp_plugin.patches.hosts import load_host
         from vtp_plugin.patches.training import training
@@ -308,7 +307,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
             return made
 
         on_cpu, on_cuda = session(CpuPlatform("for the table")), session(CudaPlatform("for the table"))
-        host = load_host(NEWEST)
+        host = load_host(HOSTS[-1].name)  # the records are written for the newest family
         everywhere, here = registry.platform_records(on_cuda, host), registry.platform_records(on_cpu, host)
         ids = {record.id for record in everywhere}
         sections = {
@@ -322,11 +321,11 @@ def record_sections() -> dict[str, Sequence[Record]]:
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu, host),
         }
         ids = {record.id for records in sections.values() for record in records}
-        for name in OLDER:
-            older = load_host(name)
+        for family in HOSTS[-2::-1]:
+            older = load_host(family.name)
             records = (*registry.platform_records(on_cuda, older), *registry.training_records(on_cpu, older))
             records += registry.u_shape_records(on_cpu, older)
-            sections[f"Besides, with Megatron {name}"] = [record for record in records if record.id not in ids]
+            sections[f"Besides, with Megatron {family.name}"] = [record for record in records if record.id not in ids]
         return sections
 
 
@@ -342,11 +341,12 @@ def _patches() -> str:
 
 def _target(record: Record) -> str:
     """Return where a record lies, in the newest family and where it is elsewhere in an older one."""
+    from vtp_plugin.hosts import HOSTS
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patching import WriteRecord
 
     lines = [f"`{record.target}`" + (" (write)" if isinstance(record, WriteRecord) else "")]
-    for host in map(load_host, OLDER):
+    for host in (load_host(family.name) for family in HOSTS[-2::-1]):
         target = host.moved.get(record.id, record.target)
         if record.id in host.absent:
             lines.append(f"{host.name}: none, {host.absent[record.id]}")

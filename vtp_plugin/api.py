@@ -244,9 +244,9 @@ def revert() -> None:
     if watch is not None:
         watch.stop()
     platform, _Holder.platform = _Holder.platform, None
-    if platform is not None:
-        platform.uninstall()
     if session is None:
+        if platform is not None:
+            platform.uninstall()
         return
     session.ranks.stop()
     session.on_revert()

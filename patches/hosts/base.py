@@ -42,7 +42,7 @@ class MegatronHost(ABC):
     @property
     def declared_flags(self) -> frozenset[str]:
         """Flags that MindSpeed declares."""
-        return frozenset() if self.mindspeed is None else self.mindspeed.flags()
+        return frozenset() if self.mindspeed is None else self.mindspeed.flags
 
     def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
         """Give the records of this family, with their targets in it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,7 @@ class MindSpeed:
         self._wrappers: dict[str, Callable[[Any], Any]] = {}
         self._feature: Any = None
 
+    @functools.cached_property
     def flags(self) -> frozenset[str]:
         """Return the flags that its features declare."""
         parser = argparse.ArgumentParser(add_help=False)

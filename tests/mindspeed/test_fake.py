@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.hosts import ROOT
+from tests.mindspeed.launcher import launch
 from tests.multiproc.script_cases import arguments, num_ranks
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
@@ -29,25 +28,8 @@ def start(script: Path | str, sizes: str, *extra: str, form: str = "run", world_
         # The list is given to apply(), and the platform with it.
         at = words.index("--vtp-size-list")
         del words[at : at + 2]
-    start = ["-m", "vtp_plugin", "run", str(script)] if form == "run" else [str(script)]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        *start,
-        *words,
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "FAKE_FORM": form},
-    )
-    return done.returncode, done.stdout + done.stderr
+    environment = {"PYTHONPATH": PATH, "FAKE_FORM": form}
+    return launch(script, words, num_ranks=ranks, is_run=form == "run", environment=environment, timeout_s=TIMEOUT_S)
 
 
 def numbers(output: str) -> dict[str, list[float]]:
@@ -85,7 +67,7 @@ def test_trains_as_the_uniform_run(reference: dict[str, list[float]], form: str)
     assert code == 0, output[-6000:]
     assert_same(output, reference)
     # Our replacements lie around the fake's, and both run.
-    (reports) = set(re.findall(r"calls (\[.*?\]) lost (\[.*?\])", output))
+    reports = set(re.findall(r"calls (\[.*?\]) lost (\[.*?\])", output))
     assert reports == {("['initialize_model_parallel', 'validate_args']", "[]")}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import ROOT, host_name
+from tests.mindspeed.launcher import launch
 from tests.mindspeed.test_fake import assert_one_line, assert_same, numbers
 from tests.multiproc.script_cases import num_ranks
 
@@ -76,27 +76,16 @@ def start(sizes: str, *extra: str, dp: int = 1, script: Path | None = None, is_r
         *extra,
     ]
     path = script or own_script(Path(tempfile.mkdtemp()))
-    ranks = num_ranks(sizes, dp)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # MindSpeed calls make, which asks python3-config where the headers of this Python lie.
     tools = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), f"{sys.base_prefix}/bin"]
     trees = [str(tree) for tree in (ROOT, *STUBS, *TREES.values(), LLM) if tree]
     environment = {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join(trees),
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
-        "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    done = subprocess.run(
-        [*launcher, *(["-m", "vtp_plugin", "run"] if is_run else []), str(path), *words],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment,
-        cwd=ROOT,
-    )
-    return done.returncode, done.stdout + done.stderr
+    ranks = num_ranks(sizes, dp)
+    return launch(path, words, num_ranks=ranks, is_run=is_run, environment=environment, timeout_s=TIMEOUT_S)
 
 
 _KNOWN: dict[tuple[object, ...], dict[str, list[float]]] = {}
