@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, local_slices
+from vtp_plugin.boundary.memory import local_slices
+from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat

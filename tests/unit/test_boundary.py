@@ -11,6 +11,7 @@ from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, require_valid
+from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
@@ -19,7 +20,7 @@ from vtp_plugin.boundary.plan import (
     Collective,
     CollectiveKind,
     Transfer,
-    local_slices,
+    plan_divided,
     plan_header,
     plan_rank0,
     plan_sliced,
@@ -303,7 +304,7 @@ class TestSliced:
 
 class TestRegistry:
     def test_names(self) -> None:
-        assert dict(STRATEGIES) == {"rank0": plan_rank0, "sliced": plan_sliced}
+        assert dict(STRATEGIES) == {"rank0": plan_rank0, "sliced": plan_sliced, "divided": plan_divided}
 
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_plans_carry_their_name(self, name: str) -> None:
@@ -474,7 +475,7 @@ class TestCheck:
             ("finish", broadcast(2, 3, 5), "finish broadcast: 5 is not one of the destination ranks (2, 3)"),
             ("finish", gather(2, 3), "finish gather: it completes nothing"),
             ("start", gather(0, 5), "start gather: 5 is not one of the source ranks (0, 1)"),
-            ("start", scatter(0, 1), "start scatter: only a gather can come before the transfers"),
+            ("start", scatter(0, 1), "start scatter: only a gather or a sum can come before the transfers"),
         ],
     )
     def test_misplaced_collective(self, place: str, collective: Collective, problem: str) -> None:

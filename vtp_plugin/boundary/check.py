@@ -28,11 +28,12 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
     """List everything that is wrong with a plan; an empty list proves it.
 
     The proof: sources and destinations are ranks of their spreads; the source of each transfer holds its boxes, after
-    the start; each rank of `plan.dst` gets every element of its boxes exactly once, finish included, and no other
-    element; the members of the finish contribute what it needs (to an all-gather each its even cut of the rows, to a
-    broadcast or scatter only the root anything); a pair of ranks has at most one transfer; no link carries more than
-    the strategy promises (rank0: one transfer between two leaders; sliced: each rank an even share). Each problem is
-    one line; their order is fixed. Malformed ranks or boxes are reported alone, because nothing else can be computed.
+    the start, which adds up what the source's spread says, and nothing else; each rank of `plan.dst` gets every element
+    of its boxes exactly once, finish included, and no other element; the members of the finish contribute what it needs
+    (to an all-gather each its even cut of the rows, to a broadcast or scatter only the root anything); a pair of ranks
+    has at most one transfer; no link carries more than the strategy promises (rank0: one transfer between two leaders;
+    sliced and divided: each rank an even share). Each problem is one line; their order is fixed. Malformed ranks or
+    boxes are reported alone, because nothing else can be computed.
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.boundary.plan import plan_sliced
@@ -74,10 +75,10 @@ def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
         for rank in collective.ranks:
             if rank not in ranks:
                 yield f"{name} {collective.kind}: {rank} is not one of the {side} ranks {ranks}"
-    if plan.start.kind not in (CollectiveKind.NONE, CollectiveKind.GATHER):
-        yield f"start {plan.start.kind}: only a gather can come before the transfers"
-    if plan.finish.kind is CollectiveKind.GATHER:
-        yield "finish gather: it completes nothing"
+    if plan.start.kind not in (CollectiveKind.NONE, CollectiveKind.GATHER, CollectiveKind.SUM):
+        yield f"start {plan.start.kind}: only a gather or a sum can come before the transfers"
+    if plan.finish.kind in (CollectiveKind.GATHER, CollectiveKind.SUM):
+        yield f"finish {plan.finish.kind}: it completes nothing"
 
 
 def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
@@ -95,6 +96,9 @@ def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
 def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
     """Yield every transfer that sends what its source does not have, or a box that spans pieces of its memory."""
     held = _after_start(plan)
+    added = plan.start.groups if plan.start.kind is CollectiveKind.SUM else ()
+    if added != plan.src.summands:
+        yield f"start: the values of {added} are added up, not those of {plan.src.summands}"
     for transfer in plan.transfers:
         for box in transfer.boxes:
             for part in subtract(box, held[transfer.src]):
@@ -106,7 +110,8 @@ def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
 def _after_start(plan: BoundaryPlan) -> dict[int, Sequence[Box]]:
     """Return the boxes that each source rank has after the start."""
     held: dict[int, Sequence[Box]] = {holding.rank: holding.boxes for holding in plan.src.holdings}
-    gathered = {group[0]: [box for rank in group for box in held[rank]] for group in plan.start.groups}
+    groups = plan.start.groups if plan.start.kind is CollectiveKind.GATHER else ()
+    gathered = {group[0]: [box for rank in group for box in held[rank]] for group in groups}
     return {**held, **gathered}
 
 
@@ -194,19 +199,23 @@ def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
         links = [(transfer.src, transfer.dst) for transfer in plan.transfers]
         if links != leaders:
             yield f"strategy rank0 has transfers on the links {links}, not on {leaders}"
-    elif plan.strategy == "sliced":
+    elif plan.strategy in ("sliced", "divided"):
         sides = (
             ("source", plan.src, egress_bytes(plan, itemsize_bytes=1)),
             ("destination", plan.dst, ingress_bytes(plan, itemsize_bytes=1)),
         )
         # Between equal sides each rank sends all it has to its peer.
-        is_paired = [h.boxes for h in plan.src.holdings] == [h.boxes for h in plan.dst.holdings]
+        is_paired = plan.strategy == "sliced" and [h.boxes for h in plan.src.holdings] == [
+            h.boxes for h in plan.dst.holdings
+        ]
         for side, spread, num_elements in sides:
             share = spread if is_paired else spread.divided()
             for rank, carried in num_elements.items():
                 fair = sum(volume(box) for box in share.boxes_of(rank))
                 if carried > fair:
-                    yield f"strategy sliced moves {carried} elements at {side} rank {rank}, more than its {fair}"
+                    yield (
+                        f"strategy {plan.strategy} moves {carried} elements at {side} rank {rank}, more than its {fair}"
+                    )
 
 
 def egress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:

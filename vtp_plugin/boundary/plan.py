@@ -9,7 +9,7 @@ destination has the whole gradient and only one of them needs to send it, so the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ class Transfer:
         src: Global rank that sends; every box lies inside one box that it holds.
         dst: Global rank that receives.
         boxes: What is sent, box after box in ascending order, in coordinates of the global tensor;
-            :func:`local_slices` finds a box in a rank's memory.
+            :func:`vtp_plugin.boundary.memory.local_slices` finds a box in a rank's memory.
     """
 
     src: int
@@ -46,11 +46,13 @@ class Transfer:
 class CollectiveKind(TextEnum):
     """What ranks of one stage do together; the root of a group is its first rank.
 
-    GATHER: the root gets what all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each
-    member gets its boxes of what arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
+    SUM: each member gets, of what it will send, the sum over what all members hold there. GATHER: the root gets what all
+    members hold. BROADCAST: the members get what arrived at the root. SCATTER: each member gets its boxes of what
+    arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
     """
 
     NONE = "none"
+    SUM = "sum"
     GATHER = "gather"
     BROADCAST = "broadcast"
     SCATTER = "scatter"
@@ -100,7 +102,7 @@ class BoundaryPlan:
     Attributes:
         src: Where the tensor is at first.
         dst: Where it is in the end, after the finish.
-        start: What ranks of `src` do together before the transfers: nothing, or GATHER.
+        start: What ranks of `src` do together before the transfers: nothing, GATHER, or SUM.
         transfers: All messages of one exchange, at most one for each pair of ranks.
         finish: What ranks of `dst` do together after the transfers.
         strategy: Name of the planner in :data:`STRATEGIES`, or `header`, which promises nothing about its links.
@@ -254,21 +256,41 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
     1 -> 3 [0:6]
     """
     _require_same_shape(src, dst)
-    if [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]:
-        pairs = zip(src.holdings, dst.ranks, strict=True)
-        transfers = [Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes]
-        # A peer's copy is complete: cutting it and gathering the pieces again would only add a collective.
-        copies: tuple[tuple[int, ...], ...] = ()
-    else:
-        transfers = _overlaps(src.divided(), dst.divided())
-        copies = tuple(group for group in dst.copies if len(group) > 1)
+    if src.summands or [holding.boxes for holding in src.holdings] != [holding.boxes for holding in dst.holdings]:
+        return replace(plan_divided(src, dst), strategy="sliced")
+    pairs = zip(src.holdings, dst.ranks, strict=True)
+    # A peer's copy is complete: cutting it and gathering the pieces again would only add a collective.
     return BoundaryPlan(
         src=src,
         dst=dst,
         start=NO_COLLECTIVE,
-        transfers=tuple(transfers),
-        finish=Collective(kind=CollectiveKind.ALL_GATHER, groups=copies) if copies else NO_COLLECTIVE,
+        transfers=tuple(Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes),
+        finish=NO_COLLECTIVE,
         strategy="sliced",
+    )
+
+
+def plan_divided(src: Spread, dst: Spread) -> BoundaryPlan:
+    """Cut both sides evenly, and send each overlap once: no element crosses twice, also between equal sides.
+
+    Ranks whose tensors must be added up (:attr:`~vtp_plugin.boundary.spread.Spread.summands`) add up what each of them
+    sends.
+
+    >>> from vtp_plugin.boundary.spread import replicated
+    >>> print(plan_divided(replicated((6,), (0, 1)), replicated((6,), (2, 3))).describe())
+    0 -> 2 [0:3]
+    1 -> 3 [3:6]
+    all-gather in (2, 3)
+    """
+    _require_same_shape(src, dst)
+    copies = tuple(group for group in dst.copies if len(group) > 1 and dst.boxes_of(group[0]))
+    return BoundaryPlan(
+        src=src,
+        dst=dst,
+        start=Collective(kind=CollectiveKind.SUM, groups=src.summands) if src.summands else NO_COLLECTIVE,
+        transfers=tuple(_overlaps(src.divided(), dst.divided())),
+        finish=Collective(kind=CollectiveKind.ALL_GATHER, groups=copies) if copies else NO_COLLECTIVE,
+        strategy="divided",
     )
 
 
@@ -306,34 +328,10 @@ def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
     return BoundaryPlan(src=src, dst=dst, start=NO_COLLECTIVE, transfers=transfers, finish=finish, strategy="header")
 
 
-STRATEGIES: Mapping[str, Planner] = MappingProxyType({"rank0": plan_rank0, "sliced": plan_sliced})
+STRATEGIES: Mapping[str, Planner] = MappingProxyType(
+    {"rank0": plan_rank0, "sliced": plan_sliced, "divided": plan_divided}
+)
 """Planner of every strategy; a plan carries the name of the strategy that made it."""
-
-
-def local_slices(box: Box, holding: Holding) -> tuple[slice, ...]:
-    """Find a global box in the local tensor of a rank.
-
-    Args:
-        box: Global coordinates, inside one of the held boxes.
-        holding: What the rank holds; in its memory the boxes follow each other along the first dimension.
-
-    Returns:
-        One slice per dimension that indexes the local tensor.
-
-    >>> local_slices(((3, 4), (0, 2)), Holding(rank=1, boxes=(((2, 4), (0, 2)),)))
-    (slice(1, 2, None), slice(0, 2, None))
-    >>> local_slices(((7, 8),), Holding(rank=1, boxes=(((0, 2),), ((6, 8),))))
-    (slice(3, 4, None),)
-    """
-    base = 0
-    for held in holding.boxes:
-        if intersect(box, held) == box:
-            first, *rest = (
-                slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, held, strict=True)
-            )
-            return (slice(first.start + base, first.stop + base), *rest)
-        base += held[0][1] - held[0][0]
-    raise PlanError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
 
 
 def _require_same_shape(src: Spread, dst: Spread) -> None:

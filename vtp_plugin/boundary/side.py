@@ -24,10 +24,13 @@ class Side:
             joins: a single row if both stages have the same context-parallel size, because then context-parallel ranks
             do not mix. With several replicas, the rows of the first one come first.
         num_replicas: Data-parallel replicas that the boundary joins; each holds an even part of the batch.
+        is_zigzag: Whether a row holds a chunk from each end of the sequence, as Megatron's context-parallel ranks do;
+            else one piece.
     """
 
     ranks_by_cp: tuple[tuple[int, ...], ...]
     num_replicas: int = 1
+    is_zigzag: bool = True
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -72,8 +75,8 @@ class Side:
         """Say what each rank holds of a tensor.
 
         Under context parallelism a rank has a chunk from the front of the sequence, followed by its counterpart from
-        the back (Megatron 0.19, `get_batch_on_this_cp_rank`); sequence parallelism cuts these rows evenly. Replicas
-        hold the parts of the batch in their order.
+        the back (Megatron 0.19, `get_batch_on_this_cp_rank`), unless the side is plain; sequence parallelism cuts these
+        rows evenly. Replicas hold the parts of the batch in their order.
 
         Args:
             shape: Of the whole tensor: first the sequence, or the rows of a weight; second the batch, if there are
@@ -93,9 +96,10 @@ class Side:
                 f"batch {shape[1]} cannot be cut for the {self.num_replicas} replicas of ranks {self.ranks}: use "
                 f"a multiple of {self.num_replicas}"
             )
-        rows = num_rows(_chunks(shape, 0, cp))
-        if shape[0] % (2 * cp if cp > 1 else 1) or (is_sharded and rows % tp):
-            multiple = (2 * cp if cp > 1 else 1) * (tp if is_sharded else 1)
+        num_chunks = cp * (2 if self.is_zigzag and cp > 1 else 1)
+        rows = num_rows(_chunks(shape, 0, cp, self.is_zigzag))
+        if shape[0] % num_chunks or (is_sharded and rows % tp):
+            multiple = num_chunks * (tp if is_sharded else 1)
             raise ConfigError(
                 f"sequence length {shape[0]} cannot be cut for ranks {self.ranks} (context-parallel size {cp}, "
                 f"tensor-parallel size {tp}{', sequence parallel' if is_sharded else ''}): use a multiple of {multiple}"
@@ -103,7 +107,7 @@ class Side:
         holdings = []
         for row, ranks in enumerate(self.ranks_by_cp):
             replica, cp_rank = divmod(row, cp)
-            boxes = _chunks(shape, cp_rank, cp)
+            boxes = _chunks(shape, cp_rank, cp, self.is_zigzag)
             if batches:
                 boxes = tuple((box[0], batches[replica], *box[2:]) for box in boxes)
             cuts = even_cuts(rows, tp) if is_sharded else ((0, rows),) * tp
@@ -111,7 +115,7 @@ class Side:
         return Spread(shape=shape, holdings=tuple(holdings))
 
 
-def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
+def _chunks(shape: Shape, cp_rank: int, cp: int, is_zigzag: bool) -> tuple[Box, ...]:
     """Return what a context-parallel rank holds, in the order of its memory.
 
     A causal mask makes late rows dearer than early ones; a chunk from each end gives all ranks equal work.
@@ -119,6 +123,8 @@ def _chunks(shape: Shape, cp_rank: int, cp: int) -> tuple[Box, ...]:
     rest = tuple((0, length) for length in shape[1:])
     if cp == 1:
         return (((0, shape[0]), *rest),)
+    if not is_zigzag:
+        return ((even_cuts(shape[0], cp)[cp_rank], *rest),)
     chunks = even_cuts(shape[0], 2 * cp)
     return tuple((chunks[index], *rest) for index in (cp_rank, 2 * cp - 1 - cp_rank))
 

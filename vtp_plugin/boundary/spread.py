@@ -187,10 +187,13 @@ class Spread:
     Attributes:
         shape: Shape of the global tensor, every length positive.
         holdings: One per rank, in the order of the stage's ranks; the first is the leader.
+        summands: Disjoint groups of ranks with the same boxes, in which each rank has a part of the values: their sum
+            is the tensor. Either all ranks that hold anything are in a group, or there is none.
     """
 
     shape: tuple[int, ...]
     holdings: tuple[Holding, ...]
+    summands: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1:
@@ -202,6 +205,7 @@ class Spread:
         for holding in self.holdings:
             if len(set(holding.boxes)) != len(holding.boxes):
                 raise PlanError(f"rank {holding.rank} lists a box twice")
+        _require_alike(self)
         _require_partition(self.shape, list({box for holding in self.holdings for box in holding.boxes}))
 
     @property
@@ -268,6 +272,16 @@ class Spread:
         if held != math.prod(self.shape):
             raise PlanError(f"ranks share some of their boxes, but not all: {self.holdings}")
         return divided
+
+
+def _require_alike(spread: Spread) -> None:
+    """Refuse summands that do not hold the same boxes, or leave a rank out."""
+    members = sorted(rank for group in spread.summands for rank in group)
+    if members and members != sorted(holding.rank for holding in spread.holdings if holding.boxes):
+        raise PlanError(f"summands {spread.summands} of the ranks {spread.ranks}")
+    for group in spread.summands:
+        if len({spread.boxes_of(rank) for rank in group}) > 1:
+            raise PlanError(f"summands {group} hold different boxes")
 
 
 def _grouped(keyed_ranks: Iterable[tuple[object, int]]) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, local_slices
+from vtp_plugin.boundary.memory import local_slices
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import even_cuts
 from vtp_plugin.errors import PlanError

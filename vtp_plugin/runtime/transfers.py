@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.plan import BoundaryPlan, local_slices
+from vtp_plugin.boundary.memory import local_slices
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError, PlanError

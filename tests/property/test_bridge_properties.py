@@ -1,0 +1,210 @@
+"""Plans of bridges between random grids, against one process that has the whole tensors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests import bridges
+from tests.bridges import Arrays, Sizes
+from vtp_plugin.boundary.bridge import BridgeEnd, BridgePlans, SequenceCut, require_disjoint, unit_widths
+from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
+from vtp_plugin.boundary.memory import local_shape, local_slices
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts
+from vtp_plugin.errors import ConfigError, PlanError
+
+SETTINGS = settings(max_examples=150)
+DOWNSTREAM = 100
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Sizes:
+    """Up to 8 ranks, and any way to hold a sequence."""
+    tp = draw(st.integers(1, 8))
+    cp = draw(st.integers(1, 8 // tp))
+    dp = draw(st.integers(1, 8 // (tp * cp)))
+    sequence = draw(st.sampled_from(["whole", "whole", "plain", "zigzag"]))
+    return Sizes(tp=tp, cp=cp, dp=dp, sequence=sequence, is_sharded=draw(st.booleans()))
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[Sizes, Sizes, list[np.ndarray]]:
+    """Two grids, and the units of a batch: of any length, also none, as are those of images."""
+    src, dst = draw(grids()), draw(grids())
+    num_dims = draw(st.sampled_from([2, 3]))
+    if num_dims == 2:
+        src, dst = (
+            Sizes(
+                tp=s.tp,
+                cp=s.cp,
+                dp=s.dp,
+                sequence="plain" if s.sequence == "zigzag" else s.sequence,
+                is_sharded=s.is_sharded,
+            )
+            for s in (src, dst)
+        )
+    num_units = math.lcm(src.num_shares(num_dims), dst.num_shares(num_dims))
+    widths = draw(st.lists(st.integers(0, 3), min_size=num_units, max_size=num_units))
+    rows = math.lcm(src.step(), dst.step()) * draw(st.integers(1, 2))
+    depth = draw(st.integers(1, 3))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    event(f"{num_dims} dimensions, dp {src.dp} -> {dst.dp}")
+    shapes = [(rows, width, depth) if num_dims == 3 else (width, 5) for width in widths]
+    return src, dst, [random.integers(-99, 99, shape) for shape in shapes]
+
+
+def plans_of(src: Sizes, dst: Sizes, num_dims: int) -> BridgePlans:
+    return BridgePlans(src=src.end(0), dst=dst.end(DOWNSTREAM), num_dims=num_dims)
+
+
+def shape_of(units: list[np.ndarray]) -> tuple[int, int]:
+    """Return rows and depth of the plans for a batch."""
+    return (len(units[0]), units[0].shape[2]) if units[0].ndim == 3 else (units[0].shape[1], 1)
+
+
+def as_planned(tensor: np.ndarray) -> np.ndarray:
+    """Turn `[tokens, H]` into `[H, tokens, 1]`."""
+    return tensor if tensor.ndim == 3 else tensor.T[:, :, None]
+
+
+def carry_out(plan: BoundaryPlan, tensors: Arrays, widths: list[int]) -> Arrays:
+    """Do what a plan says with real arrays. What nobody wrote stays a number that no tensor has."""
+
+    def where(rank: int, spread: Spread, box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+        return local_slices(box, Holding(rank=rank, boxes=spread.boxes_of(rank)), widths)
+
+    memory = {rank: as_planned(tensor) for rank, tensor in tensors.items()}
+    sent = memory
+    if plan.start.kind is CollectiveKind.SUM:
+        sent = {rank: sum(memory[member] for member in group) for group in plan.start.groups for rank in group}
+    landed: Arrays = {}
+    for holding in plan.dst.holdings:
+        landed[holding.rank] = np.full(local_shape(holding, widths), 10**9)
+    for transfer in plan.transfers:
+        for box in transfer.boxes:
+            source = sent[transfer.src][where(transfer.src, plan.src, box)]
+            landed[transfer.dst][where(transfer.dst, plan.dst, box)] = source
+    result = {rank: tensor.copy() for rank, tensor in landed.items()}
+    for group in plan.finish.groups:
+        for member, (start, stop) in zip(group, even_cuts(len(landed[group[0]]), len(group)), strict=True):
+            for rank in group:
+                result[rank][start:stop] = landed[member][start:stop]
+    return {
+        rank: tensor if next(iter(tensors.values())).ndim == 3 else tensor[:, :, 0].T for rank, tensor in result.items()
+    }
+
+
+def assert_same(got: Arrays, wanted: Arrays) -> None:
+    assert got.keys() == wanted.keys()
+    for rank, tensor in wanted.items():
+        np.testing.assert_array_equal(got[rank], tensor, err_msg=f"rank {rank}")
+
+
+@SETTINGS
+@given(exchanges())
+def test_forward_brings_every_rank_its_part(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
+    src, dst, units = exchange
+    plan = plans_of(src, dst, units[0].ndim).forward(*shape_of(units))
+    assert check(plan) == ()
+    widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
+    got = carry_out(plan, bridges.cut(units, src, 0), widths)
+    assert_same(got, bridges.cut(units, dst, DOWNSTREAM))
+
+
+@SETTINGS
+@given(exchanges())
+def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
+    src, dst, units = exchange
+    plans = plans_of(src, dst, units[0].ndim)
+    plan = plans.backward(*shape_of(units))
+    assert check(plan) == ()
+    random = np.random.default_rng(len(units))
+    grads = bridges.cotangents(units, dst, DOWNSTREAM, lambda shape: random.integers(-99, 99, shape))
+    widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
+    got = carry_out(plan, grads, widths)
+    wanted = bridges.gradient(units, dst, DOWNSTREAM, grads)
+    assert_same(got, bridges.cut(wanted, src, 0))
+    # <A x, y> = <x, A* y>, in whole numbers and so exactly.
+    forwarded = carry_out(plans.forward(*shape_of(units)), bridges.cut(units, src, 0), widths)
+    assert bridges.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridges.inner(units, wanted)
+
+
+@SETTINGS
+@given(exchanges())
+def test_every_link_carries_its_share_once(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
+    src, dst, units = exchange
+    plans = plans_of(src, dst, units[0].ndim)
+    rows, depth = shape_of(units)
+    for plan in (plans.forward(rows, depth), plans.backward(rows, depth)):
+        num_elements = math.prod(plan.src.shape)
+        assert sum(transfer.num_elements for transfer in plan.transfers) == num_elements
+        assert sum(egress_bytes(plan, 1).values()) == sum(ingress_bytes(plan, 1).values()) == num_elements
+        assert len({(transfer.src, transfer.dst) for transfer in plan.transfers}) == len(plan.transfers)
+
+
+@SETTINGS
+@given(grids(), grids())
+def test_headers_tell_each_rank_of_the_shares_that_it_gets(src: Sizes, dst: Sizes) -> None:
+    plans = plans_of(src, dst, 3)
+    plan = plans.headers()
+    assert check(plan) == ()
+    per_src, per_dst = plans.num_units // src.dp, plans.num_units // dst.dp
+    for rank, d, _, _ in dst.coordinates(DOWNSTREAM):
+        wanted = {unit // per_src for unit in range(d * per_dst, (d + 1) * per_dst)}
+        assert {box[0][0] for transfer in plan.receives_of(rank) for box in transfer.boxes} == wanted
+        for transfer in plan.receives_of(rank):
+            assert transfer.boxes[0] in plan.src.boxes_of(transfer.src)
+
+
+def test_a_sum_that_is_left_out_or_made_up_is_found() -> None:
+    import dataclasses
+
+    src, dst = Sizes(tp=1, cp=1, dp=1), Sizes(tp=2, cp=2, dp=1)
+    plan = plans_of(src, dst, 3).backward(8, 1)
+    assert plan.start.groups == ((100, 102), (101, 103))
+    lost = dataclasses.replace(plan, start=plan.finish)
+    assert check(lost) == ("start: the values of () are added up, not those of ((100, 102), (101, 103))",)
+    copies = dataclasses.replace(plan, src=dataclasses.replace(plan.src, summands=()))
+    assert check(copies) == ("start: the values of ((100, 102), (101, 103)) are added up, not those of ()",)
+
+
+def test_summands_hold_one_tensor() -> None:
+    halves = tuple(Holding(rank=rank, boxes=(((2 * rank, 2 * rank + 2),),)) for rank in range(2))
+    with pytest.raises(PlanError, match="hold different boxes"):
+        Spread(shape=(4,), holdings=halves, summands=((0, 1),))
+    with pytest.raises(PlanError, match="summands"):
+        Spread(shape=(4,), holdings=halves, summands=((0,),))
+
+
+@pytest.mark.parametrize(
+    ("length", "num_units", "sizes", "problem"),
+    [
+        (5, 2, None, "a share of 5 along the batch cannot be cut into 2 equal parts"),
+        (6, 2, [1, 2, 3], "bridge split metadata has 3 entries"),
+        (6, 2, [2, 2], "bridge split metadata sums to 4"),
+        (0, 2, [], "bridge split metadata has 0 entries"),
+    ],
+)
+def test_shares_that_cannot_be_cut(length: int, num_units: int, sizes: list[int] | None, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        unit_widths(length, num_units, sizes)
+
+
+def test_text_only_batches_have_units_of_no_length() -> None:
+    assert unit_widths(0, 3) == (0, 0, 0)
+
+
+def test_grids_that_overlap_in_part() -> None:
+    with pytest.raises(ConfigError, match="of the ranks 0 to 3 and 2 to 5, have the ranks 2, 3 in common"):
+        require_disjoint(range(4), range(2, 6))
+
+
+def test_tokens_cannot_be_cut_in_zigzag() -> None:
+    end = BridgeEnd(ranks=(((0,), (1,)),), sequence=SequenceCut.ZIGZAG)
+    with pytest.raises(ConfigError, match="zig-zag"):
+        _ = BridgePlans(src=end, dst=BridgeEnd(ranks=(((2,),),)), num_dims=2).sides
