@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vtp_plugin.errors import refuse
+from vtp_plugin.errors import PatchError, refuse
+from vtp_plugin.hosts import find_host
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import Record
 from vtp_plugin.session import Session
+from vtp_plugin.session.surroundings import Surroundings
 
 PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
@@ -107,3 +109,20 @@ def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
         *training.records(session, host),
     )
     return records + (*common_utils.records(session), *global_vars.records(session))
+
+
+def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
+    """Give the records that put our bridges between modules in the place of Megatron's.
+
+    Raises:
+        PatchError: this Megatron has no bridges that we can stand in for.
+    """
+    if not host.is_newest:
+        raise PatchError(
+            f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
+            "leave it out"
+        )
+    from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
+
+    surroundings = Surroundings(lambda: session)
+    return host.placed(bridge_communicator.records(surroundings))

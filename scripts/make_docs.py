@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vtp_plugin.config import Flag
     from vtp_plugin.patching import Record
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -163,6 +164,13 @@ def _layers() -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
+def _value(flag: Flag) -> str:
+    """Show the value of a flag: in brackets where it may be left out."""
+    if flag.metavar is None:
+        return ""
+    return f" [{flag.metavar}]" if flag.nargs == "?" else f" {flag.metavar}"
+
+
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
     from vtp_plugin.config import FlagGroup
@@ -173,7 +181,7 @@ def _flags() -> str:
     for group in FlagGroup:
         rows = [
             (
-                f"`{flag.name}{'' if flag.metavar is None else ' ' + flag.metavar}`",
+                f"`{flag.name}{_value(flag)}`",
                 "-" if flag.keyword is None else f"`{flag.keyword}`",
                 flag.help.partition(" Keys:\n")[0],
             )
@@ -317,6 +325,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
             "With a list of sizes, or on the CPU platform": everywhere,
             "On the CPU platform": [record for record in here if record.id not in ids],
             "With a list of sizes": registry.training_records(on_cpu, host),
+            "With `--vtp-bridges`": registry.bridge_records(on_cpu, host),
             "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu, host),
         }

@@ -25,6 +25,7 @@ PYTHON_PATH = os.pathsep.join(path for path in (str(ROOT), TREE) if path)
 UNTRIED = "not tried with it yet"
 GROUPS = "this test compares with the groups of Megatron 0.19"
 DOCS = "the documents show Megatron 0.19"
+BRIDGES = "it has no bridges that the plugin replaces, and the plugin says so"
 # Whole scripts run in them.
 _SCRIPTS = (
     "tests/multiproc/test_checkpoint.py",
@@ -53,7 +54,9 @@ _OLDER: dict[str, str] = {
     "tests/multiproc/test_log.py::test_each_site_of_a_u": UNTRIED,
     "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
     "tests/multiproc/test_u_traps.py::test_experts": "experts have not been run with it",
+    "tests/multiproc/test_bridges.py": BRIDGES,
     "tests/unit/test_apply.py": UNTRIED,
+    "tests/unit/test_bridges.py::test_names": BRIDGES,
     "tests/unit/test_checkpoint_validation.py": UNTRIED,
     "tests/unit/test_checks_without_asserts.py::test_checks_refuse": UNTRIED,
     "tests/unit/test_cli.py::test_doctor_is_content": UNTRIED,

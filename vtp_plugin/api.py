@@ -10,7 +10,7 @@ import functools
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vtp_plugin.adaptor import TOO_LATE, ImportWatch
 from vtp_plugin.config import (
@@ -30,8 +30,7 @@ from vtp_plugin.hosts import find_host
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from vtp_plugin.patches.hosts import MegatronHost
-    from vtp_plugin.patching import PatchStatus, Record
+    from vtp_plugin.patching import PatchStatus
     from vtp_plugin.platform import Platform
     from vtp_plugin.session import Session
 
@@ -68,6 +67,7 @@ def apply(
     replan_share: float = 0.25,
     log_level: LogLevelName = "INFO",
     share_errors: bool = False,
+    bridges: bool | Literal["extended"] = False,
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
 
@@ -109,6 +109,8 @@ def apply(
             :class:`~vtp_plugin.config.VtpConfig`.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
+        bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;
+            ``"extended"`` lets the colocated one take what Megatron's refuses.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -158,13 +160,12 @@ def _apply(request: VtpConfig) -> None:
             f"apply() was called before with other arguments ({_Holder.request}, now {request}); call it once, or "
             "vtp_plugin.revert() first"
         )
-    family, megatron = find_host()
-    host_version = megatron.version
+    family, _ = find_host()
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
+    from vtp_plugin.activation import activate, begin
     from vtp_plugin.options.flags import peek_device
     from vtp_plugin.patches.hosts import load_host
-    from vtp_plugin.patches.registry import argument_records
     from vtp_plugin.session import Session
     from vtp_plugin.session.notices import refuse_late
     from vtp_plugin.session.request import meet
@@ -180,57 +181,18 @@ def _apply(request: VtpConfig) -> None:
         # Before the command line is parsed, which then says the same.
         session.config = merge(request, {"device": peek_device(sys.argv)})
         session.choose_platform()
-    activate = functools.partial(_activate, session, host, host_version)
     if not isinstance(request.size_list, tuple):
-        # The list may still come from the command line: validate_args then calls activate.
-        _put(session, host, argument_records(session, host, activate), host_version)
+        # The list may still come from the command line.
+        begin(session, host)
         _Holder.session, _Holder.request = session, request
         return
     # Held before the ranks meet: revert() can then clean up what a failed meeting leaves.
     _Holder.session, _Holder.request = session, request
     session.watch_failures()
     session.open_log()
-    meet(session, activate)
-    activate()  # meet() has not called it if no launcher says where the ranks meet
-
-
-def _activate(session: Session, host: MegatronHost, host_version: str) -> None:
-    """Apply the records that depend on the list, which is now known or known to be missing; idempotent."""
-    from vtp_plugin.patches.registry import argument_records, platform_records, training_records
-    from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
-
-    if session.is_activated:
-        return
-    session.is_activated = True
-    has_list, is_mapped = session.config.size_list is not None, session.choose_platform().name == "cpu"
-    if not has_list and not is_mapped:
-        return
-    records = platform_records(session, host)
-    if not session.applied:
-        # All records in one set: each set costs a search through everything that is loaded.
-        activate = functools.partial(_activate, session, host, host_version)
-        records = (*argument_records(session, host, activate), *records)
-    if has_list:
-        records += training_records(session, host)
-    earlier = tuple(session.applied)
-    _put(session, host, records, host_version)
-    if has_list:
-        warn_of_untried(host.name)
-        # The script may have taken more from Megatron since the first set was applied.
-        for applied in earlier:
-            applied.rebind()
-        warn_of_unreached(session)
-
-
-def _put(session: Session, host: MegatronHost, records: tuple[Record, ...], host_version: str) -> None:
-    """Apply a set of records, and let MindSpeed put it in place again whenever it does so with its own."""
-    from vtp_plugin.patching import apply_records
-
-    applied = apply_records(records, host_version)
-    session.applied.append(applied)
-    if host.mindspeed is not None:
-        host.mindspeed.keep(applied)
-        session.on_revert = host.mindspeed.forget
+    prepare = functools.partial(activate, session, host)
+    meet(session, prepare)
+    prepare()  # meet() has not called it if no launcher says where the ranks meet
 
 
 def revert() -> None:
@@ -262,6 +224,11 @@ def status() -> tuple[PatchStatus, ...]:
     """Return the state of every patch; empty before ``apply``."""
     session = _Holder.session
     return () if session is None else tuple(entry for applied in session.applied for entry in applied.status())
+
+
+def current_session() -> Session | None:
+    """Return the session of the applied plugin, if it is."""
+    return _Holder.session
 
 
 def open_session() -> Session:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.values import (
     format_value,
+    parse_bridges,
     parse_bytes,
     parse_cost_words,
     parse_cp_list,
@@ -56,7 +57,7 @@ class Flag:
         keyword: of :func:`vtp_plugin.apply`; None if only the command line has it.
         field: of :class:`VtpConfig`; None if it is read elsewhere.
         type: turns one word into a value.
-        nargs: as for :meth:`argparse.ArgumentParser.add_argument`.
+        nargs: as for :meth:`argparse.ArgumentParser.add_argument`; so is `const`.
         parse: turns the value of the flag or of the keyword into that of the field.
         choices: the values that the field may have; empty for any value.
     """
@@ -69,6 +70,7 @@ class Flag:
     field: str | None = None
     type: Callable[[str], object] = str
     nargs: str | None = None
+    const: object = None
     parse: Callable[[Any], object] | None = None
     choices: tuple[str, ...] = ()
 
@@ -164,6 +166,13 @@ class VtpConfig:
         "microbatches in turn for each replica of a wide one; split lets it run larger microbatches, and each replica "
         "of the wide one gets a part (--micro-batch-size then holds for the widest stage)",
     )
+    bridges: bool | Literal["extended"] = _what(
+        False,
+        "put the plugin's bridges between modules (MIMO) in the place of Megatron's, also without a list; 'extended' "
+        "lets the colocated one take what Megatron's refuses",
+        "extended",
+        **{"nargs": "?", "const": True, "parse": parse_bridges},
+    )
     schedule: ScheduleName = _when(
         "stock",
         "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders, but posts every receive "
@@ -219,11 +228,7 @@ class VtpConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check the values that can be checked without the world and the model.
-
-        Raises:
-            ConfigError: a value breaks its rule.
-        """
+        """Check the values that can be checked without the world and the model; raise ConfigError if one is wrong."""
         for flag in flags_of_fields():
             value = getattr(self, str(flag.field))
             if flag.choices and value not in flag.choices:

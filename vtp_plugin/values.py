@@ -44,6 +44,22 @@ def parse_dp_list(value: str | Sequence[int]) -> tuple[int, ...]:
     return _sizes(value, name="vtp_dp_list", what="data-parallel", example="1,2,2")
 
 
+def parse_bridges(value: bool | str) -> bool | Literal["extended"]:
+    """Read whether the plugin's bridges are asked for.
+
+    >>> parse_bridges(True), parse_bridges("extended")
+    (True, 'extended')
+
+    Raises:
+        ConfigError: it is another word.
+    """
+    if isinstance(value, bool):
+        return value
+    if value != "extended":
+        raise LayoutError(f"vtp_bridges {value!r} is unknown; leave the value out, or say extended")
+    return "extended"
+
+
 def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
     """Read the limit of microbatches in flight, one for all stages or one for each.
 

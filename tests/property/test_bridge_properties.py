@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests import bridges
 from tests.bridges import Arrays, Sizes
-from vtp_plugin.boundary.bridge import BridgeEnd, BridgePlans, SequenceCut, require_disjoint, unit_widths
+from vtp_plugin.boundary.bridge import BridgeEnd, BridgeSpec, SequenceCut, require_disjoint, unit_widths
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
@@ -58,13 +59,14 @@ def exchanges(draw: st.DrawFn) -> tuple[Sizes, Sizes, list[np.ndarray]]:
     return src, dst, [random.integers(-99, 99, shape) for shape in shapes]
 
 
-def plans_of(src: Sizes, dst: Sizes, num_dims: int) -> BridgePlans:
-    return BridgePlans(src=src.end(0), dst=dst.end(DOWNSTREAM), num_dims=num_dims)
+def spec_of(src: Sizes, dst: Sizes, num_dims: int) -> BridgeSpec:
+    return BridgeSpec.between("a -> b", src.end(0), dst.end(DOWNSTREAM), num_dims=num_dims)
 
 
-def shape_of(units: list[np.ndarray]) -> tuple[int, int]:
-    """Return rows and depth of the plans for a batch."""
-    return (len(units[0]), units[0].shape[2]) if units[0].ndim == 3 else (units[0].shape[1], 1)
+def shape_of(units: list[np.ndarray]) -> tuple[int, int, int]:
+    """Return the shape of the plans for a batch."""
+    rows, depth = (len(units[0]), units[0].shape[2]) if units[0].ndim == 3 else (units[0].shape[1], 1)
+    return rows, len(units), depth
 
 
 def as_planned(tensor: np.ndarray) -> np.ndarray:
@@ -109,7 +111,7 @@ def assert_same(got: Arrays, wanted: Arrays) -> None:
 @given(exchanges())
 def test_forward_brings_every_rank_its_part(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
     src, dst, units = exchange
-    plan = plans_of(src, dst, units[0].ndim).forward(*shape_of(units))
+    plan = spec_of(src, dst, units[0].ndim).plan(shape_of(units))
     assert check(plan) == ()
     widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
     got = carry_out(plan, bridges.cut(units, src, 0), widths)
@@ -120,8 +122,8 @@ def test_forward_brings_every_rank_its_part(exchange: tuple[Sizes, Sizes, list[n
 @given(exchanges())
 def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
     src, dst, units = exchange
-    plans = plans_of(src, dst, units[0].ndim)
-    plan = plans.backward(*shape_of(units))
+    spec = spec_of(src, dst, units[0].ndim)
+    plan = spec.reversed().plan(shape_of(units))
     assert check(plan) == ()
     random = np.random.default_rng(len(units))
     grads = bridges.cotangents(units, dst, DOWNSTREAM, lambda shape: random.integers(-99, 99, shape))
@@ -130,7 +132,7 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
     wanted = bridges.gradient(units, dst, DOWNSTREAM, grads)
     assert_same(got, bridges.cut(wanted, src, 0))
     # <A x, y> = <x, A* y>, in whole numbers and so exactly.
-    forwarded = carry_out(plans.forward(*shape_of(units)), bridges.cut(units, src, 0), widths)
+    forwarded = carry_out(spec.plan(shape_of(units)), bridges.cut(units, src, 0), widths)
     assert bridges.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridges.inner(units, wanted)
 
 
@@ -138,9 +140,8 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
 @given(exchanges())
 def test_every_link_carries_its_share_once(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
     src, dst, units = exchange
-    plans = plans_of(src, dst, units[0].ndim)
-    rows, depth = shape_of(units)
-    for plan in (plans.forward(rows, depth), plans.backward(rows, depth)):
+    spec = spec_of(src, dst, units[0].ndim)
+    for plan in (one.plan(shape_of(units)) for one in (spec, spec.reversed())):
         num_elements = math.prod(plan.src.shape)
         assert sum(transfer.num_elements for transfer in plan.transfers) == num_elements
         assert sum(egress_bytes(plan, 1).values()) == sum(ingress_bytes(plan, 1).values()) == num_elements
@@ -150,22 +151,21 @@ def test_every_link_carries_its_share_once(exchange: tuple[Sizes, Sizes, list[np
 @SETTINGS
 @given(grids(), grids())
 def test_headers_tell_each_rank_of_the_shares_that_it_gets(src: Sizes, dst: Sizes) -> None:
-    plans = plans_of(src, dst, 3)
-    plan = plans.headers()
-    assert check(plan) == ()
-    per_src, per_dst = plans.num_units // src.dp, plans.num_units // dst.dp
+    spec = spec_of(src, dst, 3)
+    plan = spec.plan_header(spec.header_length)
+    assert check(plan) == () == check(spec.probe)
+    per_src, per_dst = spec.num_units // src.dp, spec.num_units // dst.dp
     for rank, d, _, _ in dst.coordinates(DOWNSTREAM):
         wanted = {unit // per_src for unit in range(d * per_dst, (d + 1) * per_dst)}
         assert {box[0][0] for transfer in plan.receives_of(rank) for box in transfer.boxes} == wanted
         for transfer in plan.receives_of(rank):
             assert transfer.boxes[0] in plan.src.boxes_of(transfer.src)
+        assert spec.units_of(rank) == range(d * per_dst, (d + 1) * per_dst)
 
 
 def test_a_sum_that_is_left_out_or_made_up_is_found() -> None:
-    import dataclasses
-
     src, dst = Sizes(tp=1, cp=1, dp=1), Sizes(tp=2, cp=2, dp=1)
-    plan = plans_of(src, dst, 3).backward(8, 1)
+    plan = spec_of(src, dst, 3).reversed().plan((8, 1, 1))
     assert plan.start.groups == ((100, 102), (101, 103))
     lost = dataclasses.replace(plan, start=plan.finish)
     assert check(lost) == ("start: the values of () are added up, not those of ((100, 102), (101, 103))",)
@@ -207,4 +207,4 @@ def test_grids_that_overlap_in_part() -> None:
 def test_tokens_cannot_be_cut_in_zigzag() -> None:
     end = BridgeEnd(ranks=(((0,), (1,)),), sequence=SequenceCut.ZIGZAG)
     with pytest.raises(ConfigError, match="zig-zag"):
-        _ = BridgePlans(src=end, dst=BridgeEnd(ranks=(((2,),),)), num_dims=2).sides
+        BridgeSpec.between("a -> b", end, BridgeEnd(ranks=(((2,),),)), num_dims=2)

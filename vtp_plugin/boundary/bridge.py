@@ -6,8 +6,8 @@ shares may be anything on either side: a plan counts the batch in *units*, so ma
 long a unit is in memory is known from the tensor where it is sent, and from a header where it arrives. So one plan
 serves every microbatch, and units may differ in length, as images of different sizes do.
 
-Plans are made for `[rows, units, depth]`: a tensor `[S, B, H]` as it is, a tensor `[tokens, H]` as `[H, tokens, 1]`. The
-rows are what ranks with equal tensors divide among each other.
+Plans are made for `[rows, units, depth]`: `[S, B, H]` as it is, `[tokens, H]` as `[H, tokens, 1]`. The rows
+are what ranks with equal tensors divide among each other.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, Transfer, plan_divided
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.plan import NO_COLLECTIVE, STRATEGIES, BoundaryPlan, Transfer
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.boundary.spread import Holding, Spread
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.text_enum import TextEnum
 
 HEADER_FIELDS = 3
@@ -113,93 +115,144 @@ class BridgeEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgePlans:
-    """All plans of one bridge.
+class BridgeSpec(ChannelSpec):
+    """One direction of a bridge: a channel between two modules. :meth:`between` makes it.
 
     Attributes:
-        src: Where activations come from.
-        dst: Where they go.
+        src_end: Module that sends.
+        dst_end: Module that receives.
         num_dims: Of the tensors, 2 or 3.
+        is_gradient: Whether gradients cross: where ranks read one tensor at different positions, theirs add up.
 
     >>> ends = BridgeEnd(ranks=(((0,),), ((1,),))), BridgeEnd(ranks=(((2,),), ((3,),), ((4,),)))
-    >>> plans = BridgePlans(src=ends[0], dst=ends[1], num_dims=3)
-    >>> plans.num_units
+    >>> spec = BridgeSpec.between("vision -> language", *ends, num_dims=3)
+    >>> spec.num_units
     6
-    >>> print(plans.forward(8, 4).describe())
+    >>> print(spec.plan((8, 6, 4)).describe())
     0 -> 2 [0:8, 0:2, 0:4]
     0 -> 3 [0:8, 2:3, 0:4]
     1 -> 3 [0:8, 3:4, 0:4]
     1 -> 4 [0:8, 4:6, 0:4]
     """
 
-    src: BridgeEnd
-    dst: BridgeEnd
+    src_end: BridgeEnd
+    dst_end: BridgeEnd
     num_dims: int
+    is_gradient: bool = False
 
-    @functools.cached_property
-    def sides(self) -> tuple[Side, Side]:
-        """Both ends, as boundaries see them."""
-        return self.src.side(num_dims=self.num_dims), self.dst.side(num_dims=self.num_dims)
+    @classmethod
+    def between(cls, name: str, src: BridgeEnd, dst: BridgeEnd, *, num_dims: int) -> BridgeSpec:
+        """Describe the way of activations from one module to another.
+
+        Raises:
+            ConfigError: An end cannot cut such tensors as it says.
+        """
+        return cls(
+            name=f"bridge {name}, forward",
+            src=src.side(num_dims=num_dims),
+            dst=dst.side(num_dims=num_dims),
+            strategy="divided",
+            src_end=src,
+            dst_end=dst,
+            num_dims=num_dims,
+        )
+
+    def reversed(self) -> BridgeSpec:
+        """Describe the way of their gradients: the adjoint."""
+        return replace(
+            self,
+            name=self.name.replace("forward", "backward"),
+            src=self.dst,
+            dst=self.src,
+            cargo=Cargo.GRADIENT,
+            src_end=self.dst_end,
+            dst_end=self.src_end,
+            is_gradient=True,
+        )
 
     @functools.cached_property
     def num_units(self) -> int:
         """Units of the whole batch: the fewest of which every share of either end is a whole number."""
-        return math.lcm(*(side.num_replicas for side in self.sides))
+        return math.lcm(self.src.num_replicas, self.dst.num_replicas)
 
-    @property
-    def units_per_share(self) -> tuple[int, int]:
-        """Units of a share of the source, and of the destination."""
-        return self.num_units // self.sides[0].num_replicas, self.num_units // self.sides[1].num_replicas
+    def units_of(self, rank: int) -> range:
+        """Return the units of a rank's share of the batch."""
+        for side in (self.src, self.dst):
+            if rank in side.ranks:
+                share = side.ranks.index(rank) * side.num_replicas // len(side.ranks)
+                per_share = self.num_units // side.num_replicas
+                return range(share * per_share, (share + 1) * per_share)
+        raise PlanError(f"{self.name}: rank {rank} is at neither end")
 
     @property
     def header_length(self) -> int:
         """Integers in the header of one share of the source."""
-        return HEADER_FIELDS + self.units_per_share[0]
+        return HEADER_FIELDS + self.num_units // self.src.num_replicas
 
-    def forward(self, rows: int, depth: int) -> BoundaryPlan:
-        """Plan how an activation crosses.
+    def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
+        """Plan how one tensor crosses.
 
         Args:
-            rows: S of `[S, B, H]`, H of `[tokens, H]`.
-            depth: H of `[S, B, H]`, 1 of `[tokens, H]`.
+            shape: `[rows, units, depth]`.
+            src_sharded: Not used: the ends say it.
+            dst_sharded: Not used.
 
         Raises:
             ConfigError: The sequence cannot be cut as an end wants it.
         """
-        return plan_divided(*self._spreads((rows, self.num_units, depth)))
-
-    def backward(self, rows: int, depth: int) -> BoundaryPlan:
-        """Plan how its gradient comes back: the adjoint of :meth:`forward`, see there for arguments and error."""
-        src, dst = self._spreads((rows, self.num_units, depth))
-        return plan_divided(Spread(shape=dst.shape, holdings=dst.holdings, summands=self.dst.summands), src)
-
-    def _spreads(self, shape: Shape) -> tuple[Spread, Spread]:
         src, dst = (
             side.spread(shape, is_sharded=end.is_sliced(num_dims=self.num_dims))
-            for side, end in zip(self.sides, (self.src, self.dst), strict=True)
+            for side, end in ((self.src, self.src_end), (self.dst, self.dst_end))
         )
-        return src, dst
+        if self.is_gradient:
+            src = replace(src, summands=self.src_end.summands)
+        return STRATEGIES[self.strategy](src, dst)
 
-    def headers(self) -> BoundaryPlan:
-        """Plan how every destination rank gets the header of each source share of which it gets units.
+    @functools.cached_property
+    def probe(self) -> BoundaryPlan:
+        """Plan for a small tensor that divides evenly everywhere; its ranks and links are those of every tensor."""
+        rows = math.lcm(*(2 * len(side.ranks) for side in (self.src, self.dst)))
+        return self.plan((rows, self.num_units, 1))
 
-        The tensor is `[shares of the source, header_length]`: one row is one header.
+    @property
+    def prototype(self) -> BoundaryPlan:
+        """The probe itself: bridges are few."""
+        return self.probe
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """All ranks of both ends: also those that send nothing but a header."""
+        return tuple(sorted(self.members))
+
+    @property
+    def gathering_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of receiving ranks that complete their copies by an all-gather."""
+        return self.probe.finish.groups
+
+    def plan_header(self, length: int) -> BoundaryPlan:
+        """Plan how every receiving rank gets the header of each share of the source of which it gets units.
+
+        Args:
+            length: Of one header. The tensor is `[shares of the source, length]`: one row is one header.
         """
-        length = (0, self.header_length)
-        shares = [_shares(side) for side in self.sides]
+        shares = [_shares(side) for side in (self.src, self.dst)]
+        ours, theirs = (self.num_units // len(one) for one in shares)
         rows = {rank: (share,) for share, ranks in enumerate(shares[0]) for rank in ranks}
-        rows |= {rank: self._sources_of(share) for share, ranks in enumerate(shares[1]) for rank in ranks}
+        for share, ranks in enumerate(shares[1]):
+            sources = tuple(range(share * theirs // ours, -(-(share + 1) * theirs // ours)))
+            rows |= dict.fromkeys(ranks, sources)
         src, dst = (
             Spread(
-                shape=(len(shares[0]), self.header_length),
+                shape=(len(shares[0]), length),
                 holdings=tuple(
-                    Holding(rank=rank, boxes=tuple(((row, row + 1), length) for row in rows[rank])) for rank in ranks
+                    Holding(rank=rank, boxes=tuple(((row, row + 1), (0, length)) for row in rows[rank]))
+                    for rank in side.ranks
                 ),
             )
-            for ranks in (chain.from_iterable(one) for one in shares)
+            for side in (self.src, self.dst)
         )
         transfers = [
-            Transfer(src=shares[0][row][index % len(shares[0][row])], dst=rank, boxes=(((row, row + 1), length),))
+            Transfer(src=shares[0][row][index % len(shares[0][row])], dst=rank, boxes=(((row, row + 1), (0, length)),))
             for ranks in shares[1]
             for index, rank in enumerate(ranks)
             for row in rows[rank]
@@ -207,11 +260,6 @@ class BridgePlans:
         return BoundaryPlan(
             src=src, dst=dst, start=NO_COLLECTIVE, transfers=tuple(transfers), finish=NO_COLLECTIVE, strategy="header"
         )
-
-    def _sources_of(self, share: int) -> tuple[int, ...]:
-        """List the shares of the source that have units in a share of the destination."""
-        ours, theirs = self.units_per_share
-        return tuple(range(share * theirs // ours, -(-(share + 1) * theirs // ours)))
 
 
 def _shares(side: Side) -> tuple[tuple[int, ...], ...]:
@@ -277,3 +325,32 @@ def require_disjoint(src: range, dst: range) -> None:
             f"have the ranks {', '.join(map(str, common))} in common; give them disjoint grids, or the same ranks and "
             "a ColocatedBridgeCommunicator"
         )
+
+
+def boundary_ranks(
+    shape: Sequence[int], dim_names: Sequence[str], first_rank: int, *, is_last: bool
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """List the ranks of one stage of a grid, by data-parallel, context-parallel and tensor-parallel rank.
+
+    Args:
+        shape: Length of every dimension, the first changing fastest.
+        dim_names: Of `tp`, `cp`, `pp` and `dp` those that the grid has, and others of length 1.
+        first_rank: Of the grid.
+        is_last: Take the last stage, not the first.
+
+    Raises:
+        ConfigError: The grid has ranks along another dimension.
+
+    >>> boundary_ranks([2, 1, 2, 2], ["tp", "cp", "pp", "dp"], 8, is_last=True)
+    (((10, 11),), ((14, 15),))
+    """
+    length = dict(zip(dim_names, shape, strict=True))
+    stride = {name: math.prod(shape[:index]) for index, name in enumerate(dim_names)}
+    if others := [name for name in dim_names if name not in ("tp", "cp", "pp", "dp") and length[name] > 1]:
+        raise ConfigError(
+            f"a bridge's grid has the dimensions {dict(zip(dim_names, shape, strict=True))}; beside tp, cp, pp and dp "
+            f"all must be 1, but {', '.join(others)} is not; use a grid without it"
+        )
+    start = first_rank + (length.get("pp", 1) - 1) * stride.get("pp", 0) * is_last
+    dp, cp, tp = ([i * stride.get(name, 0) for i in range(length.get(name, 1))] for name in ("dp", "cp", "tp"))
+    return tuple(tuple(tuple(start + d + c + t for t in tp) for c in cp) for d in dp)

@@ -14,6 +14,7 @@ class Cargo(TextEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     SHAPE_HEADER = "shape header"
+    BRIDGE_HEADER = "bridge header"
     TIED_EMBEDDING = "tied embedding"
     PROBE = "probe"
     WARM_UP = "warm-up"
@@ -25,6 +26,8 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         Cargo.GRADIENT: "gradient of such an output: the same form",
         Cargo.SHAPE_HEADER: "four int64: S, B, H and the number of a type; only with variable sequence lengths, and a "
         "few when the links are measured",
+        Cargo.BRIDGE_HEADER: "a row of int64 between two modules: length of the sequence (or of the hidden dimension), "
+        "hidden size, the number of samples or tokens of each unit of the batch, and the number of a type",
         Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a "
         "model that share it; never in a U-shaped pipeline, which has both ends on one stage",
         Cargo.PROBE: "zeros, floating point, `[S, B, H]` or a slice of it, at start-up: they time the ways in which a "

@@ -46,8 +46,8 @@ class Transfer:
 class CollectiveKind(TextEnum):
     """What ranks of one stage do together; the root of a group is its first rank.
 
-    SUM: each member gets, of what it will send, the sum over what all members hold there. GATHER: the root gets what all
-    members hold. BROADCAST: the members get what arrived at the root. SCATTER: each member gets its boxes of what
+    SUM: each member gets, of what it will send, the sum over what all members hold there. GATHER: the root gets what
+    all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each member gets its boxes of what
     arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
     """
 

@@ -40,7 +40,14 @@ def add_vtp_arguments(parser: argparse.ArgumentParser, declared: Collection[str]
             if flag.metavar is None:
                 section.add_argument(flag.name, action="store_true", default=None, help=flag.help)
             else:
-                section.add_argument(flag.name, metavar=flag.metavar, type=flag.type, nargs=flag.nargs, help=flag.help)
+                section.add_argument(
+                    flag.name,
+                    metavar=flag.metavar,
+                    type=flag.type,
+                    nargs=flag.nargs,
+                    const=flag.const,
+                    help=flag.help,
+                )
     return parser
 
 

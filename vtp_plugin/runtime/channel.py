@@ -30,7 +30,7 @@ from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Channel:
         self._audit = audit
         self._transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
         self._is_src = dist.get_rank() in spec.src.ranks
-        self._header_plan = spec.plan_header(HEADER_LENGTH)
+        self._header_plan = spec.plan_header(self.header_length)
         self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
         self._num_sent = self._num_received = 0
         self._receives: deque[RecvWork] = deque()
@@ -108,7 +108,9 @@ class Channel:
         Raises:
             ConfigError: the tensor is not what the cargo allows, or not what the receiver expects.
         """
-        whole = self.whole_shape(tensor.shape, form)
+        return self._send(tensor, self.whole_shape(tensor.shape, form), form)
+
+    def _send(self, tensor: torch.Tensor, whole: Shape, form: TensorFormat) -> SendWork:
         position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
         header = self._send_header(whole, form.dtype, position) if form.has_variable_shapes else None
         self._num_sent += 1
@@ -125,11 +127,14 @@ class Channel:
             form: of the tensor, the same on both sides.
             shape: of the part that this rank wants; not used with variable shapes.
         """
+        return self._post(form, None if form.has_variable_shapes else self.whole_shape(shape, form))
+
+    def _post(self, form: TensorFormat, whole: Shape | None) -> RecvWork:
         receive = RecvWork(self, form, f"{self.spec.name}, {self.spec.unit} {self._num_received}")
         self._num_received += 1
         self._receives.append(receive)
-        if not form.has_variable_shapes:
-            self._post_tensor(receive, self.whole_shape(shape, form))
+        if whole is not None:
+            self._post_tensor(receive, whole)
         elif self._header is None:
             self._header = self._post_header(receive)
         return receive
@@ -137,6 +142,11 @@ class Channel:
     def take(self) -> torch.Tensor:
         """Wait for the oldest receive and return its tensor."""
         return self._receives[0].take()
+
+    @property
+    def header_length(self) -> int:
+        """Integers of a header."""
+        return HEADER_LENGTH
 
     @property
     def num_allocations(self) -> int:
@@ -214,15 +224,21 @@ class Channel:
     def _header_parcel(self, position: str, peer: str) -> Parcel:
         return Parcel(plan=self._header_plan, dtype=torch.int64, cargo=Cargo.SHAPE_HEADER, position=position, peer=peer)
 
-    def _send_header(self, whole: Shape, dtype: torch.dtype, position: str) -> SendWork:
-        """Send shape and type of the tensor that follows: an int64 tensor, never a pickled object."""
+    def _header_of(self, whole: Shape, position: str) -> tuple[int, ...]:
+        """Give what a header says besides the type."""
         if len(whole) != HEADER_LENGTH - 1:
             raise ConfigError(
                 f"{position}: the tensor to send has the shape {whole}, not [S, B, H]; return an activation of three "
                 "dimensions from the stage"
             )
-        header = torch.tensor((*whole, _DTYPES.index(dtype)), dtype=torch.int64, device=self._platform.device())
-        return self._transfers.send(header, self._header_parcel(position, self._destinations))
+        return whole
+
+    def _send_header(self, whole: Shape, dtype: torch.dtype, position: str) -> SendWork:
+        """Send shape and type of the tensor that follows: an int64 tensor, never a pickled object."""
+        values = (*self._header_of(whole, position), DTYPES.index(dtype))
+        header = torch.tensor(values, dtype=torch.int64, device=self._platform.device())
+        shape = self._header_plan.src.holdings[0].local_shape
+        return self._transfers.send(header.reshape(shape), self._header_parcel(position, self._destinations))
 
     def _post_header(self, receive: RecvWork) -> Landing:
         return self._transfers.receive(self._header_parcel(receive.position, self._sources))
@@ -232,17 +248,21 @@ class Channel:
         if self._header is None:
             raise PlanError(f"{self.spec.name}: no header is under way")
         receive, *later = (receive for receive in self._receives if not receive.is_posted)
-        *shape, code = self._header.wait().tolist()
+        self._post_tensor(receive, self._shape_in(self._header.wait(), receive))
+        self._header = self._post_header(later[0]) if later else None
+
+    def _shape_in(self, header: torch.Tensor, receive: RecvWork) -> Shape:
+        """Return the shape of the whole tensor that a header announces, if it is what this rank expects."""
+        *shape, code = header.tolist()
         form = receive.form
-        sent = _DTYPES[code] if 0 <= code < len(_DTYPES) else f"type {code}"
+        sent = DTYPES[code] if 0 <= code < len(DTYPES) else f"type {code}"
         if sent != form.dtype or min(shape) < 1 or (form.width is not None and shape[-1] != form.width):
             # To receive it would end the process inside the backend.
             raise ConfigError(
                 f"{receive.position}: {self._sources} would send {sent} {shape}, expected is {form.dtype} [S, B, "
                 f"{form.width or 'H'}]; give all stages one pipeline_dtype and hidden size"
             )
-        self._post_tensor(receive, tuple(shape))
-        self._header = self._post_header(later[0]) if later else None
+        return tuple(shape)
 
 
 class RecvWork:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.memory import local_slices
+from vtp_plugin.boundary.memory import Widths, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.side import Shape
-from vtp_plugin.boundary.spread import even_cuts
+from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import PlanError
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
@@ -40,19 +40,26 @@ class StageCollectives:
     rank: int = field(default_factory=dist.get_rank)
     _open_finishes: deque[torch.Tensor] = field(init=False, default_factory=deque)
 
-    def start(self, plan: BoundaryPlan, tensor: torch.Tensor, position: str) -> torch.Tensor:
+    def start(
+        self, plan: BoundaryPlan, tensor: torch.Tensor, position: str, widths: Widths | None = None
+    ) -> torch.Tensor:
         """Run the plan's start inside the sending stage and return the memory that the transfers read.
 
         Args:
             plan: of the exchange.
             tensor: this rank's part.
             position: for error messages.
+            widths: length of every unit of the plan's second dimension; None if it counts elements.
         """
         ranks = plan.start.group_of(self.rank)
         if ranks is None:
             return tensor
+        if plan.start.kind is CollectiveKind.SUM:
+            return self._sum(plan, tensor, ranks, position, widths) if tensor.numel() else tensor
         if plan.start.kind is not CollectiveKind.GATHER:
-            raise PlanError(f"{position}: start {plan.start.kind}: only a gather can come before the transfers")
+            raise PlanError(
+                f"{position}: start {plan.start.kind}: only a gather or a sum can come before the transfers"
+            )
         root, parts, whole = ranks[0], None, tensor
         if self.rank == root:
             holding = plan.sent_from(root)
@@ -61,6 +68,61 @@ class StageCollectives:
         part = tensor.contiguous()
         self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group))
         return whole
+
+    def _sum(
+        self,
+        plan: BoundaryPlan,
+        tensor: torch.Tensor,
+        ranks: tuple[int, ...],
+        position: str,
+        widths: Widths | None,
+    ) -> torch.Tensor:
+        """Add up, in the order of the ranks, what this rank will send; the rest of the result is undefined."""
+        if self.stage_group is None:
+            raise PlanError(f"{position}: sum among {ranks_text(ranks)}, but this stage has no group")
+        holding = Holding(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
+
+        def slices_of(rank: int) -> list[tuple[slice, ...]]:
+            return [local_slices(box, holding, widths) for one in plan.sends_of(rank) for box in one.boxes]
+
+        members = dist.get_process_group_ranks(self.stage_group)
+        empty = tensor.new_empty(0)
+        parts = {rank: [tensor[where].flatten() for where in slices_of(rank)] for rank in ranks}
+        given = {rank: torch.cat(pieces) if pieces else empty for rank, pieces in parts.items()}
+        num_own = len(given[self.rank])
+        taken = [num_own if rank in ranks else 0 for rank in members]
+        arrived = tensor.new_empty(sum(taken))
+        self._exchange([given.get(rank, empty) for rank in members], arrived, taken, ranks, position)
+        by_rank = dict(zip(members, arrived.split(taken), strict=True))
+        total = by_rank[ranks[0]]
+        for rank in ranks[1:]:
+            total = total + by_rank[rank]
+        summed = torch.empty_like(tensor)
+        for where in slices_of(self.rank):
+            piece, total = total[: summed[where].numel()], total[summed[where].numel() :]
+            summed[where] = piece.view(summed[where].shape)
+        return summed
+
+    def _exchange(
+        self,
+        given: Sequence[torch.Tensor],
+        arrived: torch.Tensor,
+        taken: Sequence[int],
+        ranks: Sequence[int],
+        position: str,
+    ) -> None:
+        """Give every member of the stage its vector, and take theirs; as bytes, since gloo does not know all types."""
+        size_bytes = arrived.element_size()
+        outgoing = torch.cat(list(given)).view(torch.uint8)
+        splits = [len(one) * size_bytes for one in given]
+        incoming = arrived.view(torch.uint8)
+        bytes_taken = [number * size_bytes for number in taken]
+        self._run(
+            "sum",
+            ranks,
+            position,
+            lambda: dist.all_to_all_single(incoming, outgoing, bytes_taken, splits, self.stage_group),
+        )
 
     def post_finish(
         self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str
@@ -79,7 +141,8 @@ class StageCollectives:
     def _post_pieces(self, plan: BoundaryPlan, tensor: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an all-gather by messages, before anyone waits, so that no sender ever blocks."""
         ranks = plan.finish.group_of(self.rank)
-        if ranks is None or plan.finish.kind is not CollectiveKind.ALL_GATHER or self.pieces_group is None:
+        has_messages = plan.finish.kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None
+        if ranks is None or not has_messages or not tensor.numel():
             return []
         self._open_finishes.append(tensor)
         pieces = _pieces(tensor, ranks)
@@ -103,7 +166,7 @@ class StageCollectives:
     ) -> None:
         """Run the finish; arguments as for :meth:`post_finish`, with the receives from :meth:`_post_pieces`."""
         ranks = plan.finish.group_of(self.rank)
-        if ranks is None:
+        if ranks is None or not tensor.numel():
             return
         kind, root, group = plan.finish.kind, ranks[0], self.stage_group
         if kind is CollectiveKind.BROADCAST:

@@ -19,13 +19,10 @@ from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transfers import ChannelGroups
-from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.runtime.work import OpenSends, SendWork
 
 Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
-# More than a schedule has under way between two stages, so waiting for the oldest of so many sends cannot deadlock.
-# The limit keeps a rank that only sends, as in evaluation, from running far ahead.
-_MAX_OPEN_SENDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +100,7 @@ class PipelineCommunicator:
     def __init__(self, channels: Mapping[str, Channel]) -> None:
         """Take the channels by operation (``recv_prev`` ...); without a neighbour there is no entry."""
         self._channels = channels
-        self._open_sends: list[SendWork] = []
+        self._open_sends = OpenSends()
 
     @property
     def num_allocations(self) -> int:
@@ -122,9 +119,7 @@ class PipelineCommunicator:
 
     def finish_step(self) -> None:
         """Wait for the sends that nobody waited for."""
-        sends, self._open_sends = self._open_sends, []
-        for work in sends:
-            work.wait()
+        self._open_sends.wait()
 
     def exchange(
         self,
@@ -160,7 +155,7 @@ class PipelineCommunicator:
         for name, channel in self._in_order([name for name, is_wanted in wanted.items() if is_wanted]):
             tensor = tensors.get(name)
             if tensor is not None:
-                posted[name] = self._send(channel, tensor, form)
+                posted[name] = self._open_sends.add(channel.send(tensor, form))
             elif shape is None and not form.has_variable_shapes:
                 raise ConfigError(f"{name}: the shape of what is received is not known; give it")
             else:
@@ -184,13 +179,6 @@ class PipelineCommunicator:
             if name not in self._channels:
                 raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
         return sorted(((name, self._channels[name]) for name in names), key=lambda pair: pair[1].order)
-
-    def _send(self, channel: Channel, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
-        work = channel.send(tensor, form)
-        self._open_sends = [w for w in self._open_sends if not w.reap()] + [work]
-        if len(self._open_sends) > _MAX_OPEN_SENDS:
-            self._open_sends[0].wait()
-        return work
 
 
 def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[PipelineCommunicator, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -102,6 +102,7 @@ class Agreement:
         rank: this rank.
         world_size: number of ranks.
         timeout_s: says how long to wait for the others; asked at every check, since a check may change it.
+        members: the ranks that take part, where they are not all; the first of them judges.
         disclosure: says what the others may learn from this rank. It is asked after a check's ``prepare`` has run,
             because ``prepare`` may be what finds out this rank's site. By default all ranks are at one site.
     """
@@ -111,6 +112,12 @@ class Agreement:
     world_size: int
     timeout_s: Callable[[], float]
     disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True)
+    members: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that take part."""
+        return range(self.world_size) if self.members is None else self.members
 
     def settle(
         self,
@@ -156,6 +163,11 @@ class _Check:
     disclosure: Disclosure
     is_partial: bool
 
+    @property
+    def judge(self) -> int:
+        """The rank that compares all posts."""
+        return self.agreement.ranks[0]
+
     def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement."""
         posted = "" if error is None else self.disclosure.describe(error)
@@ -166,7 +178,7 @@ class _Check:
                 verdict = self._exchange(json.dumps(own), begin_s)
         except dist.DistError as broken:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            whom = f"for rank 0 or the launcher, which keeps the store, at {self.name}"
+            whom = f"for rank {self.judge} or the launcher, which keeps the store, at {self.name}"
             raise PeerError(
                 f"{waited} {whom}: the connection broke ({first_line(str(broken))}); it ended",
                 shared=f"{waited} {whom}: the connection broke; it ended",
@@ -184,14 +196,14 @@ class _Check:
         rank = self.agreement.rank
         posts = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
         posts.set(str(rank), own)
-        if rank != 0:
+        if rank != self.judge:
             verdict = self._read_verdict(posts, begin_s)
             posts.add("farewell", 1)
             return verdict
         verdict, num_present = self._judge(posts, begin_s)
         posts.set("verdict", json.dumps([verdict.text, verdict.name, verdict.is_missing]))
         if verdict.text:
-            # Rank 0 may own the store's server: it leaves last, or the others never learn why.
+            # This rank may own the store's server: it leaves last, or the others never learn why.
             poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
         return verdict
 
@@ -203,7 +215,7 @@ class _Check:
         missing: list[int] = []
         errors: dict[int, str] = {}
         statements: dict[int, dict[str, Any]] = {}
-        for rank in range(self.agreement.world_size):
+        for rank in self.agreement.ranks:
             if not self._await_post(posts, rank, deadline_s - time.monotonic(), lines):
                 missing.append(rank)
                 continue
@@ -213,7 +225,7 @@ class _Check:
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             else:
                 statements[rank] = post["says"]
-        num_present = self.agreement.world_size - len(missing)
+        num_present = len(self.agreement.ranks) - len(missing)
         if errors:
             return _Verdict(text=_summarise_errors(errors)), num_present
         if missing:
@@ -225,7 +237,7 @@ class _Check:
 
     def _post_missing(self, posts: dist.Store) -> str:
         """Post on rank 0 which ranks have not come, so that the others can name them too."""
-        missing = _ranks([rank for rank in range(self.agreement.world_size) if not posts.check([str(rank)])])
+        missing = _ranks([rank for rank in self.agreement.ranks if not posts.check([str(rank)])])
         posts.set("missing", missing)
         return f"rank {missing} at {self.name}"
 
@@ -245,10 +257,12 @@ class _Check:
         return poll(is_there, limit_s, lines=lines)
 
     def _read_verdict(self, posts: dist.Store, begin_s: float) -> _Verdict:
+        judge = str(self.judge)
+
         def whom() -> str:
             if posts.check(["missing"]):
                 return f"rank {posts.get('missing').decode()} at {self.name}"
-            return f"{'another rank' if posts.check(['0']) else 'rank 0'} at {self.name}"
+            return f"{'another rank' if posts.check([judge]) else f'rank {judge}'} at {self.name}"
 
         lines = WaitingLines(self.timeout_s, whom)
         while True:
@@ -262,7 +276,8 @@ class _Check:
                     lines.say()
                     continue
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            whom_text = "rank 0, which still waits for another rank," if posts.check(["0"]) else "rank 0"
+            waits = ", which still waits for another rank," if posts.check([judge]) else ""
+            whom_text = f"rank {judge}{waits}"
             text = f"{waited} for {whom_text} at {self.name}: no answer; {_UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.boundary.memory import Widths, local_shape, local_slices
+from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError, PlanError
@@ -19,7 +19,7 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit, require_allowed
 from vtp_plugin.runtime.collectives import StageCollectives
 from vtp_plugin.runtime.memory import HostMemory
-from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits
+from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class Parcel:
         position: boundary, direction and number, for error messages.
         peer: who is waited for.
         is_batched: coalesce the messages into one call of the backend.
+        widths: length of every unit of the plan's second dimension; None if the plan counts elements.
     """
 
     plan: BoundaryPlan
@@ -57,6 +58,13 @@ class Parcel:
     position: str
     peer: str
     is_batched: bool = False
+    widths: Widths | None = None
+
+    def messages(self, transfers: Sequence[Transfer]) -> list[Transfer]:
+        """Leave out the transfers of units that have no length: both sides know them."""
+        if self.widths is None:
+            return list(transfers)
+        return [one for one in transfers if any(self.widths[slice(*one.boxes[0][1])])]
 
 
 class Transfers:
@@ -103,16 +111,17 @@ class Transfers:
                 "the configuration's pipeline_dtype to the type of the stage's output"
             )
         held = Holding(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
-        if tuple(tensor.shape) != held.local_shape:
+        wanted = local_shape(held, parcel.widths)
+        if tuple(tensor.shape) != wanted:
             raise ConfigError(
                 f"{parcel.position}: the tensor to send has the shape {tuple(tensor.shape)}, the receiver expects this "
-                f"rank's part of {plan.src.shape}, which is {held.local_shape}; return activations [S, B, H] of one "
+                f"rank's part of {plan.src.shape}, which is {wanted}; return activations [S, B, H] of one "
                 "shape from all ranks of the stage, or set variable_seq_lengths"
             )
-        local = self._stage.start(plan, tensor.detach(), parcel.position)
+        local = self._stage.start(plan, tensor.detach(), parcel.position, parcel.widths)
         holding = plan.sent_from(self._rank)
-        transfers = plan.sends_of(self._rank)
-        pieces = [_packed([local[local_slices(box, holding)] for box in t.boxes]) for t in transfers]
+        transfers = parcel.messages(plan.sends_of(self._rank))
+        pieces = [_packed([local[local_slices(box, holding, parcel.widths)] for box in t.boxes]) for t in transfers]
         works = self._post(dist.isend, pieces, [t.dst for t in transfers], parcel)
         return SendWork(works, pieces, self._wait_for(parcel))
 
@@ -120,15 +129,15 @@ class Transfers:
         """Post the receives of this rank into fresh memory."""
         plan, dtype = parcel.plan, parcel.dtype
         held = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
-        tensor = self._empty(held.local_shape, dtype)
+        tensor = self._empty(local_shape(held, parcel.widths), dtype)
         holding = plan.lands_in(self._rank)
         # An alias: the tensor itself may require a gradient when its memory is filled.
         memory = tensor.detach() if holding == held else self._empty(holding.local_shape, dtype)
-        transfers = plan.receives_of(self._rank)
+        transfers = parcel.messages(plan.receives_of(self._rank))
         buffers: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for transfer in transfers:
-            targets = [memory[local_slices(box, holding)] for box in transfer.boxes]
+            targets = [memory[local_slices(box, holding, parcel.widths)] for box in transfer.boxes]
             if len(targets) == 1 and targets[0].is_contiguous():
                 buffers.append(targets[0])
                 continue
@@ -140,27 +149,36 @@ class Transfers:
         finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
         return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
 
-    def warm_up(self, plan: BoundaryPlan) -> None:
+    def warm_up(self, plan: BoundaryPlan, *, is_batched: bool = False) -> None:
         """Send one element along every transfer of a plan, one after another in the plan's order.
+
+        Coalesced messages use a communicator of the whole group, which all its ranks open together: those of a plan go
+        out at once then.
 
         Device backends create a communicator at first use and block the host until both sides have come. Here all ranks
         create them in one order; in the first step they could block each other.
         """
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
-        for transfer in plan.transfers:
+        ends = [
+            (operation, peer)
+            for transfer in plan.transfers
             for operation, end, peer in (
                 (dist.isend, transfer.src, transfer.dst),
                 (dist.irecv, transfer.dst, transfer.src),
-            ):
-                if self._rank == end:
-                    parcel = Parcel(
-                        plan=plan,
-                        dtype=element.dtype,
-                        cargo=Cargo.WARM_UP,
-                        position=f"{self._name}, warm-up",
-                        peer=f"rank {peer}",
-                    )
-                    self._wait_for(parcel)(self._post(operation, [element], [peer], parcel))
+            )
+            if self._rank == end
+        ]
+        for operation, peer in ends[:1] if is_batched else ends:
+            peers = [peer for _, peer in ends] if is_batched else [peer]
+            parcel = Parcel(
+                plan=plan,
+                dtype=element.dtype,
+                cargo=Cargo.WARM_UP,
+                position=f"{self._name}, warm-up",
+                peer=ranks_text(peers),
+                is_batched=is_batched,
+            )
+            self._wait_for(parcel)(self._post(operation, [element] * len(peers), peers, parcel))
 
     def _wait_for(self, parcel: Parcel) -> Callable[[Sequence[dist.Work]], None]:
         return functools.partial(self._waits.wait_for, position=parcel.position, peer=parcel.peer)

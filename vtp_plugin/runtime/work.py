@@ -106,6 +106,34 @@ class SendWork:
         self._tensors = []
 
 
+class OpenSends:
+    """Sends that nobody has waited for yet, oldest first."""
+
+    # More than a schedule has under way between two stages, so waiting for the oldest of so many sends cannot deadlock.
+    # The limit keeps a rank that only sends, as in evaluation, from running far ahead.
+    _MAX_OPEN = 256
+
+    def __init__(self) -> None:
+        self._works: list[SendWork] = []
+
+    def add(self, work: SendWork) -> SendWork:
+        """Keep a send, and let go of those that are done."""
+        self._works = [one for one in self._works if not one.reap()] + [work]
+        if len(self._works) > self._MAX_OPEN:
+            self._works[0].wait()
+        return work
+
+    def wait(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            PeerError: the connection to a receiver broke.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Landing:
     """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.

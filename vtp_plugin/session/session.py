@@ -47,6 +47,7 @@ class Session:
         embedding: word embedding of the model that was built last, on the edge of a U-shaped pipeline.
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
+        has_bridges: the plugin's bridges are in the place of Megatron's.
         tensor_format: how tensors cross, by the model configuration; None before all ranks' were compared.
         audit: record of what crosses; None unless asked for, or before it begins.
         close_log: puts the logger back as it was; None before the plugin said anything.
@@ -61,6 +62,7 @@ class Session:
         self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
         self.applied: list[AppliedPatches] = []
         self.is_activated = False
+        self.has_bridges = False
         self.tensor_format: TensorFormat | None = None
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None

@@ -48,6 +48,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
         "vtp_costs": " ".join(config.costs or ()),
         "vtp_replan_share": config.replan_share,
+        "vtp_bridges": config.bridges,
     }
 
 

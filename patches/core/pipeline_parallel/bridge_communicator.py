@@ -1,0 +1,266 @@
+"""B1: bridges between modules on disjoint ranks go over our channels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import bridge_communicator
+from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCommInfo
+
+from vtp_plugin.boundary.bridge import BridgeEnd, BridgeSpec, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.runtime.bridge import BatchAxes, Bridge
+from vtp_plugin.runtime.bridge_groups import open_bridge
+from vtp_plugin.session.surroundings import Surroundings
+
+
+class _Grid:
+    """A grid as Megatron's constructor can read it: without the name `cp`, since it refuses all sizes but 1."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self.dim_names = ["context" if name == "cp" else name for name in grid.dim_names]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
+        return self._grid._gen_rank_enum(["cp" if name == "context" else name for name in dims])
+
+
+def current_class(surroundings: Surroundings) -> type:
+    """Return our bridge: the one that stands in Megatron's place, or else a new subclass of Megatron's."""
+    found = bridge_communicator.BridgeCommunicator
+    return found if found.__module__ == __name__ else bridge_class(surroundings, found)
+
+
+# Two uses of the name must give one class.
+@functools.cache
+def bridge_class(surroundings: Surroundings, original: type) -> type:
+    """Make the subclass that sends between two modules of any grids over the plugin's channels."""
+
+    class BridgeCommunicator(original):
+        """Megatron's bridge between two modules on disjoint ranks, over the plugin's channels.
+
+        The arguments of Megatron's class, its methods and its attributes stay. Beyond it: context-parallel and
+        data-parallel sizes of any kind, all links at once, no wait for a send, and these keywords, equal on all ranks.
+
+        Args:
+            src_sequence: what the context-parallel ranks of the source hold: ``"whole"``, ``"plain"`` or ``"zigzag"``.
+            dest_sequence: the same for the destination.
+            src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
+            dest_sharded: the same for the destination.
+            fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
+                cross.
+            has_gradient: whether gradients come back; ``False`` for a frozen encoder.
+        """
+
+        def __init__(
+            self,
+            src_grid: Any,
+            dest_grid: Any,
+            dim_mapping: dict[str, int] | None = None,
+            comm_dtype: torch.dtype | None = None,
+            src_module_name: str | None = None,
+            dest_module_name: str | None = None,
+            tensor_ndim: int = 3,
+            *,
+            src_sequence: str = "whole",
+            dest_sequence: str = "whole",
+            src_sharded: bool = False,
+            dest_sharded: bool = False,
+            fixed_shape: Sequence[int] | None = None,
+            has_gradient: bool = True,
+        ) -> None:
+            grids = (src_grid, dest_grid)
+            ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
+            require_disjoint(*ranges)
+            spec = None
+            if ranges[0] != ranges[1]:
+                ends = [
+                    _end(grid, is_src, sequence, is_sharded)
+                    for grid, is_src, sequence, is_sharded in (
+                        (src_grid, True, src_sequence, src_sharded),
+                        (dest_grid, False, dest_sequence, dest_sharded),
+                    )
+                ]
+                name = f"{src_module_name or 'source'} -> {dest_module_name or 'destination'}"
+                spec = BridgeSpec.between(name, *ends, num_dims=tensor_ndim)
+            super().__init__(
+                _Grid(src_grid),
+                _Grid(dest_grid),
+                dim_mapping,
+                comm_dtype,
+                src_module_name,
+                dest_module_name,
+                tensor_ndim,
+            )
+            self.src_grid, self.dest_grid = src_grid, dest_grid
+            self._vtp = None if spec is None else self._open(spec, fixed_shape, has_gradient)
+
+        def _open(self, spec: BridgeSpec, fixed_shape: Sequence[int] | None, has_gradient: bool) -> Bridge | None:
+            is_src = self.current_rank in spec.src.ranks
+            channels = open_bridge(
+                spec,
+                stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
+                cache=type(self)._bridge_pg_cache,
+                platform=surroundings.platform(),
+                monitor=surroundings.monitor(),
+                timeout_s=surroundings.timeout_s(),
+                audit=surroundings.audit(),
+            )
+            if channels is None:
+                return None
+            order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
+            return Bridge(
+                *channels,
+                axes=BatchAxes(num_dims=self.tensor_ndim, order=order),
+                dtype=self.comm_dtype or torch.get_default_dtype(),
+                fixed_shape=fixed_shape,
+                has_gradient=has_gradient,
+                agree=surroundings.agreement(spec.name, spec.participants),
+            )
+
+        @classmethod
+        def _get_or_create_broadcast_pg(cls, ranks_list: list[list[int]]) -> dist.ProcessGroup | None:
+            key = str(sorted(tuple(ranks) for ranks in ranks_list))
+            if key not in cls._broadcast_pg_cache:
+                # Megatron names NCCL; the world's backend is the one of its device.
+                cls._broadcast_pg_cache[key], _ = dist.new_subgroups_by_enumeration(ranks_list)
+            return cls._broadcast_pg_cache[key]
+
+        @classmethod
+        def _get_or_create_bridge_pg(cls, ranks: list[int]) -> dist.ProcessGroup | None:
+            key = str(sorted(ranks))
+            if key not in cls._bridge_pg_cache:
+                cls._bridge_pg_cache[key] = dist.new_group(sorted(ranks))
+            return cls._bridge_pg_cache[key]
+
+        def build_comm_map(self, src_tp_leaders: list[int], dest_tp_leaders: list[int]) -> None:
+            """Fill `comm_map` as Megatron does; where the replicas do not divide, by what they have in common."""
+            counts = len(src_tp_leaders), len(dest_tp_leaders)
+            if max(counts) % min(counts) == 0:
+                super().build_comm_map(src_tp_leaders, dest_tp_leaders)
+                return
+            self.comm_map = _comm_map(self, src_tp_leaders, dest_tp_leaders)
+
+        def send_forward(self, tensor_to_send: torch.Tensor) -> None:
+            """Send this rank's part of an activation; all ranks of the source's last stage call it."""
+            if bridge := self._on("src", "send_forward"):
+                bridge.send_forward(tensor_to_send, _sizes(tensor_to_send))
+
+        def post_recv_forward(self) -> None:
+            """Post the receive of the next activation, before the compute that hides it; `recv_forward` takes it."""
+            if bridge := self._on("dest", "post_recv_forward"):
+                bridge.post_forward()
+
+        def recv_forward(self) -> torch.Tensor | None:
+            """Return the next activation, a fresh leaf; all ranks of the destination's first stage call it."""
+            bridge = self._on("dest", "receive_forward")
+            return None if bridge is None else bridge.recv_forward()
+
+        def send_backward(self, grad_tensor: torch.Tensor) -> None:
+            """Send the gradient of the oldest activation that has none yet."""
+            if bridge := self._on("dest", "send_backward"):
+                bridge.send_backward(grad_tensor, _sizes(grad_tensor))
+
+        def recv_backward(self) -> torch.Tensor | None:
+            """Return the gradient of the oldest activation that has none yet; None for a frozen encoder."""
+            bridge = self._on("src", "receive_backward")
+            return None if bridge is None else bridge.take_backward(bridge.post_backward())
+
+        def send_forward_recv_backward(
+            self, input_tensor: torch.Tensor, grad_shape: tuple[int, ...] | None = None
+        ) -> torch.Tensor | None:
+            """Send an activation, and return the gradient of an earlier one; `grad_shape` is not used."""
+            bridge = self._on("src", "send_forward_recv_backward")
+            if bridge is None:
+                return None
+            return bridge.exchange_forward(input_tensor, _sizes(input_tensor))
+
+        def send_backward_recv_forward(
+            self, grad_tensor: torch.Tensor, forward_shape: tuple[int, ...] | None = None
+        ) -> torch.Tensor | None:
+            """Send the gradient of an earlier activation, and return the next one; `forward_shape` is not used."""
+            bridge = self._on("dest", "send_backward_recv_forward")
+            if bridge is None:
+                return None
+            return bridge.exchange_backward(grad_tensor, _sizes(grad_tensor))
+
+        def _on(self, end: str, method: str) -> Bridge | None:
+            """Return the bridge of a rank that may call a method; None in a stage that is not at the bridge."""
+            grid = self.src_grid if end == "src" else self.dest_grid
+            if not self.is_current_rank_in_grid(grid):
+                name = {"src": "source", "dest": "destination"}[end]
+                raise ValueError(
+                    f"[Bridge Communicator] [{method}] Rank {self.current_rank} is not in the {name} grid."
+                )
+            if self.src_grid.rank_offset == self.dest_grid.rank_offset:
+                raise ConfigError(
+                    f"[Bridge Communicator] [{method}] both modules are on the same ranks; use a "
+                    "ColocatedBridgeCommunicator"
+                )
+            ranks = self.src_grid_broadcast_ranks if end == "src" else self.dest_grid_broadcast_ranks
+            return self._vtp if self.current_rank in ranks else None
+
+    # Messages show Megatron's name; the module says whose class it is.
+    BridgeCommunicator.__qualname__ = original.__qualname__
+    BridgeCommunicator.__module__ = __name__
+    return BridgeCommunicator
+
+
+def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
+    """Give the record that puts our bridge in the place of Megatron's."""
+    return (
+        PatchRecord(
+            id="B1",
+            target="megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
+            build=_builder(surroundings),
+            why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a "
+            "subclass sends every overlap over its own link",
+            remove_when="Megatron's bridge takes a communicator as its pipelines do",
+            versions=">=0.19,<0.20",
+            aliases=("megatron.core.pipeline_parallel.multimodule_communicator:BridgeCommunicator",),
+        ),
+    )
+
+
+def _builder(surroundings: Surroundings) -> Callable[[type], type]:
+    return lambda original: bridge_class(surroundings, original)
+
+
+def _end(grid: Any, is_src: bool, sequence: str, is_sharded: bool) -> BridgeEnd:
+    if sequence not in tuple(SequenceCut):
+        raise ConfigError(f"sequence {sequence!r} of a bridge's end; use one of {', '.join(SequenceCut)}")
+    ranks = boundary_ranks(grid.shape, grid.dim_names, grid.rank_offset, is_last=is_src)
+    return BridgeEnd(ranks=ranks, sequence=SequenceCut(sequence), is_sharded=is_sharded)
+
+
+def _sizes(tensor: torch.Tensor) -> list[int] | None:
+    """Return the number of tokens of every sample, which MimoModel notes where samples differ."""
+    sizes = getattr(tensor, "_mimo_bridge_split_sizes", None)
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def _comm_map(bridge: Any, sources: list[int], destinations: list[int]) -> dict[int, Any]:
+    """Say who sends to whom, leader by leader, where one replica has samples of several on the other side."""
+    grids = (bridge.src_grid, bridge.dest_grid)
+    infos = {
+        rank: RankCommInfo(role=CommRole.MEMBER)
+        for grid in grids
+        for rank in range(grid.rank_offset, grid.rank_offset + grid.size)
+    }
+    num_src, num_dst = len(sources), len(destinations)
+    for i, src in enumerate(sources):
+        # Replica i holds the fractions i / num_src to (i + 1) / num_src of the batch.
+        first, stop = i * num_dst // num_src, -(-(i + 1) * num_dst // num_src)
+        infos[src] = RankCommInfo(role=CommRole.SENDER, send_to_ranks=destinations[first:stop])
+    for j, dst in enumerate(destinations):
+        first, stop = j * num_src // num_dst, -(-(j + 1) * num_src // num_dst)
+        infos[dst] = RankCommInfo(role=CommRole.RECEIVER, recv_from_ranks=sources[first:stop])
+    return infos

@@ -1,0 +1,184 @@
+"""Jobs that move known tensors over bridges between grids, without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+
+import vtp_plugin
+from tests import bridges
+from tests.bridges import Sizes
+from tests.pool import init_gloo
+
+SHIFT = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """One bridge, and what crosses it.
+
+    Attributes:
+        src, dst: the grids.
+        num_dims: of the tensors.
+        axes: of sequence, batch and hidden dimension in a tensor of three dimensions.
+        widths: units of the batch, microbatch by microbatch; one number stands for units of that length.
+        pp: stages of both modules; the bridge joins the last and the first.
+        rows: length of the sequence.
+        dtype: of the tensors.
+        is_fixed: no headers cross.
+        is_combined: sends and receives of both directions at once, as in the middle of a pipeline's step.
+    """
+
+    src: Sizes
+    dst: Sizes
+    num_dims: int = 3
+    axes: str = "sbh"
+    widths: tuple[int | tuple[int, ...], ...] = (1, 2)
+    pp: tuple[int, int] = (1, 1)
+    rows: int = 8
+    dtype: str = "float32"
+    is_fixed: bool = False
+    is_combined: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.src.num_ranks * self.pp[0] + self.dst.num_ranks * self.pp[1]
+
+    @property
+    def num_units(self) -> int:
+        return math.lcm(self.src.num_shares(self.num_dims), self.dst.num_shares(self.num_dims))
+
+    def units(self, microbatch: int) -> list[np.ndarray]:
+        """Draw a batch, the same on every rank; small whole numbers, of which sums are exact in any type."""
+        given = self.widths[microbatch]
+        widths = (given,) * self.num_units if isinstance(given, int) else given
+        random = np.random.default_rng(microbatch)
+        shapes = [(self.rows, width, 5) if self.num_dims == 3 else (width, 6) for width in widths]
+        return [random.integers(-9, 9, shape).astype(np.float64) for shape in shapes]
+
+    def grids(self) -> list[HyperCommGrid]:
+        return [
+            HyperCommGrid([sizes.tp, sizes.cp, pp, sizes.dp], ["tp", "cp", "pp", "dp"], offset)
+            for sizes, pp, offset in (
+                (self.src, self.pp[0], 0),
+                (self.dst, self.pp[1], self.src.num_ranks * self.pp[0]),
+            )
+        ]
+
+
+def cross(crossings: Sequence[Crossing], is_stock: bool = False) -> list[str]:
+    """Carry out all crossings, one after another; return what went wrong on this rank."""
+    vtp_plugin.apply(device="cpu", bridges=not is_stock)
+    init_gloo()
+    try:
+        return [f"{one}: {problem}" for one in crossings for problem in _cross(one)]
+    finally:
+        vtp_plugin.revert()
+
+
+def _cross(one: Crossing) -> list[str]:
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    src_grid, dst_grid = one.grids()
+    mapping = {name: one.axes.index(name) for name in "sbh"}
+    options: dict[str, Any] = {}
+    for end, sizes in (("src", one.src), ("dest", one.dst)):
+        if sizes.sequence != "whole" or sizes.is_sharded:
+            options |= {f"{end}_sequence": sizes.sequence, f"{end}_sharded": sizes.is_sharded}
+    if one.is_fixed:
+        share = np.concatenate(one.units(0)[: one.num_units // one.src.dp], axis=1 if one.num_dims == 3 else 0)
+        options["fixed_shape"] = tuple(_turned(share, one).shape)
+    bridge: Any = BridgeCommunicator(
+        src_grid, dst_grid, mapping, getattr(torch, one.dtype), "vision", "language", one.num_dims, **options
+    )
+    problems = _exchange(bridge, one)
+    bridge.destroy_bridge_pgs()
+    bridge.destroy_broadcast_pgs()
+    for grid in (src_grid, dst_grid):
+        grid.destroy()
+    return problems
+
+
+def _exchange(bridge: Any, one: Crossing) -> list[str]:
+    rank = dist.get_rank()
+    is_src = rank < one.src.num_ranks * one.pp[0]
+    own, first = (one.src, 0) if is_src else (one.dst, 0)
+    # Ranks of the stage at the bridge, as the oracle numbers them.
+    place = _places(bridge, is_src).get(rank)
+    problems: list[str] = []
+    waiting: list[int] = []
+
+    def wrong(what: str, microbatch: int, got: torch.Tensor, wanted: np.ndarray) -> None:
+        tensor = torch.from_numpy(np.ascontiguousarray(wanted)).to(got.dtype)
+        if got.shape != tensor.shape or not torch.equal(got.detach(), tensor):
+            problems.append(f"rank {rank}: {what} {microbatch} is {tuple(got.shape)} {got.flatten()[:6]}")
+
+    for microbatch in range(len(one.widths)):
+        units = one.units(microbatch)
+        random = np.random.default_rng(SEED + microbatch)
+        grads = bridges.cotangents(
+            units, one.dst, 0, lambda shape, random=random: random.integers(-9, 9, shape).astype(np.float64)
+        )
+        if place is None:
+            assert (bridge.send_forward if is_src else bridge.recv_forward)(*([None] if is_src else [])) is None
+            continue
+        part = _turned(bridges.cut(units, own, first)[place], one)
+        if is_src:
+            tensor = torch.from_numpy(np.ascontiguousarray(part)).to(getattr(torch, one.dtype))
+            _annotate(tensor, units, one, place)
+            wanted = _turned(bridges.cut(bridges.gradient(units, one.dst, 0, grads), one.src, 0)[place], one)
+            if one.is_combined and waiting:
+                got = bridge.send_forward_recv_backward(tensor)
+                wrong("gradient", microbatch - 1, got, waiting.pop())
+            else:
+                bridge.send_forward(tensor)
+            waiting.append(wanted)
+            if not one.is_combined or microbatch == len(one.widths) - 1:
+                wrong("gradient", microbatch, bridge.recv_backward(), waiting.pop())
+        else:
+            grad = torch.from_numpy(np.ascontiguousarray(_turned(grads[place], one))).to(getattr(torch, one.dtype))
+            if one.is_combined and waiting:
+                got = bridge.send_backward_recv_forward(waiting.pop())
+            else:
+                got = bridge.recv_forward()
+            wrong("activation", microbatch, got, part)
+            if not (got.is_leaf and got.requires_grad and got.is_contiguous()):
+                problems.append(f"rank {rank}: the activation is no fresh leaf")
+            waiting.append(grad)
+            if not one.is_combined or microbatch == len(one.widths) - 1:
+                bridge.send_backward(waiting.pop())
+    return problems
+
+
+SEED = 100
+
+
+def _places(bridge: Any, is_src: bool) -> dict[int, int]:
+    """Number the ranks at the bridge, of this rank's module, replica after replica."""
+    lists = bridge.get_boundary_pp_stage_ranks(bridge.src_grid if is_src else bridge.dest_grid, is_src=is_src)
+    # Megatron lists tensor-parallel ranks of one context-parallel rank after another's, or the other way round.
+    return {rank: index for index, rank in enumerate(rank for ranks in lists for rank in sorted(ranks))}
+
+
+def _turned(tensor: np.ndarray, one: Crossing) -> np.ndarray:
+    """Give `[S, B, H]` the axes of the crossing."""
+    return tensor if one.num_dims == 2 else tensor.transpose(["sbh".index(name) for name in one.axes])
+
+
+def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: Crossing, place: int) -> None:
+    """Say how many tokens each sample has, as MimoModel does where they differ."""
+    if one.num_dims == 3:
+        return
+    (_, d, c, t) = one.src.coordinates(0)[place]
+    per_share = len(units) // one.src.num_shares(2)
+    index = one.src.share(d, c, t, 2)
+    sizes = [len(unit) for unit in units[index * per_share : (index + 1) * per_share]]
+    if len(set(sizes)) > 1:
+        tensor._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]

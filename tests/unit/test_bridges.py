@@ -1,0 +1,92 @@
+"""Where the plugin's bridges stand, and where it has none."""
+
+from __future__ import annotations
+
+import pytest
+
+import vtp_plugin
+from tests.hosts import host_name
+from tests.pool import run_code
+from vtp_plugin.config import VtpConfig, read_keywords
+from vtp_plugin.errors import ConfigError, PatchError
+from vtp_plugin.hosts import find_host
+
+# Before apply(), as a script that is written against Megatron's names.
+HELD = """
+    import torch
+    import vtp_plugin
+    from megatron.core.pipeline_parallel import multimodule_communicator
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator as taken, CommRole, RankCommInfo
+
+    class Script:
+        bridge = taken
+
+    stock = taken
+
+    def check(is_ours):
+        from megatron.core.pipeline_parallel import bridge_communicator
+        from vtp_plugin import bridge
+
+        held = (bridge_communicator.BridgeCommunicator, multimodule_communicator.BridgeCommunicator, Script.bridge)
+        assert len(set(held)) == 1 and (held[0] is not stock) == is_ours, held
+        assert issubclass(bridge.BridgeCommunicator, stock) and bridge.BridgeCommunicator is not stock
+        assert (bridge.BridgeCommunicator is held[0]) == is_ours
+        assert bridge.CommRole is CommRole and bridge.RankCommInfo is RankCommInfo
+"""
+
+
+def test_names_stand_in_all_modules_without_a_list_and_on_the_cpu() -> None:
+    run_code(
+        HELD
+        + """
+    check(is_ours=False)
+    vtp_plugin.apply(device="cpu", bridges=True)
+    check(is_ours=True)
+    assert torch.zeros(1, device="cuda").device.type == "cpu", "not mapped"
+    vtp_plugin.revert()
+    check(is_ours=False)
+    """
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("--vtp-bridges",), ("--vtp-bridges", "extended", "--vtp-size-list", "1", "--vtp-force")]
+)
+def test_names_stand_by_the_flag_with_and_without_a_list(words: tuple[str, ...]) -> None:
+    run_code(
+        f"""
+    import sys
+
+    sys.argv = ["script.py", *{words!r}, "--vtp-device", "cpu"] + '''--num-layers 2 --hidden-size 16
+        --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --global-batch-size 1
+        --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm'''.split()
+    """
+        + HELD
+        + """
+    vtp_plugin.apply()
+    check(is_ours=False)
+    from megatron.training.arguments import parse_args, validate_args
+
+    validate_args(parse_args())
+    check(is_ours=True)
+    vtp_plugin.revert()
+    check(is_ours=False)
+    """,
+        env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    )
+
+
+@pytest.mark.skipif(host_name() == "0.19", reason="it has bridges")
+def test_older_megatrons_are_refused_by_their_version() -> None:
+    version = find_host()[1].version
+    with pytest.raises(PatchError, match=f"megatron-core {version} has no such bridges between modules; use 0.19"):
+        vtp_plugin.apply(device="cpu", bridges=True)
+    vtp_plugin.revert()
+    with pytest.raises(PatchError, match=f"vtp_plugin.bridge: megatron-core {version}"):
+        from vtp_plugin.bridge import BridgeCommunicator  # noqa: F401
+
+
+def test_a_value_that_is_none() -> None:
+    assert read_keywords({"bridges": "extended"}) == VtpConfig(bridges="extended")
+    with pytest.raises(ConfigError, match="vtp_bridges 'all' is unknown"):
+        read_keywords({"bridges": "all"})

@@ -1,0 +1,71 @@
+"""What bridges need of the run around them: a platform, a clock, and a way to compare before they send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from vtp_plugin.platform import detect
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import Audit
+from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.startup import Agreement
+from vtp_plugin.session.session import Session
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The run that bridges are made in.
+
+    Attributes:
+        get_session: returns the applied plugin; None where a script takes the classes without ``apply()``.
+    """
+
+    get_session: Callable[[], Session | None]
+
+    @property
+    def session(self) -> Session | None:
+        """The applied plugin, if it is."""
+        return self.get_session()
+
+    def platform(self) -> Platform:
+        """Return what says where tensors are and how to wait."""
+        return detect("auto") if self.session is None else self.session.choose_platform()
+
+    def monitor(self) -> Monitor | None:
+        """Return what keeps the time, if the run has it."""
+        return None if self.session is None else self.session.ranks.monitor
+
+    def audit(self) -> Audit | None:
+        """Return the record of what crosses, if it is asked for."""
+        if self.session is None:
+            return None
+        self.session.open_audit(dist.get_rank())
+        return self.session.audit
+
+    def timeout_s(self) -> float:
+        """Return how long to wait for another rank."""
+        return _TIMEOUT_S if self.session is None else self.session.config.timeout_s
+
+    def agreement(self, name: str, members: Sequence[int]) -> Callable[[Callable[[], Mapping[str, object]]], None]:
+        """Return a function that compares statements over some ranks; every one of them calls it once.
+
+        Args:
+            name: of what is compared.
+            members: the ranks.
+        """
+        store = None if self.session is None else self.session.ranks.store
+        agreement = Agreement(
+            store or _get_default_store(),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=self.timeout_s,
+            members=tuple(members),
+        )
+        return partial(agreement.settle, f"the first message of the {name.partition(',')[0]}", is_partial=True)
