@@ -21,7 +21,7 @@ SHIFT = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
+class BridgeCase:
     """One bridge, and what crosses it.
 
     Attributes:
@@ -73,17 +73,17 @@ class Crossing:
         ]
 
 
-def cross(crossings: Sequence[Crossing], is_stock: bool = False) -> list[str]:
-    """Carry out all crossings, one after another; return what went wrong on this rank."""
+def cross(cases: Sequence[BridgeCase], is_stock: bool = False) -> list[str]:
+    """Carry out all cases, one after another; return what went wrong on this rank."""
     vtp_plugin.apply(device="cpu", bridges=not is_stock)
     init_gloo()
     try:
-        return [f"{one}: {problem}" for one in crossings for problem in _cross(one)]
+        return [f"{one}: {problem}" for one in cases for problem in _cross(one)]
     finally:
         vtp_plugin.revert()
 
 
-def _cross(one: Crossing) -> list[str]:
+def _cross(one: BridgeCase) -> list[str]:
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
     src_grid, dst_grid = one.grids()
@@ -106,7 +106,7 @@ def _cross(one: Crossing) -> list[str]:
     return problems
 
 
-def _exchange(bridge: Any, one: Crossing) -> list[str]:
+def _exchange(bridge: Any, one: BridgeCase) -> list[str]:
     rank = dist.get_rank()
     is_src = rank < one.src.num_ranks * one.pp[0]
     own, first = (one.src, 0) if is_src else (one.dst, 0)
@@ -167,12 +167,12 @@ def _places(bridge: Any, is_src: bool) -> dict[int, int]:
     return {rank: index for index, rank in enumerate(rank for ranks in lists for rank in sorted(ranks))}
 
 
-def _turned(tensor: np.ndarray, one: Crossing) -> np.ndarray:
-    """Give `[S, B, H]` the axes of the crossing."""
+def _turned(tensor: np.ndarray, one: BridgeCase) -> np.ndarray:
+    """Give `[S, B, H]` the axes of the case."""
     return tensor if one.num_dims == 2 else tensor.transpose(["sbh".index(name) for name in one.axes])
 
 
-def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: Crossing, place: int) -> None:
+def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: BridgeCase, place: int) -> None:
     """Say how many tokens each sample has, as MimoModel does where they differ."""
     if one.num_dims == 3:
         return

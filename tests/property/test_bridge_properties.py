@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests import bridges
 from tests.bridges import Arrays, Sizes
-from vtp_plugin.boundary.bridge import BridgeEnd, BridgeSpec, SequenceCut, require_disjoint, unit_widths
+from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
+from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, require_disjoint
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import HEADER_FIELDS, BridgeEnd, BridgeSpec, unit_widths
+from vtp_plugin.boundary.bridge import HEADER_FIELDS, BridgeSpec, unit_widths
+from vtp_plugin.boundary.bridge_end import BridgeEnd
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.errors import ConfigError, PeerError

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import bridge_communicator
 from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCommInfo
 
-from vtp_plugin.boundary.bridge import BridgeEnd, BridgeSpec, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.boundary.bridge import BridgeSpec
+from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.bridge import BatchAxes, Bridge
@@ -43,175 +44,187 @@ def current_class(surroundings: Surroundings) -> type:
 @functools.cache
 def bridge_class(surroundings: Surroundings, original: type) -> type:
     """Make the subclass that sends between two modules of any grids over the plugin's channels."""
-
-    class BridgeCommunicator(original):
-        """Megatron's bridge between two modules on disjoint ranks, over the plugin's channels.
-
-        The arguments of Megatron's class, its methods and its attributes stay. Beyond it: context-parallel and
-        data-parallel sizes of any kind, all links at once, no wait for a send, and these keywords, equal on all ranks.
-
-        Args:
-            src_sequence: what the context-parallel ranks of the source hold: ``"whole"``, ``"plain"`` or ``"zigzag"``.
-            dest_sequence: the same for the destination.
-            src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
-            dest_sharded: the same for the destination.
-            fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
-                cross.
-            has_gradient: whether gradients come back; ``False`` for a frozen encoder.
-        """
-
-        def __init__(
-            self,
-            src_grid: Any,
-            dest_grid: Any,
-            dim_mapping: dict[str, int] | None = None,
-            comm_dtype: torch.dtype | None = None,
-            src_module_name: str | None = None,
-            dest_module_name: str | None = None,
-            tensor_ndim: int = 3,
-            *,
-            src_sequence: str = "whole",
-            dest_sequence: str = "whole",
-            src_sharded: bool = False,
-            dest_sharded: bool = False,
-            fixed_shape: Sequence[int] | None = None,
-            has_gradient: bool = True,
-        ) -> None:
-            grids = (src_grid, dest_grid)
-            ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
-            require_disjoint(*ranges)
-            spec = None
-            if ranges[0] != ranges[1]:
-                ends = [
-                    _end(grid, is_src, sequence, is_sharded)
-                    for grid, is_src, sequence, is_sharded in (
-                        (src_grid, True, src_sequence, src_sharded),
-                        (dest_grid, False, dest_sequence, dest_sharded),
-                    )
-                ]
-                name = f"{src_module_name or 'source'} -> {dest_module_name or 'destination'}"
-                spec = BridgeSpec.between(name, *ends, num_dims=tensor_ndim)
-            super().__init__(
-                _Grid(src_grid),
-                _Grid(dest_grid),
-                dim_mapping,
-                comm_dtype,
-                src_module_name,
-                dest_module_name,
-                tensor_ndim,
-            )
-            self.src_grid, self.dest_grid = src_grid, dest_grid
-            self._vtp = None if spec is None else self._open(spec, fixed_shape, has_gradient)
-
-        def _open(self, spec: BridgeSpec, fixed_shape: Sequence[int] | None, has_gradient: bool) -> Bridge | None:
-            is_src = self.current_rank in spec.src.ranks
-            channels = open_bridge(
-                spec,
-                stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
-                cache=type(self)._bridge_pg_cache,
-                platform=surroundings.platform(),
-                monitor=surroundings.monitor(),
-                timeout_s=surroundings.timeout_s(),
-                audit=surroundings.audit(),
-            )
-            if channels is None:
-                return None
-            order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
-            return Bridge(
-                *channels,
-                axes=BatchAxes(num_dims=self.tensor_ndim, order=order),
-                dtype=self.comm_dtype or torch.get_default_dtype(),
-                fixed_shape=fixed_shape,
-                has_gradient=has_gradient,
-                agree=surroundings.agreement(spec.name, spec.participants),
-            )
-
-        @classmethod
-        def _get_or_create_broadcast_pg(cls, ranks_list: list[list[int]]) -> dist.ProcessGroup | None:
-            key = str(sorted(tuple(ranks) for ranks in ranks_list))
-            if key not in cls._broadcast_pg_cache:
-                # Megatron names NCCL; the world's backend is the one of its device.
-                cls._broadcast_pg_cache[key], _ = dist.new_subgroups_by_enumeration(ranks_list)
-            return cls._broadcast_pg_cache[key]
-
-        @classmethod
-        def _get_or_create_bridge_pg(cls, ranks: list[int]) -> dist.ProcessGroup | None:
-            key = str(sorted(ranks))
-            if key not in cls._bridge_pg_cache:
-                cls._bridge_pg_cache[key] = dist.new_group(sorted(ranks))
-            return cls._bridge_pg_cache[key]
-
-        def build_comm_map(self, src_tp_leaders: list[int], dest_tp_leaders: list[int]) -> None:
-            """Fill `comm_map` as Megatron does; where the replicas do not divide, by what they have in common."""
-            counts = len(src_tp_leaders), len(dest_tp_leaders)
-            if max(counts) % min(counts) == 0:
-                super().build_comm_map(src_tp_leaders, dest_tp_leaders)
-                return
-            self.comm_map = _comm_map(self, src_tp_leaders, dest_tp_leaders)
-
-        def send_forward(self, tensor_to_send: torch.Tensor) -> None:
-            """Send this rank's part of an activation; all ranks of the source's last stage call it."""
-            if bridge := self._on("src", "send_forward"):
-                bridge.send_forward(tensor_to_send, _sizes(tensor_to_send))
-
-        def post_recv_forward(self) -> None:
-            """Post the receive of the next activation, before the compute that hides it; `recv_forward` takes it."""
-            if bridge := self._on("dest", "post_recv_forward"):
-                bridge.post_forward()
-
-        def recv_forward(self) -> torch.Tensor | None:
-            """Return the next activation, a fresh leaf; all ranks of the destination's first stage call it."""
-            bridge = self._on("dest", "receive_forward")
-            return None if bridge is None else bridge.recv_forward()
-
-        def send_backward(self, grad_tensor: torch.Tensor) -> None:
-            """Send the gradient of the oldest activation that has none yet."""
-            if bridge := self._on("dest", "send_backward"):
-                bridge.send_backward(grad_tensor, _sizes(grad_tensor))
-
-        def recv_backward(self) -> torch.Tensor | None:
-            """Return the gradient of the oldest activation that has none yet; None for a frozen encoder."""
-            bridge = self._on("src", "receive_backward")
-            return None if bridge is None else bridge.take_backward(bridge.post_backward())
-
-        def send_forward_recv_backward(
-            self, input_tensor: torch.Tensor, grad_shape: tuple[int, ...] | None = None
-        ) -> torch.Tensor | None:
-            """Send an activation, and return the gradient of an earlier one; `grad_shape` is not used."""
-            bridge = self._on("src", "send_forward_recv_backward")
-            if bridge is None:
-                return None
-            return bridge.exchange_forward(input_tensor, _sizes(input_tensor))
-
-        def send_backward_recv_forward(
-            self, grad_tensor: torch.Tensor, forward_shape: tuple[int, ...] | None = None
-        ) -> torch.Tensor | None:
-            """Send the gradient of an earlier activation, and return the next one; `forward_shape` is not used."""
-            bridge = self._on("dest", "send_backward_recv_forward")
-            if bridge is None:
-                return None
-            return bridge.exchange_backward(grad_tensor, _sizes(grad_tensor))
-
-        def _on(self, end: str, method: str) -> Bridge | None:
-            """Return the bridge of a rank that may call a method; None in a stage that is not at the bridge."""
-            grid = self.src_grid if end == "src" else self.dest_grid
-            if not self.is_current_rank_in_grid(grid):
-                name = {"src": "source", "dest": "destination"}[end]
-                raise ValueError(
-                    f"[Bridge Communicator] [{method}] Rank {self.current_rank} is not in the {name} grid."
-                )
-            if self.src_grid.rank_offset == self.dest_grid.rank_offset:
-                raise ConfigError(
-                    f"[Bridge Communicator] [{method}] both modules are on the same ranks; use a "
-                    "ColocatedBridgeCommunicator"
-                )
-            ranks = self.src_grid_broadcast_ranks if end == "src" else self.dest_grid_broadcast_ranks
-            return self._vtp if self.current_rank in ranks else None
-
     # Messages show Megatron's name; the module says whose class it is.
-    BridgeCommunicator.__qualname__ = original.__qualname__
-    BridgeCommunicator.__module__ = __name__
-    return BridgeCommunicator
+    names = {"__qualname__": original.__qualname__, "__module__": __name__, "__doc__": _OverChannels.__doc__}
+    return type(original.__name__, (_OverChannels, original), {**names, "surroundings": surroundings})
+
+
+class _OverChannels:
+    """Megatron's bridge between two modules on disjoint ranks, over the plugin's channels.
+
+    The arguments of Megatron's class, its methods and its attributes stay. Beyond it: context-parallel and
+    data-parallel sizes of any kind, all links at once, no wait for a send, and these keywords, equal on all ranks.
+
+    Args:
+        src_sequence: what the context-parallel ranks of the source hold: ``"whole"``, ``"plain"`` or ``"zigzag"``.
+        dest_sequence: the same for the destination.
+        src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
+        dest_sharded: the same for the destination.
+        fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
+            cross.
+        has_gradient: whether gradients come back; ``False`` for a frozen encoder.
+    """
+
+    # What the subclass is made with, and what Megatron's constructor sets.
+    surroundings: Surroundings
+    comm_dtype: torch.dtype | None
+    current_rank: int
+    dim_mapping: dict[str, int]
+    tensor_ndim: int
+    src_grid_broadcast_pg: dist.ProcessGroup | None
+    dest_grid_broadcast_pg: dist.ProcessGroup | None
+    src_grid_broadcast_ranks: list[int]
+    dest_grid_broadcast_ranks: list[int]
+    _bridge_pg_cache: ClassVar[dict[str, Any]]
+    _broadcast_pg_cache: ClassVar[dict[str, Any]]
+
+    def __init__(
+        self,
+        src_grid: Any,
+        dest_grid: Any,
+        dim_mapping: dict[str, int] | None = None,
+        comm_dtype: torch.dtype | None = None,
+        src_module_name: str | None = None,
+        dest_module_name: str | None = None,
+        tensor_ndim: int = 3,
+        *,
+        src_sequence: str = "whole",
+        dest_sequence: str = "whole",
+        src_sharded: bool = False,
+        dest_sharded: bool = False,
+        fixed_shape: Sequence[int] | None = None,
+        has_gradient: bool = True,
+    ) -> None:
+        grids = (src_grid, dest_grid)
+        ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
+        require_disjoint(*ranges)
+        spec = None
+        if ranges[0] != ranges[1]:
+            ends = [
+                _end(grid, is_src, sequence, is_sharded)
+                for grid, is_src, sequence, is_sharded in (
+                    (src_grid, True, src_sequence, src_sharded),
+                    (dest_grid, False, dest_sequence, dest_sharded),
+                )
+            ]
+            name = f"{src_module_name or 'source'} -> {dest_module_name or 'destination'}"
+            spec = BridgeSpec.between(name, *ends, num_dims=tensor_ndim)
+        base: Any = super()
+        base.__init__(
+            _Grid(src_grid),
+            _Grid(dest_grid),
+            dim_mapping,
+            comm_dtype,
+            src_module_name,
+            dest_module_name,
+            tensor_ndim,
+        )
+        self.src_grid, self.dest_grid = src_grid, dest_grid
+        self._vtp = None if spec is None else self._open(spec, fixed_shape, has_gradient)
+
+    def _open(self, spec: BridgeSpec, fixed_shape: Sequence[int] | None, has_gradient: bool) -> Bridge | None:
+        is_src = self.current_rank in spec.src.ranks
+        channels = open_bridge(
+            spec,
+            stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
+            cache=type(self)._bridge_pg_cache,
+            platform=self.surroundings.platform(),
+            monitor=self.surroundings.monitor(),
+            timeout_s=self.surroundings.timeout_s(),
+            audit=self.surroundings.audit(),
+        )
+        if channels is None:
+            return None
+        order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
+        return Bridge(
+            *channels,
+            axes=BatchAxes(num_dims=self.tensor_ndim, order=order),
+            dtype=self.comm_dtype or torch.get_default_dtype(),
+            fixed_shape=fixed_shape,
+            has_gradient=has_gradient,
+            agree=self.surroundings.agreement(spec.name, spec.participants),
+        )
+
+    @classmethod
+    def _get_or_create_broadcast_pg(cls, ranks_list: list[list[int]]) -> dist.ProcessGroup | None:
+        key = str(sorted(tuple(ranks) for ranks in ranks_list))
+        if key not in cls._broadcast_pg_cache:
+            # Megatron names NCCL; the world's backend is the one of its device.
+            cls._broadcast_pg_cache[key], _ = dist.new_subgroups_by_enumeration(ranks_list)
+        return cls._broadcast_pg_cache[key]
+
+    @classmethod
+    def _get_or_create_bridge_pg(cls, ranks: list[int]) -> dist.ProcessGroup | None:
+        key = str(sorted(ranks))
+        if key not in cls._bridge_pg_cache:
+            cls._bridge_pg_cache[key] = dist.new_group(sorted(ranks))
+        return cls._bridge_pg_cache[key]
+
+    def build_comm_map(self, src_tp_leaders: list[int], dest_tp_leaders: list[int]) -> None:
+        """Fill `comm_map` as Megatron does; where the replicas do not divide, by what they have in common."""
+        counts = len(src_tp_leaders), len(dest_tp_leaders)
+        if max(counts) % min(counts) == 0:
+            base: Any = super()
+            base.build_comm_map(src_tp_leaders, dest_tp_leaders)
+            return
+        self.comm_map = _comm_map(self, src_tp_leaders, dest_tp_leaders)
+
+    def send_forward(self, tensor_to_send: torch.Tensor) -> None:
+        """Send this rank's part of an activation; all ranks of the source's last stage call it."""
+        if bridge := self._on("src", "send_forward"):
+            bridge.send_forward(tensor_to_send, _sizes(tensor_to_send))
+
+    def post_recv_forward(self) -> None:
+        """Post the receive of the next activation, before the compute that hides it; `recv_forward` takes it."""
+        if bridge := self._on("dest", "post_recv_forward"):
+            bridge.post_forward()
+
+    def recv_forward(self) -> torch.Tensor | None:
+        """Return the next activation, a fresh leaf; all ranks of the destination's first stage call it."""
+        bridge = self._on("dest", "receive_forward")
+        return None if bridge is None else bridge.recv_forward()
+
+    def send_backward(self, grad_tensor: torch.Tensor) -> None:
+        """Send the gradient of the oldest activation that has none yet."""
+        if bridge := self._on("dest", "send_backward"):
+            bridge.send_backward(grad_tensor, _sizes(grad_tensor))
+
+    def recv_backward(self) -> torch.Tensor | None:
+        """Return the gradient of the oldest activation that has none yet; None for a frozen encoder."""
+        bridge = self._on("src", "receive_backward")
+        return None if bridge is None else bridge.take_backward(bridge.post_backward())
+
+    def send_forward_recv_backward(
+        self, input_tensor: torch.Tensor, grad_shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | None:
+        """Send an activation, and return the gradient of an earlier one; `grad_shape` is not used."""
+        bridge = self._on("src", "send_forward_recv_backward")
+        if bridge is None:
+            return None
+        return bridge.exchange_forward(input_tensor, _sizes(input_tensor))
+
+    def send_backward_recv_forward(
+        self, grad_tensor: torch.Tensor, forward_shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | None:
+        """Send the gradient of an earlier activation, and return the next one; `forward_shape` is not used."""
+        bridge = self._on("dest", "send_backward_recv_forward")
+        if bridge is None:
+            return None
+        return bridge.exchange_backward(grad_tensor, _sizes(grad_tensor))
+
+    def _on(self, end: str, method: str) -> Bridge | None:
+        """Return the bridge of a rank that may call a method; None in a stage that is not at the bridge."""
+        grid = self.src_grid if end == "src" else self.dest_grid
+        if not self.is_current_rank_in_grid(grid):
+            name = {"src": "source", "dest": "destination"}[end]
+            raise ValueError(f"[Bridge Communicator] [{method}] Rank {self.current_rank} is not in the {name} grid.")
+        if self.src_grid.rank_offset == self.dest_grid.rank_offset:
+            raise ConfigError(
+                f"[Bridge Communicator] [{method}] both modules are on the same ranks; use a "
+                "ColocatedBridgeCommunicator"
+            )
+        ranks = self.src_grid_broadcast_ranks if end == "src" else self.dest_grid_broadcast_ranks
+        return self._vtp if self.current_rank in ranks else None
 
 
 def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
