@@ -3,6 +3,6 @@
 Each module answers one question: ``spread`` (which rank holds which part of a tensor), ``side`` (which ranks of a stage
 are at a boundary), ``plan`` (which messages carry a tensor to the other stage), ``check`` (is a plan right), ``rules``
 (which strategy does a boundary take), ``channel_spec`` (what is a channel), ``pipeline`` (which boundaries does a
-pipeline have), ``memory`` (where is a part of it in a rank's tensor), ``bridge_end`` and ``bridge`` (what crosses between modules of
-different grids), ``cargo`` (what is sent at all), ``draw`` and ``arrange`` (what does it look like).
+pipeline have), ``memory`` (where a part of it is in memory), ``bridge_end`` and ``bridge`` (what crosses between
+modules of different grids), ``cargo`` (what is sent at all), ``draw`` and ``arrange`` (what does it look like).
 """
