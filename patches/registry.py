@@ -122,7 +122,9 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
             f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
             "leave it out"
         )
+    from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
 
     surroundings = Surroundings(lambda: session)
-    return host.placed(bridge_communicator.records(surroundings))
+    modules = (bridge_communicator, colocated_communicator)
+    return host.placed(record for module in modules for record in module.records(surroundings))

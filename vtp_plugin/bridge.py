@@ -12,7 +12,7 @@ from vtp_plugin.api import current_session
 from vtp_plugin.errors import PatchError
 from vtp_plugin.hosts import find_host
 
-_NAMES = ("BridgeCommunicator", "CommRole", "RankCommInfo")
+_NAMES = ("BridgeCommunicator", "ColocatedBridgeCommunicator", "CommRole", "RankCommInfo")
 
 
 def __getattr__(name: str) -> Any:
@@ -31,9 +31,11 @@ def __dir__() -> list[str]:
 
 
 def _find(name: str) -> Any:
+    from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
     from vtp_plugin.session.surroundings import Surroundings
 
-    if name == "BridgeCommunicator":
-        return bridge_communicator.current_class(Surroundings(current_session))
+    modules = {"BridgeCommunicator": bridge_communicator, "ColocatedBridgeCommunicator": colocated_communicator}
+    if name in modules:
+        return modules[name].current_class(Surroundings(current_session))
     return getattr(bridge_communicator, name)

@@ -182,3 +182,41 @@ def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: BridgeCase, pl
     sizes = [len(unit) for unit in units[index * per_share : (index + 1) * per_share]]
     if len(set(sizes)) > 1:
         tensor._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]
+
+
+def move_in_place(pairs: Sequence[tuple[Sizes, Sizes, int]]) -> list[str]:
+    """Move a tensor between two layouts of the same ranks, and its gradient back; return what went wrong."""
+    vtp_plugin.apply(device="cpu", bridges="extended")
+    init_gloo()
+    try:
+        return [problem for pair in pairs for problem in _move_in_place(*pair)]
+    finally:
+        vtp_plugin.revert()
+
+
+def _move_in_place(src: Sizes, dst: Sizes, num_dims: int) -> list[str]:
+    from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
+    rank = dist.get_rank()
+    grids = [HyperCommGrid([one.tp, one.cp, one.dp], ["tp", "cp", "dp"]) for one in (src, dst)]
+    options: dict[str, Any] = {}
+    for end, sizes in (("src", src), ("dest", dst)):
+        if sizes.sequence != "whole" or sizes.is_sharded:
+            options |= {f"{end}_sequence": sizes.sequence, f"{end}_sharded": sizes.is_sharded}
+    mapping = {"b": 0, "h": 1} if num_dims == 2 else {"s": 0, "b": 1, "h": 2}
+    bridge: Any = ColocatedBridgeCommunicator(*grids, "vision", "language", mapping, **options)
+    case = BridgeCase(src=src, dst=dst, num_dims=num_dims, widths=(2,))
+    units = case.units(0)
+    random = np.random.default_rng(SEED)
+    grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-9, 9, shape).astype(np.float64))
+    wanted = bridges.cut(units, dst, 0)[rank], bridges.cut(bridges.gradient(units, dst, 0, grads), src, 0)[rank]
+    tensor = torch.from_numpy(np.ascontiguousarray(bridges.cut(units, src, 0)[rank])).requires_grad_()
+    result = bridge.communicate(tensor)
+    result.backward(torch.from_numpy(np.ascontiguousarray(grads[rank])))
+    got = result.detach().numpy(), tensor.grad.numpy()  # type: ignore[union-attr]
+    bridge.destroy()
+    return [
+        f"{src} -> {dst}, {num_dims}, rank {rank}: {what} is {ours.shape} {ours.ravel()[:6]}, not {true.shape}"
+        for what, ours, true in zip(("tensor", "gradient"), got, wanted, strict=True)
+        if not np.array_equal(ours, true)
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.bridges import Sizes
 from tests.multiproc.bridge_job import BridgeCase
 from tests.pool import Pool
@@ -9,19 +11,70 @@ from tests.pool import Pool
 JOB = "tests.multiproc.bridge_job"
 
 
+def grid(tp: int, cp: int, dp: int, sequence: str = "whole", *, is_sharded: bool = False) -> Sizes:
+    return Sizes(tp=tp, cp=cp, dp=dp, sequence=sequence, is_sharded=is_sharded)
+
+
 def assert_crossed(pool: Pool, *cases: BridgeCase) -> None:
-    world_size = max(one.world_size for one in cases)
-    assert {one.world_size for one in cases} == {world_size}
+    (world_size,) = {one.world_size for one in cases}
     problems = pool.run(world_size, f"{JOB}:cross", {"cases": cases})
     assert [problem for rank in problems for problem in rank] == []
 
 
-def test_fan_in_fan_out_and_sizes_that_do_not_divide(pool: Pool) -> None:
+def test_any_sizes_of_four_ranks_a_side(pool: Pool) -> None:
     pairs = [
-        (Sizes(tp=2, cp=1, dp=2), Sizes(tp=4, cp=1, dp=1)),
-        (Sizes(tp=4, cp=1, dp=1), Sizes(tp=1, cp=1, dp=4)),
-        (Sizes(tp=4, cp=1, dp=1), Sizes(tp=4, cp=1, dp=1)),
-        (Sizes(tp=1, cp=2, dp=2), Sizes(tp=2, cp=2, dp=1)),
+        (grid(2, 1, 2), grid(4, 1, 1)),  # fan-in
+        (grid(4, 1, 1), grid(1, 1, 4)),  # fan-out
+        (grid(4, 1, 1), grid(4, 1, 1)),
+        (grid(1, 2, 2), grid(2, 2, 1)),  # gradients of two context-parallel ranks add up
+        (grid(2, 2, 1, "zigzag", is_sharded=True), grid(1, 2, 2, "plain")),
+        (grid(4, 1, 1, is_sharded=True), grid(2, 2, 1, is_sharded=True)),
     ]
-    two = [BridgeCase(src=src, dst=dst, num_dims=2, widths=(3, 0, 1)) for src, dst in pairs]
-    assert_crossed(pool, *(BridgeCase(src=src, dst=dst) for src, dst in pairs), *two)
+    three = [BridgeCase(src=src, dst=dst) for src, dst in pairs]
+    # Images of different sizes, a text-only microbatch among them.
+    two = [
+        replace(one, num_dims=2, widths=((3, 0, 1, 2)[: one.num_units] if one.num_units == 4 else 4, 0, 2))
+        for one in (replace(case, num_dims=2) for case in three)
+        if "zigzag" not in (one.src.sequence, one.dst.sequence)
+    ]
+    assert_crossed(pool, *three, *two)
+
+
+def test_sizes_that_do_not_divide(pool: Pool) -> None:
+    pairs = [(grid(1, 1, 2), grid(1, 1, 3)), (grid(1, 1, 3), grid(2, 1, 1)), (grid(2, 1, 1), grid(3, 1, 1))]
+    cases = [BridgeCase(src=src, dst=dst, num_dims=num_dims) for src, dst in pairs for num_dims in (2, 3)]
+    uneven = [replace(cases[0], num_dims=2, widths=((1, 0, 2, 5, 1, 3), 2))]
+    assert_crossed(pool, *cases, *uneven)
+
+
+def test_axes_types_stages_and_the_middle_of_a_step(pool: Pool) -> None:
+    base = BridgeCase(src=grid(1, 1, 2), dst=grid(2, 1, 1), widths=(1, 3, 2))
+    assert_crossed(
+        pool,
+        *(replace(base, axes=axes, is_combined=True) for axes in ("bsh", "hsb", "sbh")),
+        replace(base, dtype="bfloat16", is_combined=True),
+        replace(base, is_fixed=True, widths=(2, 2), is_combined=True),
+        replace(base, is_fixed=True, widths=(2, 2), num_dims=2),
+        replace(base, src=grid(1, 1, 1), dst=grid(1, 1, 1), pp=(2, 2)),
+        replace(base, rows=1),  # fewer rows than ranks
+    )
+
+
+def test_in_place(pool: Pool) -> None:
+    pairs = [
+        (grid(1, 1, 4), grid(2, 1, 2)),
+        (grid(2, 1, 2), grid(1, 1, 4)),
+        (grid(2, 1, 2), grid(2, 1, 2)),
+        (grid(2, 1, 2, is_sharded=True), grid(4, 1, 1)),
+        (grid(4, 1, 1), grid(1, 4, 1, "plain")),
+        (grid(1, 2, 2), grid(2, 2, 1)),
+        (grid(1, 1, 4), grid(1, 2, 2, is_sharded=True)),
+    ]
+    problems = pool.run(4, f"{JOB}:move_in_place", {"pairs": [(*pair, dims) for pair in pairs for dims in (2, 3)]})
+    assert [problem for rank in problems for problem in rank] == []
+
+
+def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:
+    pairs = [(grid(3, 1, 2), grid(2, 1, 3)), (grid(2, 1, 3), grid(1, 3, 2)), (grid(1, 2, 3), grid(3, 2, 1, "zigzag"))]
+    problems = pool.run(6, f"{JOB}:move_in_place", {"pairs": [(*pair, 3) for pair in pairs]})
+    assert [problem for rank in problems for problem in rank] == []

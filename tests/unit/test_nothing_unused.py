@@ -13,6 +13,7 @@ OUTER = {
     "vtp_plugin",
     "vtp_plugin.functional",
     "vtp_plugin.layout.grid",
+    "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
     "vtp_plugin.runtime.grid_groups",
 }

@@ -116,13 +116,18 @@ class BridgeSpec(ChannelSpec):
         Raises:
             ConfigError: The sequence cannot be cut as an end wants it.
         """
+        src, dst = self.spreads(shape)
+        if self.is_gradient:
+            src = replace(src, summands=self.src_end.summands)
+        return STRATEGIES[self.strategy](src, dst)
+
+    def spreads(self, shape: Shape) -> tuple[Spread, Spread]:
+        """Say what both ends hold of a tensor; argument and error as for :meth:`plan`."""
         src, dst = (
             side.spread(shape, is_sharded=end.is_sliced(num_dims=self.num_dims))
             for side, end in ((self.src, self.src_end), (self.dst, self.dst_end))
         )
-        if self.is_gradient:
-            src = replace(src, summands=self.src_end.summands)
-        return STRATEGIES[self.strategy](src, dst)
+        return src, dst
 
     @functools.cached_property
     def probe(self) -> BoundaryPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -18,35 +19,37 @@ from vtp_plugin.runtime.transfers import ChannelGroups
 Cache = MutableMapping[str, "dist.ProcessGroup | None"]
 
 
-def open_bridge(
-    forward: BridgeSpec,
-    *,
-    stage_group: dist.ProcessGroup | None,
-    cache: Cache,
-    platform: Platform,
-    monitor: Monitor | None,
-    timeout_s: float,
-    audit: Audit | None,
-) -> tuple[BridgeChannel, BridgeChannel] | None:
-    """Open and warm up both channels of a bridge. All ranks of the world call this at the same point.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeGroups:
+    """Groups of one direction of a bridge; None on ranks that are not in them.
+
+    Attributes:
+        spec: the direction.
+        messages: all ranks of both ends.
+        pieces: ranks that swap slices by messages.
+        gather: ranks that swap slices by the backend's all-gather, where they are not all of a replica's.
+    """
+
+    spec: BridgeSpec
+    messages: dist.ProcessGroup | None
+    pieces: dist.ProcessGroup | None
+    gather: dist.ProcessGroup | None
+
+
+def open_bridge_groups(
+    forward: BridgeSpec, *, cache: Cache, platform: Platform, timeout_s: float
+) -> tuple[BridgeGroups, BridgeGroups]:
+    """Open the groups of both directions. All ranks of the world call this at the same point.
 
     Args:
         forward: the way of activations.
-        stage_group: of this rank's replica at its end; None outside the ends. Sums and, where all its ranks want one
-            tensor, all-gathers run there.
         cache: groups by what they are for; whoever keeps it destroys them.
-        platform: says how to wait.
-        monitor: keeps the time.
+        platform: says how ranks swap slices.
         timeout_s: limit of every operation.
-        audit: records every message.
-
-    Returns:
-        The channels of activations and of gradients; None on ranks outside the ends.
 
     Raises:
         PlanError: a plan is wrong.
     """
-    rank = dist.get_rank()
 
     def group_of(ranks: Sequence[int], what: str) -> dist.ProcessGroup | None:
         key = f"{what} {list(ranks)}"
@@ -54,24 +57,52 @@ def open_bridge(
             cache[key] = open_group(ranks, platform=platform, timeout_s=timeout_s, description=what)
         return cache[key]
 
-    channels: list[BridgeChannel] = []
-    for order, spec in enumerate((forward, forward.reversed())):
+    def groups_of(spec: BridgeSpec) -> BridgeGroups:
         require_valid(spec.probe)
         require_valid(spec.plan_header(spec.header_length))
-        messages = group_of(spec.participants, spec.name)
-        stage, pieces = stage_group, None
+        messages, pieces, gather = group_of(spec.participants, spec.name), None, None
         for ranks in spec.gathering_groups:
             if platform.gathers_by_messages:
                 pieces = group_of(ranks, f"{spec.name}, finish") or pieces
-            elif not _is_replica(ranks, spec):
-                stage = group_of(ranks, f"{spec.name}, finish") or stage
-        if rank in spec.members:
-            groups = ChannelGroups(messages=messages, stage=stage, pieces=pieces)
-            channels.append(BridgeChannel(spec, order, groups, platform, monitor, audit))
+            elif not any(set(ranks) == set(replica) for replica in spec.dst_end.replicas):
+                gather = group_of(ranks, f"{spec.name}, finish") or gather
+        return BridgeGroups(spec=spec, messages=messages, pieces=pieces, gather=gather)
+
+    return groups_of(forward), groups_of(forward.reversed())
+
+
+def open_channels(
+    groups: Sequence[BridgeGroups],
+    *,
+    stage_group: dist.ProcessGroup | None,
+    platform: Platform,
+    monitor: Monitor | None,
+    audit: Audit | None,
+) -> tuple[BridgeChannel, ...]:
+    """Open and warm up the channels of a bridge. All ranks of both ends call this at the same point.
+
+    Args:
+        groups: of both directions.
+        stage_group: of this rank's replica at its end. Sums, and all-gathers among all its ranks, run there.
+        platform: says how to wait.
+        monitor: keeps the time.
+        audit: records every message.
+
+    Returns:
+        The channels of activations and of gradients; nothing on ranks outside the ends.
+    """
+    channels = tuple(
+        BridgeChannel(
+            one.spec,
+            order,
+            ChannelGroups(messages=one.messages, stage=one.gather or stage_group, pieces=one.pieces),
+            platform,
+            monitor,
+            audit,
+        )
+        for order, one in enumerate(groups)
+        if dist.get_rank() in one.spec.members
+    )
     for channel in channels:
         channel.warm_up()
-    return (channels[0], channels[1]) if channels else None
-
-
-def _is_replica(ranks: Sequence[int], spec: BridgeSpec) -> bool:
-    return any(set(ranks) == set(replica) for replica in spec.dst_end.replicas)
+    return channels

@@ -22,6 +22,7 @@ from vtp_plugin.runtime.disclosure import HIDDEN, Disclosure, describe_error, fi
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.runtime.waiting import WAITED, WaitingLines, poll, time_limit
 
+_SAME_START = "start every rank with the same command line and the same versions"
 _FAREWELL_S = 5.0
 # Rank 0 judges after this share of the timeout: a rank that came earlier must read the verdict within its own.
 _JUDGE_SHARE = 0.9
@@ -103,6 +104,7 @@ class Agreement:
         world_size: number of ranks.
         timeout_s: says how long to wait for the others; asked at every check, since a check may change it.
         members: the ranks that take part, where they are not all; the first of them judges.
+        way_out: what to do about statements that differ.
         disclosure: says what the others may learn from this rank. It is asked after a check's ``prepare`` has run,
             because ``prepare`` may be what finds out this rank's site. By default all ranks are at one site.
     """
@@ -113,6 +115,7 @@ class Agreement:
     timeout_s: Callable[[], float]
     disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True)
     members: tuple[int, ...] | None = None
+    way_out: str = _SAME_START
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -232,7 +235,7 @@ class _Check:
             waited_s = time.monotonic() - begin_s
             text = f"{WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self.name}: no answer; {_UNKNOWN_PEER}"
             return _Verdict(text=text, is_missing=True), num_present
-        name, text = find_difference(statements, is_partial=self.is_partial)
+        name, text = find_difference(statements, is_partial=self.is_partial, way_out=self.agreement.way_out)
         return _Verdict(text=text, name=name), num_present
 
     def _post_missing(self, posts: dist.Store) -> str:
@@ -283,13 +286,14 @@ class _Check:
 
 
 def find_difference(
-    statements: Mapping[int, Mapping[str, object]], *, is_partial: bool = False
+    statements: Mapping[int, Mapping[str, object]], *, is_partial: bool = False, way_out: str = _SAME_START
 ) -> tuple[str | None, str]:
     """Name the first value in which ranks differ, with all ranks that state it; None and no text when all are equal.
 
     Args:
         statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.disclosure.Disclosure.state` gives them.
         is_partial: a rank need not state every value that another one states.
+        way_out: what to do about it.
 
     >>> find_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 2]}})
     (None, '')
@@ -303,7 +307,7 @@ def find_difference(
         for name in statement if is_partial else first_to_say:
             other = first_to_say.setdefault(name, rank)
             if not is_same_value(statements[other].get(name), statement.get(name)):
-                return name, _show_difference(name, statements, is_partial=is_partial)
+                return name, f"{_show_difference(name, statements, is_partial=is_partial)}; {way_out}"
     return None, ""
 
 
@@ -321,7 +325,7 @@ def _show_difference(name: str, statements: Mapping[int, Mapping[str, object]], 
         else:
             groups.append((value, [rank]))
     shown = " and ".join(f"{show_stated(value)} on rank {_ranks(ranks)}" for value, ranks in groups[:8])
-    return f"ranks disagree: {name} is {shown}; start every rank with the same command line and the same versions"
+    return f"ranks disagree: {name} is {shown}"
 
 
 def _summarise_errors(errors: Mapping[int, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,10 @@ class Surroundings:
         self.session.open_audit(dist.get_rank())
         return self.session.audit
 
+    def takes_wider(self) -> bool:
+        """Tell whether the colocated bridge takes what Megatron's refuses, unless it is told otherwise."""
+        return self.session is not None and self.session.config.bridges == "extended"
+
     def timeout_s(self) -> float:
         """Return how long to wait for another rank."""
         return _TIMEOUT_S if self.session is None else self.session.config.timeout_s
@@ -61,11 +66,14 @@ class Surroundings:
             members: the ranks.
         """
         store = None if self.session is None else self.session.ranks.store
+        # Rounds are counted for each rank: bridges of other ranks must not come between.
+        digest = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
         agreement = Agreement(
-            store or _get_default_store(),
+            dist.PrefixStore(f"bridge {digest}", store or _get_default_store()),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             timeout_s=self.timeout_s,
             members=tuple(members),
+            way_out="give both modules tensors of one type, hidden size and sequence length (comm_dtype, dim_mapping)",
         )
         return partial(agreement.settle, f"the first message of the {name.partition(',')[0]}", is_partial=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_rank
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.bridge import BatchAxes, Bridge
-from vtp_plugin.runtime.bridge_groups import open_bridge
+from vtp_plugin.runtime.bridge_groups import BridgeGroups, open_bridge_groups, open_channels
 from vtp_plugin.session.surroundings import Surroundings
 
 
@@ -98,17 +98,23 @@ class _OverChannels:
         grids = (src_grid, dest_grid)
         ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
         require_disjoint(*ranges)
-        spec = None
+        groups: tuple[BridgeGroups, ...] = ()
         if ranges[0] != ranges[1]:
             ends = [
-                _end(grid, is_src, sequence, is_sharded)
+                bridge_end(grid, is_src, sequence, is_sharded)
                 for grid, is_src, sequence, is_sharded in (
                     (src_grid, True, src_sequence, src_sharded),
                     (dest_grid, False, dest_sequence, dest_sharded),
                 )
             ]
             name = f"{src_module_name or 'source'} -> {dest_module_name or 'destination'}"
-            spec = BridgeSpec.between(name, *ends, num_dims=tensor_ndim)
+            # Before Megatron's own, since torch knows of groups that a rank is not in only the last one.
+            groups = open_bridge_groups(
+                BridgeSpec.between(name, *ends, num_dims=tensor_ndim),
+                cache=self._bridge_pg_cache,
+                platform=self.surroundings.platform(),
+                timeout_s=self.surroundings.timeout_s(),
+            )
         base: Any = super()
         base.__init__(
             _Grid(src_grid),
@@ -120,24 +126,26 @@ class _OverChannels:
             tensor_ndim,
         )
         self.src_grid, self.dest_grid = src_grid, dest_grid
-        self._vtp = None if spec is None else self._open(spec, fixed_shape, has_gradient)
+        self._vtp = self._open(groups, fixed_shape, has_gradient)
 
-    def _open(self, spec: BridgeSpec, fixed_shape: Sequence[int] | None, has_gradient: bool) -> Bridge | None:
+    def _open(
+        self, groups: Sequence[BridgeGroups], fixed_shape: Sequence[int] | None, has_gradient: bool
+    ) -> Bridge | None:
+        if not any(self.current_rank in one.spec.members for one in groups):
+            return None
+        spec = groups[0].spec
         is_src = self.current_rank in spec.src.ranks
-        channels = open_bridge(
-            spec,
+        forward, backward = open_channels(
+            groups,
             stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
-            cache=type(self)._bridge_pg_cache,
             platform=self.surroundings.platform(),
             monitor=self.surroundings.monitor(),
-            timeout_s=self.surroundings.timeout_s(),
             audit=self.surroundings.audit(),
         )
-        if channels is None:
-            return None
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
         return Bridge(
-            *channels,
+            forward,
+            backward,
             axes=BatchAxes(num_dims=self.tensor_ndim, order=order),
             dtype=self.comm_dtype or torch.get_default_dtype(),
             fixed_shape=fixed_shape,
@@ -172,7 +180,7 @@ class _OverChannels:
     def send_forward(self, tensor_to_send: torch.Tensor) -> None:
         """Send this rank's part of an activation; all ranks of the source's last stage call it."""
         if bridge := self._on("src", "send_forward"):
-            bridge.send_forward(tensor_to_send, _sizes(tensor_to_send))
+            bridge.send_forward(tensor_to_send, split_sizes(tensor_to_send))
 
     def post_recv_forward(self) -> None:
         """Post the receive of the next activation, before the compute that hides it; `recv_forward` takes it."""
@@ -187,7 +195,7 @@ class _OverChannels:
     def send_backward(self, grad_tensor: torch.Tensor) -> None:
         """Send the gradient of the oldest activation that has none yet."""
         if bridge := self._on("dest", "send_backward"):
-            bridge.send_backward(grad_tensor, _sizes(grad_tensor))
+            bridge.send_backward(grad_tensor, split_sizes(grad_tensor))
 
     def recv_backward(self) -> torch.Tensor | None:
         """Return the gradient of the oldest activation that has none yet; None for a frozen encoder."""
@@ -201,7 +209,7 @@ class _OverChannels:
         bridge = self._on("src", "send_forward_recv_backward")
         if bridge is None:
             return None
-        return bridge.exchange_forward(input_tensor, _sizes(input_tensor))
+        return bridge.exchange_forward(input_tensor, split_sizes(input_tensor))
 
     def send_backward_recv_forward(
         self, grad_tensor: torch.Tensor, forward_shape: tuple[int, ...] | None = None
@@ -210,7 +218,7 @@ class _OverChannels:
         bridge = self._on("dest", "send_backward_recv_forward")
         if bridge is None:
             return None
-        return bridge.exchange_backward(grad_tensor, _sizes(grad_tensor))
+        return bridge.exchange_backward(grad_tensor, split_sizes(grad_tensor))
 
     def _on(self, end: str, method: str) -> Bridge | None:
         """Return the bridge of a rank that may call a method; None in a stage that is not at the bridge."""
@@ -233,7 +241,7 @@ def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="B1",
             target="megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
-            build=_builder(surroundings),
+            build=functools.partial(bridge_class, surroundings),
             why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a "
             "subclass sends every overlap over its own link",
             remove_when="Megatron's bridge takes a communicator as its pipelines do",
@@ -243,18 +251,19 @@ def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
     )
 
 
-def _builder(surroundings: Surroundings) -> Callable[[type], type]:
-    return lambda original: bridge_class(surroundings, original)
+def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> BridgeEnd:
+    """Describe one module at a bridge: the last stage of its grid, or the first.
 
-
-def _end(grid: Any, is_src: bool, sequence: str, is_sharded: bool) -> BridgeEnd:
+    Raises:
+        ConfigError: the word for the sequence is unknown, or the grid has a dimension that bridges do not know.
+    """
     if sequence not in tuple(SequenceCut):
         raise ConfigError(f"sequence {sequence!r} of a bridge's end; use one of {', '.join(SequenceCut)}")
-    ranks = boundary_ranks(grid.shape, grid.dim_names, grid.rank_offset, is_last=is_src)
+    ranks = boundary_ranks(grid.shape, grid.dim_names, grid.rank_offset, is_last=is_last)
     return BridgeEnd(ranks=ranks, sequence=SequenceCut(sequence), is_sharded=is_sharded)
 
 
-def _sizes(tensor: torch.Tensor) -> list[int] | None:
+def split_sizes(tensor: torch.Tensor) -> list[int] | None:
     """Return the number of tokens of every sample, which MimoModel notes where samples differ."""
     sizes = getattr(tensor, "_mimo_bridge_split_sizes", None)
     return None if sizes is None else [int(size) for size in sizes]
