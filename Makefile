@@ -1,6 +1,6 @@
 # Thin: the work is in scripts/ and in the tools' settings in pyproject.toml.
 
-# HOST: the version of Megatron: 0.12, 0.16 or 0.19. TESTS: what to run, for example one file.
+# HOST: the version of Megatron: 0.12, 0.16, 0.17, 0.18 or 0.19. TESTS: what to run, for example one file.
 HOST := 0.19
 TESTS := tests
 VENV := $(if $(filter 0.19,$(HOST)),.venv,.venv-$(HOST))

@@ -19,10 +19,14 @@ case $host in
         pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' 'numpy<2' psutil six regex einops pyyaml) no_deps=('megatron-core>=0.12.1,<0.13') ;;
     0.16) # the oldest torch that its wheels allow
         pythons=(11 10 12) packages=('.[demo,test,host-0-16]' 'torch>=2.6,<2.7' six regex einops pyyaml pydantic) no_deps=() ;;
+    0.17)
+        pythons=(12 13) packages=('.[demo,test,host-0-17]' pyyaml) no_deps=() ;;
+    0.18)
+        pythons=(12 13) packages=('.[demo,test,host-0-18]' pyyaml) no_deps=() ;;
     0.19)
         pythons=(12 13) packages=('.[demo,dev,host-0-19]') no_deps=() ;;
     *)
-        echo "make env: HOST=$host is unknown; use HOST=0.12, HOST=0.16 or HOST=0.19" >&2
+        echo "make env: HOST=$host is unknown; use HOST=0.12, 0.16, 0.17, 0.18 or 0.19" >&2
         exit 1 ;;
 esac
 readonly pythons packages no_deps

@@ -39,8 +39,7 @@ def installed_records() -> Sequence[Record]:
             *registry.argument_records(session, host, lambda: None),
             *registry.platform_records(session, host),
             *registry.training_records(session, host),
-            *training.site_records(session),
-            *registry.u_shape_records(session, host),
+            *host.placed((*training.site_records(session), *registry.u_shape_records(session, host))),
         )
         return [record for record in records if record.fits(megatron.version) and _has_module(record.module)]
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
 from vtp_plugin.session import Session
@@ -180,7 +181,6 @@ class MegatronHost(ABC):
     def token_group(self) -> dist.ProcessGroup:
         """Return the group over which this family sums the number of tokens in the loss."""
 
-    @abstractmethod
     def seen_world(
         self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
@@ -191,6 +191,7 @@ class MegatronHost(ABC):
             world_size: that it counts its groups with.
             put_torch: assigns to the name ``torch`` in Megatron's ``parallel_state``, inside a ``with`` block.
         """
+        return put_torch(SeenTorch(world_size))
 
     @abstractmethod
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:

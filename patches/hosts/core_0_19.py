@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,9 +19,6 @@ class Host(GroupedHost):
     is_newest = True
     absent = {"H4d": "initialize_model_parallel takes the size of the world as local_world_size"}
 
-    def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
-        return (config,)
-
     def default_groups(self) -> Any:
         return schedules._build_default_pg_collection()
 
@@ -30,12 +27,3 @@ class Host(GroupedHost):
     ) -> AbstractContextManager[None]:
         options["local_world_size"] = world_size
         return contextlib.nullcontext()
-
-    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
-        if options.get("is_pipeline_first_stage") and options.get("is_pipeline_last_stage"):
-            options["pipeline_model_parallel_size"] = 1
-        return contextlib.nullcontext()
-
-    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
-        if options["rank_offset"] != 0:
-            yield f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0"

@@ -26,6 +26,16 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communic
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
+from vtp_plugin.undo import Name, UndoStack
+
+
+def edge_alone() -> AbstractContextManager[None]:
+    """Let `get_batch_on_this_tp_rank` of `megatron.training`, which asks the arguments, see a pipeline of one stage."""
+    from megatron.training.global_vars import get_args
+
+    # The caller has asked whether its chunk is at an end of the model, so this is the edge.
+    args: Any = get_args()
+    return UndoStack().during(Name(args, "pipeline_model_parallel_size"), 1)
 
 
 class GroupedHost(MegatronHost):
@@ -95,6 +105,28 @@ class GroupedHost(MegatronHost):
             **options,
         )
 
+    def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
+        return (config,)
+
+    def default_groups(self) -> Any:
+        return ProcessGroupCollection(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            embd=parallel_state.get_embedding_group(check_initialized=False),
+            pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+
+    def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
+        if options.get("is_pipeline_first_stage") and options.get("is_pipeline_last_stage"):
+            options["pipeline_model_parallel_size"] = 1
+        return contextlib.nullcontext()
+
+    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
+        if options.get("rank_offset", 0) != 0:
+            yield f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0"
+
     def tensor_shape(self, *, groups: Any, config: Any, model: Any, **sizes: Any) -> tuple[int, ...]:
         (shape,) = schedules.get_tensor_shapes(config=config, tp_group=groups.tp, cp_group=groups.cp, **sizes)
         return shape
@@ -114,7 +146,8 @@ class GroupedHost(MegatronHost):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def finalize_options(self, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-        return {"pg_collection": groups, "force_all_reduce": force_all_reduce}
+        # Megatron 0.15 knows no force_all_reduce, so none of its callers asks for one.
+        return {"pg_collection": groups} | ({"force_all_reduce": True} if force_all_reduce else {})
 
     def without_ends(
         self, pg_collection: ProcessGroupCollection | None = None, force_all_reduce: bool | None = False

@@ -1,20 +1,18 @@
-"""What the families before 0.19 share."""
+"""What the families before 0.17 share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.patches.hosts.base import MegatronHost
-from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patching import PatchRecord, wrap_with
 
 
 class OlderHost(MegatronHost):
-    """A family before 0.19."""
+    """A family before 0.17."""
 
     needs_device_first = True
     moved = {
@@ -39,11 +37,6 @@ class OlderHost(MegatronHost):
 
     def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
         return get_model_type(model), config
-
-    def seen_world(
-        self, options: dict[str, Any], world_size: int, put_torch: Callable[[object], AbstractContextManager[None]]
-    ) -> AbstractContextManager[None]:
-        return put_torch(SeenTorch(world_size))
 
 
 def _load(original: Callable[[Any], None], args: Any) -> None:

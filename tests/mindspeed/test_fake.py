@@ -61,7 +61,7 @@ def reference() -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("form", ["run", "two lines", "repatch"])
+@pytest.mark.parametrize("form", ["run", "repatch", pytest.param("two lines", marks=pytest.mark.full)])
 def test_trains_as_the_uniform_run(reference: dict[str, list[float]], form: str) -> None:
     code, output = start(SCRIPT, "1,2", form=form)
     assert code == 0, output[-6000:]

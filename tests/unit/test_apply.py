@@ -109,7 +109,7 @@ def look():
 dist.TCPStore = refuse
 session = Session(VtpConfig(device="cpu"))
 session.choose_platform()
-applied = apply_records(platform_records(session, load_host("0.19")), find_host()[1].version)
+applied = apply_records(platform_records(session, load_host(find_host()[0].name)), find_host()[1].version)
 sys.argv += ["--distributed-backend", "gloo"]
 stock = look()
 applied.revert()

@@ -75,7 +75,7 @@ def test_a_megatron_that_says_no_version_is_refused(beside: Path) -> None:
     [
         ("0.12.0", None), ("0.12.1", "0.12"), ("0.12.3", "0.12"), ("0.13.0", None), ("0.14.1", None),
         ("0.15.0rc1", None), ("0.15.3", "0.16"), ("0.16.0", "0.16"), ("0.16.1", "0.16"), ("0.17.0rc0", None),
-        ("0.17.1", None), ("0.18.0", None), ("0.19.0rc2", None), ("0.19.0", "0.19"), ("0.19.2.post1", "0.19"),
+        ("0.17.1", "0.17"), ("0.18.0", "0.18"), ("0.19.0rc2", None), ("0.19.0", "0.19"), ("0.19.2.post1", "0.19"),
         ("0.20", None), ("1", None),
     ],
 )  # fmt: skip
@@ -93,10 +93,10 @@ def test_only_the_newest_is_tried_whole() -> None:
 
 
 def test_every_family_runs_and_no_other_version() -> None:
-    assert [problem(version) for version in ("0.12.1", "0.15.3", "0.16.1", "0.19.2")] == [""] * 4
+    assert [problem(version) for version in ("0.12.1", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")] == [""] * 6
     line = problem("0.13.0")
     assert line.startswith("megatron-core 0.13.0 at megatron/core is not supported; ")
-    assert "runs with >=0.12.1,<0.13 and >=0.15,<0.17 and >=0.19,<0.20; run: pip install" in line
+    assert "runs with >=0.12.1,<0.13 and >=0.15,<0.17 and >=0.17,<0.18 and >=0.18,<0.19 and >=0.19,<0.20; run: " in line
 
 
 def test_the_advice_fits_the_running_python() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vtp_plugin
+from tests.hosts import is_older
 from tests.import_rules import ROOT
 from tests.oracles import megatron_parser
 from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
@@ -25,6 +26,7 @@ from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.options.table.check import check_config, check_options, check_step
+from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.options.table.show import format_markdown, format_table
@@ -33,7 +35,9 @@ UNEQUAL = OptionContext(tp_sizes=(1, 4))
 FORCED = OptionContext(tp_sizes=(2, 2), forced=True)
 UNIFORM = OptionContext(tp_sizes=(2, 2))
 
-REFUSED_RULES = [rule for rule in RULES if rule.verdict is not Verdict.SUPPORTED]
+REFUSED_RULES = [
+    rule for rule in (*RULES, *(OLDER_RULES if is_older() else ())) if rule.verdict is not Verdict.SUPPORTED
+]
 # How a rule is switched on where its name is no command line by itself.
 SPELLINGS = {
     "without --untie-embeddings-and-output-weights": [],
@@ -64,11 +68,13 @@ def defaults(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def command_line(parser: argparse.ArgumentParser, rule: OptionRule) -> list[str]:
-    """The flags that use a rule's option."""
+    """The flags that use a rule's option; the test is skipped where this Megatron has none."""
     if rule.option in SPELLINGS:
         return SPELLINGS[rule.option]
     flag, *value = rule.option.split()
-    action = next(action for action in parser._actions if flag in action.option_strings)
+    action = next((action for action in parser._actions if flag in action.option_strings), None)
+    if action is None or (value and action.choices is not None and value[0] not in action.choices):
+        pytest.skip(f"this Megatron has no {rule.option}")
     takes_value = action.nargs != 0
     return [flag, *(value or VALUES.get(flag, ["8"]))] if takes_value else [flag]
 
@@ -155,10 +161,19 @@ def test_every_attribute_that_is_read_exists_in_the_parser(defaults: argparse.Na
 
 
 def test_older_megatron_without_the_attributes_is_not_refused() -> None:
+    """What it lacks it cannot use."""
     empty = SimpleNamespace()
     assert check_options(empty, UNEQUAL) == ()
     assert check_config(empty, UNEQUAL) == ()
     assert check_sizes(empty, UNEQUAL) == ()
+
+
+@pytest.mark.parametrize("rule", OLDER_RULES, ids=lambda rule: rule.option)
+def test_what_only_an_older_megatron_has_is_refused_there(rule: OptionRule) -> None:
+    args = SimpleNamespace(**{rule.attribute: rule.option.partition(" ")[2] or 2})
+    (line,) = check_options(args, UNEQUAL)
+    assert line.startswith(rule.option) and line.endswith(rule.way_out)
+    assert check_options(args, UNIFORM) == ()
 
 
 def test_line_names_the_value(parser: argparse.ArgumentParser) -> None:
@@ -232,7 +247,7 @@ def test_own_batches_of_the_narrow_stage(mode: DpMode, own: tuple[int, int]) -> 
 
 
 def test_rows_are_complete_and_distinct() -> None:
-    rules = (*RULES, *CONFIG_RULES, *STEP_RULES)
+    rules = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES)
     assert len({(rule.option, rule.verdict) for rule in rules}) == len(rules)
     for rule in rules:
         text = rule.reason + rule.way_out
@@ -247,7 +262,7 @@ def test_rows_are_complete_and_distinct() -> None:
 def test_printed_tables_hold_every_row() -> None:
     blocks = [block.splitlines() for block in format_table().split("\n\n")]
     markdown = format_markdown().splitlines()
-    for rule in (*RULES, *CONFIG_RULES, *STEP_RULES):
+    for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES):
         shown_by = rule.evidence or f"way out: {rule.way_out}"
         (block,) = [block for block in blocks if block[0] == f"{rule.verdict}:" and f"    {rule.option}" in block]
         assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")

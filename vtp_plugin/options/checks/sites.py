@@ -21,9 +21,9 @@ LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "files": (
             "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
             "per_split_data_args_path", "per_dataset_sequences_path", "data_cache_path", "object_storage_cache_path",
-            "vocab_file", "merge_file", "tokenizer_model", "metadata_path", "heterogeneous_layers_config_path",
-            "te_precision_config_file", "memory_snapshot_path", "flight_recorder_dump_path",
-            "result_rejected_tracker_filename", "dump_param_to_param_group_map",
+            "vocab_file", "merge_file", "tokenizer_model", "metadata_path", "tokenizer_metadata", "s3_cache_path",
+            "heterogeneous_layers_config_path", "te_precision_config_file", "memory_snapshot_path",
+            "flight_recorder_dump_path", "result_rejected_tracker_filename", "dump_param_to_param_group_map",
         ),
         "logging": (
             "tensorboard_dir", "tensorboard_queue_size", "wandb_project", "wandb_exp_name", "wandb_save_dir",
@@ -42,6 +42,9 @@ EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tokenizer_sentencepiece_ignore_extra_whitespaces", "tokenizer_hf_no_use_fast",
             "tokenizer_hf_no_include_special_tokens", "trust_remote_code", "null_tokenizer_eod_id",
             "null_tokenizer_pad_id", "chat_template",
+            # Names of older Megatrons.
+            "tiktoken_special_tokens", "tokenizer_special_tokens", "tokenizer_hf_use_fast",
+            "tokenizer_hf_include_special_tokens", "legacy_tokenizer",
         ),
         "data": (
             "mock_data", "split", "num_workers", "num_dataset_builder_threads", "mid_level_dataset_surplus",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
+from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 
@@ -25,7 +26,7 @@ def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
     >>> check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(4, 4)))
     ()
     """
-    return _refusals((*RULES, *MINDSPEED_RULES), args, context)
+    return _refusals((*RULES, *OLDER_RULES, *MINDSPEED_RULES), args, context)
 
 
 def check_config(config: object, context: OptionContext) -> tuple[str, ...]:

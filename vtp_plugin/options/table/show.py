@@ -6,10 +6,12 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule
 
 _COLUMNS = 100
+_ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES)
 _LEGEND = (
     "With a uniform list the plugin leaves Megatron untouched and refuses nothing. "
     '"Refused" also holds for a uniform list on which the plugin is forced.'
@@ -25,14 +27,14 @@ def format_table() -> str:
     """
     blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
     for (verdict, reason, next_step), rules in itertools.groupby(
-        (*RULES, *CONFIG_RULES, *STEP_RULES), key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
+        _ROWS, key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
     ):
         options = "\n".join(f"    {rule.option}" for rule in rules)
         blocks.append(f"{verdict}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
     return "\n\n".join(blocks)
 
 
-def format_markdown(rules: Sequence[OptionRule] = (*RULES, *CONFIG_RULES, *STEP_RULES)) -> str:
+def format_markdown(rules: Sequence[OptionRule] = _ROWS) -> str:
     """Write rows for the documentation.
 
     Returns:
