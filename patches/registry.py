@@ -123,8 +123,9 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
             "leave it out"
         )
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
+    from vtp_plugin.patches.core.models.mimo.model import base
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
 
     surroundings = Surroundings(lambda: session)
     modules = (bridge_communicator, colocated_communicator)
-    return host.placed(record for module in modules for record in module.records(surroundings))
+    return host.placed((*(record for module in modules for record in module.records(surroundings)), *base.records()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import vtp_plugin
 from tests import bridges
 from tests.bridges import Sizes
 from tests.pool import init_gloo
+from vtp_plugin.errors import ConfigError
 
 SHIFT = 1000.0
 
@@ -220,3 +221,84 @@ def _move_in_place(src: Sizes, dst: Sizes, num_dims: int) -> list[str]:
         for what, ours, true in zip(("tensor", "gradient"), got, wanted, strict=True)
         if not np.array_equal(ours, true)
     ]
+
+
+def misuse(names: Sequence[str]) -> dict[str, str]:
+    """Do what is wrong, each in four ranks, and return this rank's error for each."""
+    init_gloo()
+    vtp_plugin.apply(device="cpu", bridges=True)
+    try:
+        return {name: _error_of(_MISUSES[name]) for name in names}
+    finally:
+        from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+        BridgeCommunicator.destroy_bridge_pgs()
+        BridgeCommunicator.destroy_broadcast_pgs()
+        vtp_plugin.revert()
+
+
+def _error_of(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def _first_message(shape: Sequence[int] = (8, 2, 4), dtype: torch.dtype = torch.float32, dp: int = 1) -> None:
+    """Send a tensor of this shape from ranks 0 and 1, which are tensor-parallel, or replicas with dp 2."""
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    src = HyperCommGrid([2 // dp, 1, 1, dp], ["tp", "cp", "pp", "dp"])
+    dst = HyperCommGrid([1, 1, 1, 2], ["tp", "cp", "pp", "dp"], 2)
+    bridge: Any = BridgeCommunicator(src, dst, {"s": 0, "b": 1, "h": 2}, torch.float32)
+    if dist.get_rank() < 2:
+        bridge.send_forward(torch.zeros(*shape, dtype=dtype))
+    else:
+        bridge.recv_forward()
+
+
+def _of_rank(first: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+    return first if dist.get_rank() == 0 else others
+
+
+def _overlap() -> None:
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    names = ["tp", "cp", "pp", "dp"]
+    BridgeCommunicator(HyperCommGrid([2, 1, 1, 1], names), HyperCommGrid([2, 1, 1, 1], names, 1))
+
+
+def _in_place(shape: Sequence[int], dp: int = 2, **options: Any) -> None:
+    from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
+    grids = [HyperCommGrid(sizes, ["tp", "cp", "dp"]) for sizes in ([4 // dp, 1, dp], [2, 2, 1])]
+    ColocatedBridgeCommunicator(*grids, dim_mapping={"b": 0, "h": 1}, **options).communicate(torch.zeros(*shape))
+
+
+def _gradient_of_another_shape() -> None:
+    """The first gradient has another shape than its activation; nobody has to receive it."""
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    names = ["tp", "cp", "pp", "dp"]
+    grids = [HyperCommGrid([2, 1, 1, 1], names, offset) for offset in (0, 2)]
+    bridge: Any = BridgeCommunicator(*grids, {"s": 0, "b": 1, "h": 2}, torch.float32)
+    if dist.get_rank() < 2:
+        bridge.send_forward(torch.zeros(8, 2, 4))
+    else:
+        bridge.recv_forward()
+        bridge.send_backward(torch.zeros(8, 2, 3))
+
+
+_MISUSES: dict[str, Callable[[], object]] = {
+    "type": lambda: _first_message(dtype=torch.bfloat16),
+    "hidden size": lambda: _first_message(_of_rank((8, 2, 4), (8, 2, 6)), dp=2),
+    "sequence": lambda: _first_message(_of_rank((8, 2, 4), (6, 2, 4))),
+    "batch": lambda: _first_message((8, 3, 4)),
+    "dimensions": lambda: _first_message((8, 4)),
+    "overlap": _overlap,
+    "in place, copies": lambda: _in_place(_of_rank((4, 3), (6, 3)), extended=True, dest_sharded=True, dp=1),
+    "in place, batch": lambda: _in_place((3, 3), extended=True, dest_sequence="plain", dp=1),
+    "in place, default": lambda: _in_place((4, 3), src_sharded=True),
+    "gradient": _gradient_of_another_shape,
+}

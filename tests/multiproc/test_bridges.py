@@ -78,3 +78,33 @@ def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:
     pairs = [(grid(3, 1, 2), grid(2, 1, 3)), (grid(2, 1, 3), grid(1, 3, 2)), (grid(1, 2, 3), grid(3, 2, 1, "zigzag"))]
     problems = pool.run(6, f"{JOB}:move_in_place", {"pairs": [(*pair, 3) for pair in pairs]})
     assert [problem for rank in problems for problem in rank] == []
+
+
+# The line that all ranks end with. Where a tensor is checked before each message, only those that hold it find it.
+_TYPE = "a tensor of torch.bfloat16, the bridge is for torch.float32; set comm_dtype to the type of the module's output"
+MISUSES = {
+    "type": f"rank 0, 1: bridge source -> destination, forward: {_TYPE}",
+    "hidden size": "ranks disagree: hidden size is 4 on rank 0 and 6 on rank 1; give both modules tensors of one type",
+    "sequence": "ranks disagree: sequence length is 8 on rank 0 and 6 on rank 1; give both modules tensors of one type",
+    "batch": "rank 0, 1: a share of 3 along the batch cannot be cut into 2 equal parts for the replicas of the other",
+    "dimensions": "rank 0, 1: bridge source -> destination, forward: a tensor of shape (8, 4), the bridge is for 3",
+    "overlap": "the modules at a bridge, of the ranks 0 to 1 and 1 to 2, have the ranks 1 in common; give them",
+    "in place, copies": "bridge src -> dest, forward: the ranks' tensors do not fit together (type, rows,",
+    "in place, batch": "a share of 3 along the batch cannot be cut into 2 equal parts",
+    "in place, default": "a ColocatedBridgeCommunicator with a spread other than whole copies needs extended=True",
+}
+
+
+def test_what_does_not_fit_is_one_line_on_all_ranks_before_anything_is_sent(pool: Pool) -> None:
+    answers = pool.run(4, f"{JOB}:misuse", {"names": list(MISUSES)})
+    for name, line in MISUSES.items():
+        for rank, answer in enumerate(answers):
+            assert answer[name].startswith(line), f"{name}, rank {rank}: {answer[name]}"
+        assert len({answer[name] for answer in answers}) == 1
+
+
+def test_a_gradient_must_have_the_shape_of_its_activation(pool: Pool) -> None:
+    answers = pool.run(4, f"{JOB}:misuse", {"names": ["gradient"]})
+    assert [answer["gradient"][:41] for answer in answers[:2]] == ["nothing", "nothing"]
+    for answer in answers[2:]:
+        assert "a tensor of shape (8, 2, 3), expected is (8, 2, 4)" in answer["gradient"]

@@ -90,3 +90,43 @@ def test_a_value_that_is_none() -> None:
     assert read_keywords({"bridges": "extended"}) == VtpConfig(bridges="extended")
     with pytest.raises(ConfigError, match="vtp_bridges 'all' is unknown"):
         read_keywords({"bridges": "all"})
+
+
+def test_names_of_tokens_are_noted_also_in_fan_in() -> None:
+    """MimoModel refuses images of different sizes from an encoder with more replicas; with our bridges it does not."""
+    run_code(
+        """
+    from types import SimpleNamespace
+
+    import torch
+    import vtp_plugin
+    from megatron.core.models.mimo.config.role import ModuleLayout
+    from megatron.core.models.mimo.model.base import MIMO_LANGUAGE_MODULE_KEY, MimoModel
+
+    def grid(dp):
+        return SimpleNamespace(shape=[1, dp], dim_names=["tp", "dp"])
+
+    def sizes():
+        model = SimpleNamespace(
+            special_token_ids={"vision": 7},
+            role=SimpleNamespace(mode=ModuleLayout.NON_COLOCATED),
+            mimo_config=SimpleNamespace(module_to_grid_map={"vision": grid(4), MIMO_LANGUAGE_MODULE_KEY: grid(2)}),
+        )
+        output = torch.zeros(3, 5)
+        MimoModel._attach_modality_split_sizes(model, output, torch.tensor([[7, 7, 1], [7, 1, 1]]), "vision")
+        return output._mimo_bridge_split_sizes
+
+    def is_refused():
+        try:
+            sizes()
+        except AssertionError:
+            return True
+        return False
+
+    assert is_refused()
+    vtp_plugin.apply(device="cpu", bridges=True)
+    assert sizes() == [2, 1]
+    vtp_plugin.revert()
+    assert is_refused()
+    """
+    )

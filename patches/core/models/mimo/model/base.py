@@ -1,0 +1,35 @@
+"""B3: images of different sizes cross a bridge whichever module has more replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vtp_plugin.patching import PatchRecord, wrap_with
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Give the record that lifts an assertion of MimoModel."""
+    return (
+        PatchRecord(
+            id="B3",
+            target="megatron.core.models.mimo.model.base:MimoModel._attach_modality_split_sizes",
+            build=wrap_with(_attach),
+            why="it asserts that the encoder has no more replicas than the language model where samples have different "
+            "numbers of tokens; our bridge sends them along",
+            remove_when="Megatron's bridge takes such samples in fan-in",
+            versions=">=0.19,<0.20",
+        ),
+    )
+
+
+def _attach(
+    original: Callable[..., None], model: Any, output: torch.Tensor, input_ids: torch.Tensor | None, encoder_name: str
+) -> None:
+    """Note the tokens of every sample on the encoder's output; the replicas of the modules do not matter."""
+    # What it reads of the model; of modules on other ranks it would ask for their replicas.
+    seen = SimpleNamespace(special_token_ids=model.special_token_ids, role=SimpleNamespace(mode=None))
+    original(seen, output, input_ids, encoder_name)
