@@ -57,6 +57,7 @@ def test_axes_types_stages_and_the_middle_of_a_step(pool: Pool) -> None:
         replace(base, is_fixed=True, widths=(2, 2), num_dims=2),
         replace(base, src=grid(1, 1, 1), dst=grid(1, 1, 1), pp=(2, 2)),
         replace(base, rows=1),  # fewer rows than ranks
+        replace(base, widths=(5, 1, 2), num_evaluated=1),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vtp_plugin.boundary.bridge_end import BridgeEnd
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.errors import ConfigError, PeerError
+from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.channel import DTYPES, Channel, RecvWork, TensorFormat
 from vtp_plugin.runtime.transfers import Parcel
 from vtp_plugin.runtime.work import OpenSends
@@ -133,40 +135,6 @@ class BridgeChannel(Channel):
         return (rows, depth, *kept)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchAxes:
-    """Where a module's tensors have what plans call rows, batch and depth.
-
-    Attributes:
-        num_dims: 2 for `[tokens, H]`, or 3.
-        order: axes of the sequence, the batch and the hidden dimension, of three dimensions.
-    """
-
-    num_dims: int
-    order: tuple[int, int, int] = (0, 1, 2)
-
-    def to_plan(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View a tensor as `[rows, batch, depth]`.
-
-        >>> BatchAxes(num_dims=3, order=(1, 0, 2)).to_plan(torch.zeros(2, 8, 4)).shape
-        torch.Size([8, 2, 4])
-        >>> BatchAxes(num_dims=2).to_plan(torch.zeros(6, 4)).shape
-        torch.Size([4, 6, 1])
-        """
-        return tensor.t().unsqueeze(-1) if self.num_dims == 2 else tensor.permute(self.order)
-
-    def from_plan(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor `[rows, batch, depth]` the axes of the module, as dense memory.
-
-        >>> BatchAxes(num_dims=3, order=(1, 2, 0)).from_plan(torch.zeros(8, 2, 4)).shape
-        torch.Size([4, 8, 2])
-        """
-        if self.num_dims == 2:
-            return tensor.squeeze(-1).t().contiguous()
-        places = [self.order.index(axis) for axis in range(3)]
-        return tensor.permute(places).contiguous()
-
-
 class Bridge:
     """This rank's side of a bridge.
 
@@ -221,8 +189,7 @@ class Bridge:
             ConfigError: the tensor is not what the other module expects, or cannot be cut for it.
         """
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
-        if self._has_gradient:
-            self._batches.append(batch)
+        self._note(batch)
         self._send(self._forward, tensor, batch, has_header=self._fixed is None)
 
     def post_forward(self) -> None:
@@ -238,8 +205,7 @@ class Bridge:
         work = self._posted.popleft()
         tensor = self._axes.from_plan(work.take())
         batch = self._forward.batch_received(work)
-        if self._has_gradient:
-            self._batches.append(batch)
+        self._note(batch)
         return tensor.requires_grad_(self._has_gradient)
 
     def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
@@ -272,9 +238,9 @@ class Bridge:
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
         earlier = self._batches.popleft() if self._batches else None
         self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        self._note(batch)
         if not self._has_gradient:
             return None
-        self._batches.append(batch)
         return self.take_backward(self._post_backward(earlier))
 
     def exchange_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -286,6 +252,11 @@ class Bridge:
 
     def _post_backward(self, known: Batch | None) -> RecvWork:
         return self._backward.post_batch(self._form if known is None else self._known, known)
+
+    def _note(self, batch: Batch) -> None:
+        """Remember a batch whose gradient will come back: none does in evaluation, which runs without gradients."""
+        if self._has_gradient and torch.is_grad_enabled():
+            self._batches.append(batch)
 
     def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> None:
         form = self._form if has_header else self._known
@@ -346,5 +317,8 @@ class Bridge:
 
 def _drain(opens: OpenSends) -> None:
     """Wait for what is under way when a bridge ends: it would be lost with the process."""
+    if getattr(sys, "last_value", None) is not None:
+        # This process ends by an error: nobody may come to receive.
+        return
     with suppress(PeerError):
         opens.wait()

@@ -16,7 +16,7 @@ from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.bridge import BatchAxes
+from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.channel import DTYPES
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 

@@ -15,7 +15,8 @@ from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.bridge import BatchAxes, Bridge
+from vtp_plugin.runtime.batch_axes import BatchAxes
+from vtp_plugin.runtime.bridge import Bridge
 from vtp_plugin.runtime.bridge_groups import BridgeGroups, open_bridge_groups, open_channels
 from vtp_plugin.session.surroundings import Surroundings
 

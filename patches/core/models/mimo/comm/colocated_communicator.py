@@ -15,7 +15,7 @@ from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.bridge import BatchAxes
+from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.colocated import ColocatedBridge
 from vtp_plugin.runtime.work import TimedWaits
 from vtp_plugin.session.surroundings import Surroundings

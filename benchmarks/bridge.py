@@ -1,0 +1,184 @@
+"""How fast a tensor crosses a bridge between two modules: Megatron's bridge, the plugin's, and the floor of the links.
+
+    python -m benchmarks.bridge
+    python -m benchmarks.bridge --quick
+
+As in ``benchmarks.boundary``: links of 200 Mbit/s each way per rank toward the other module and no limit inside one
+(network namespaces; needs root), one start time for all ranks, the last finisher counts, both bridges take turns in
+every round, medians. The floor is the bytes on the busiest link of the plugin's plan over the goodput of one link,
+which is measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no name service in the namespaces: c10d warns on every group
+
+import torch
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator as StockBridge
+
+from benchmarks.boundary_results import MIB
+from benchmarks.links import LinksUnavailableError
+from benchmarks.ranks import Stages, run_ranks
+from vtp_plugin.api import choose_device
+from vtp_plugin.boundary.bridge import BridgeSpec
+from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
+from vtp_plugin.boundary.check import egress_bytes, ingress_bytes
+from vtp_plugin.bridge import BridgeCommunicator
+
+_NAMES = ["tp", "cp", "pp", "dp"]
+_BATCH, _WIDTH = 12, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two modules: tensor-parallel and data-parallel sizes."""
+
+    src: tuple[int, int]
+    dst: tuple[int, int]
+
+    @property
+    def num_ranks(self) -> tuple[int, int]:
+        """Ranks of either module."""
+        return self.src[0] * self.src[1], self.dst[0] * self.dst[1]
+
+    def grids(self) -> list[Any]:
+        """Make the grids of both modules."""
+        offsets = (0, self.num_ranks[0])
+        return [
+            HyperCommGrid([tp, 1, 1, dp], _NAMES, offset)
+            for (tp, dp), offset in zip((self.src, self.dst), offsets, strict=True)
+        ]
+
+    def busiest_share(self) -> float:
+        """Return the part of the whole tensor that the busiest link of the plugin's plan carries."""
+        offsets = (0, self.num_ranks[0])
+        src, dst = (
+            BridgeEnd(ranks=boundary_ranks([tp, 1, 1, dp], _NAMES, offset, is_last=True))
+            for (tp, dp), offset in zip((self.src, self.dst), offsets, strict=True)
+        )
+        plan = BridgeSpec.between("", src, dst, num_dims=3).plan((2520, 12, 1))
+        carried = max(*egress_bytes(plan, 1).values(), *ingress_bytes(plan, 1).values())
+        return carried / (2520 * 12)
+
+    def __str__(self) -> str:
+        """Write the sizes: `tp 2 dp 2 -> tp 4 dp 1`."""
+        return " -> ".join(f"tp {tp} dp {dp}" for tp, dp in (self.src, self.dst))
+
+
+PAIRS = (
+    Pair(src=(2, 1), dst=(2, 1)),
+    Pair(src=(4, 1), dst=(4, 1)),
+    Pair(src=(2, 2), dst=(4, 1)),
+    Pair(src=(4, 1), dst=(2, 2)),
+    Pair(src=(1, 2), dst=(1, 3)),
+)
+
+
+class _StockOnGloo(StockBridge):
+    """Megatron's bridge, whose groups ask for NCCL, on the world's backend."""
+
+    @classmethod
+    def _get_or_create_broadcast_pg(cls, ranks_list: list[list[int]]) -> Any:
+        return dist.new_subgroups_by_enumeration(ranks_list)[0]
+
+    @classmethod
+    def _get_or_create_bridge_pg(cls, ranks: list[int]) -> Any:
+        return dist.new_group(sorted(ranks))
+
+
+def main() -> None:
+    """Measure all pairs and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two pairs, 4 MiB, three rounds")
+    parser.add_argument("--mbit", type=float, default=200.0, help="rate of a link, each way")
+    options = parser.parse_args()
+    choose_device("cpu")
+    pairs = PAIRS[:1] + PAIRS[2:3] if options.quick else PAIRS
+    sizes_bytes = (4 * MIB,) if options.quick else (MIB, 4 * MIB, 16 * MIB)
+    rounds = 3 if options.quick else 5
+    print("| modules | MiB | stock ms | ours ms | floor ms | ours / floor | stock / ours |")
+    print("|---|---|---|---|---|---|---|")
+    for pair in pairs:
+        try:
+            job = partial(_measure, pair=pair, sizes_bytes=sizes_bytes, num_rounds=rounds)
+            times_s, goodput = run_ranks(pair.num_ranks, options.mbit, job)
+        except LinksUnavailableError as error:
+            sys.exit(f"limited links: skipped, {error}")
+        for size_bytes in sizes_bytes:
+            _print_row(pair, size_bytes, times_s[size_bytes], goodput)
+
+
+def _print_row(pair: Pair, size_bytes: int, times_s: Mapping[str, float], goodput: float) -> None:
+    floor_s = size_bytes * pair.busiest_share() / goodput
+    ours_s, stock_s = times_s["ours"], times_s.get("stock")
+    stock = ("refused", "-") if stock_s is None else (f"{1e3 * stock_s:.0f}", f"{stock_s / ours_s:.2f}")
+    print(
+        f"| {pair} | {size_bytes / MIB:g} | {stock[0]} | {1e3 * ours_s:.0f} | {1e3 * floor_s:.0f} | "
+        f"{ours_s / floor_s:.2f} | {stock[1]} |",
+        flush=True,
+    )
+
+
+def _measure(
+    stages: Stages, pair: Pair, sizes_bytes: tuple[int, ...], num_rounds: int
+) -> tuple[dict[int, dict[str, float]], float]:
+    """Time both bridges in turn; return medians in seconds, and bytes per second of one link. Collective."""
+    axes = {"s": 0, "b": 1, "h": 2}
+    bridges: dict[str, Any] = {}
+    if max(pair.src[1], pair.dst[1]) % min(pair.src[1], pair.dst[1]) == 0:
+        bridges["stock"] = _StockOnGloo(*pair.grids(), axes, torch.float32)
+    bridges["ours"] = BridgeCommunicator(*pair.grids(), axes, torch.float32, has_gradient=False)
+    times_s: dict[tuple[int, str], list[float]] = {}
+    for num_round in range(-1, num_rounds):
+        for size_bytes in sizes_bytes:
+            rows = size_bytes // (4 * _BATCH * _WIDTH)
+            share = torch.ones(rows, _BATCH // pair.src[1], _WIDTH) if stages.is_src else None
+            for name, bridge in bridges.items():
+                seconds = stages.time(partial(_cross, bridge, share))
+                if num_round >= 0:
+                    times_s.setdefault((size_bytes, name), []).append(seconds)
+    medians = {
+        size_bytes: {name: statistics.median(times_s[size_bytes, name]) for name in bridges}
+        for size_bytes in sizes_bytes
+    }
+    return medians, _goodput(stages, num_rounds)
+
+
+def _cross(bridge: Any, share: torch.Tensor | None) -> None:
+    if share is None:
+        bridge.recv_forward()
+    else:
+        bridge.send_forward(share)
+
+
+def _goodput(stages: Stages, num_rounds: int) -> float:
+    """Return the bytes per second of one link while all others are quiet: what 16 MiB take longer than 1 MiB."""
+    src, dst = stages.src_ranks[0], stages.dst_ranks[0]
+
+    def seconds(num_bytes: int) -> float:
+        tensor = torch.zeros(num_bytes // 4)
+
+        def act() -> None:
+            if stages.rank == src:
+                dist.send(tensor, dst)
+            elif stages.rank == dst:
+                dist.recv(tensor, src)
+
+        return statistics.median([stages.time(act) for _ in range(num_rounds)])
+
+    return (16 * MIB - MIB) / (seconds(16 * MIB) - seconds(MIB))
+
+
+if __name__ == "__main__":
+    main()

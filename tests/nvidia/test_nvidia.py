@@ -1,0 +1,50 @@
+"""NVIDIA's own tests of grids and bridges, unchanged, with the plugin's bridges in the place of Megatron's.
+
+Opt-in: ``VTP_MEGATRON_LM`` names a Megatron-LM tree of the installed megatron-core 0.19, with its tests. They need
+eight ranks, and run on CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import ROOT, TREE, host_name
+from tests.pool import ENVIRONMENT, free_port
+
+# How many Megatron's own classes pass here.
+NUM_PASSED = {
+    "test_hyper_comm_grid.py": 47,
+    "pipeline_parallel/test_bridge_communicator.py": 29,
+    "models/mimo/test_mimo_colocated_communicator.py": 24,
+    "pipeline_parallel/test_multimodule_communicator.py": 14,
+}
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not TREE or host_name() != "0.19", reason="VTP_MEGATRON_LM names no tree of Megatron 0.19"),
+]
+
+
+@pytest.mark.parametrize("bridges", ["on", "extended"])
+@pytest.mark.parametrize("name", NUM_PASSED)
+def test_with_our_bridges(name: str, bridges: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8", f"--master-port={free_port()}"]
+    # Without their conftest.py, which needs packages to download data with.
+    words = ["-m", "pytest", "-p", "nvidia_on_cpu", "-p", "no:cacheprovider", "--noconftest", "-q", "-x"]
+    path = os.pathsep.join((TREE, str(ROOT / "tests" / "nvidia"), str(ROOT)))
+    done = subprocess.run(
+        [*launcher, *words, str(Path("tests") / "unit_tests" / name)],
+        cwd=TREE,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "VTP_BRIDGES": bridges, "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=900,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    counts = re.findall(r"^(?:=+ )?(\d+) passed", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and counts == [str(NUM_PASSED[name])] * 8, done.stdout[-4000:] + done.stderr[-4000:]

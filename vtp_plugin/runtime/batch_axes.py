@@ -1,0 +1,41 @@
+"""How a module orders the axes of what crosses a bridge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAxes:
+    """Where a module's tensors have what plans call rows, batch and depth.
+
+    Attributes:
+        num_dims: 2 for `[tokens, H]`, or 3.
+        order: axes of the sequence, the batch and the hidden dimension, of three dimensions.
+    """
+
+    num_dims: int
+    order: tuple[int, int, int] = (0, 1, 2)
+
+    def to_plan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View a tensor as `[rows, batch, depth]`.
+
+        >>> BatchAxes(num_dims=3, order=(1, 0, 2)).to_plan(torch.zeros(2, 8, 4)).shape
+        torch.Size([8, 2, 4])
+        >>> BatchAxes(num_dims=2).to_plan(torch.zeros(6, 4)).shape
+        torch.Size([4, 6, 1])
+        """
+        return tensor.t().unsqueeze(-1) if self.num_dims == 2 else tensor.permute(self.order)
+
+    def from_plan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give a tensor `[rows, batch, depth]` the axes of the module, as dense memory.
+
+        >>> BatchAxes(num_dims=3, order=(1, 2, 0)).from_plan(torch.zeros(8, 2, 4)).shape
+        torch.Size([4, 8, 2])
+        """
+        if self.num_dims == 2:
+            return tensor.squeeze(-1).t().contiguous()
+        places = [self.order.index(axis) for axis in range(3)]
+        return tensor.permute(places).contiguous()
