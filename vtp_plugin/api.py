@@ -134,6 +134,12 @@ def report_failures() -> None:
     _hook().install()
 
 
+def announce_exit(leave: SystemExit) -> None:
+    """Tell the other ranks that a script has ended itself with a status; nothing if it was 0."""
+    if leave.code not in (None, 0):
+        _hook().announce(leave)
+
+
 def choose_device(device: DeviceName) -> None:
     """Find a platform, and map Megatron's calls onto it, before anything keeps references into torch.
 

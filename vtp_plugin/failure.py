@@ -92,6 +92,12 @@ class FailureHook:
             log.error(f"{text}{position}")
             self._note(error, position, monitor is not None and monitor.failure is not None)
 
+    def announce(self, error: BaseException) -> None:
+        """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``."""
+        monitor = self._get_watch()
+        if self._is_active and monitor is not None:
+            monitor.post_failure(error)
+
     def leave(self) -> None:
         """Exit at once after an error: destructors of process groups could wait for peers that are gone."""
         if not self._has_failed:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import vtp_plugin
 from vtp_plugin.adaptor import ImportWatch, has_mindspeed
-from vtp_plugin.api import choose_device, report_failures
+from vtp_plugin.api import announce_exit, choose_device, report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import VtpError
@@ -49,6 +49,10 @@ def run(options: argparse.Namespace) -> None:
         runpy.run_path(options.script, run_name="__main__")
     except VtpError:
         report_failures()
+        raise
+    except SystemExit as leave:
+        # Python takes it for a normal end: rank 0 would wait for the others, and they for rank 0.
+        announce_exit(leave)
         raise
 
 
