@@ -1,7 +1,7 @@
 """A pytest plugin that lets NVIDIA's own tests of grids and bridges run on CPU, with the plugin's bridges or without.
 
-Their tests ask for NCCL; here every group is of gloo. `VTP_BRIDGES` is empty for Megatron's own bridges, else what
-`vtp_plugin.apply(bridges=...)` gets.
+Their tests ask for NCCL; here every group is of gloo. Without `VTP_BRIDGES` in the environment Megatron's own bridges
+stay.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ for _name in _TAKE_BACKEND:
     setattr(dist, _name, _mapped)
     setattr(dist.distributed_c10d, _name, _mapped)
 
-if _asked := os.environ.get("VTP_BRIDGES", ""):
-    vtp_plugin.apply(device="cpu", bridges="extended" if _asked == "extended" else True)
+if os.environ.get("VTP_BRIDGES", ""):
+    vtp_plugin.apply(device="cpu", bridges=True)
 else:
     choose_device("cpu")
 

@@ -30,9 +30,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("bridges", ["on", "extended"])
 @pytest.mark.parametrize("name", NUM_PASSED)
-def test_with_our_bridges(name: str, bridges: str) -> None:
+def test_with_our_bridges(name: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=8", f"--master-port={free_port()}"]
     # Without their conftest.py, which needs packages to download data with.
     words = ["-m", "pytest", "-p", "nvidia_on_cpu", "-p", "no:cacheprovider", "--noconftest", "-q", "-x"]
@@ -40,7 +39,7 @@ def test_with_our_bridges(name: str, bridges: str) -> None:
     done = subprocess.run(
         [*launcher, *words, str(Path("tests") / "unit_tests" / name)],
         cwd=TREE,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "VTP_BRIDGES": bridges, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "VTP_BRIDGES": "on", "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=900,
         check=False,
         capture_output=True,

@@ -15,9 +15,10 @@ from tests.bridges import Arrays, Sizes
 from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
 from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, require_disjoint
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
+from vtp_plugin.boundary.in_place import plan_in_place
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.boundary.spread import Holding, Spread, even_cuts
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, intersect
 from vtp_plugin.errors import ConfigError, PlanError
 
 SETTINGS = settings(max_examples=150)
@@ -35,9 +36,10 @@ def grids(draw: st.DrawFn) -> Sizes:
 
 
 @st.composite
-def exchanges(draw: st.DrawFn) -> tuple[Sizes, Sizes, list[np.ndarray]]:
+def exchanges(draw: st.DrawFn, *, is_in_place: bool = False) -> tuple[Sizes, Sizes, list[np.ndarray]]:
     """Two grids, and the units of a batch: of any length, also none, as are those of images."""
-    src, dst = draw(grids()), draw(grids())
+    src = draw(grids())
+    dst = draw(grids().filter(lambda one: not is_in_place or one.num_ranks == src.num_ranks))
     num_dims = draw(st.sampled_from([2, 3]))
     if num_dims == 2:
         src, dst = (
@@ -135,6 +137,21 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
     # <A x, y> = <x, A* y>, in whole numbers and so exactly.
     forwarded = carry_out(spec.plan(shape_of(units)), bridges.cut(units, src, 0), widths)
     assert bridges.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridges.inner(units, wanted)
+
+
+@SETTINGS
+@given(exchanges(is_in_place=True))
+def test_in_place_moves_only_what_a_rank_does_not_hold(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
+    src, dst, units = exchange
+    spec = BridgeSpec.between("a -> b", src.end(0), dst.end(0), num_dims=units[0].ndim)
+    plan = plan_in_place(*spec.spreads(shape_of(units)))
+    assert check(plan) == ()
+    widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
+    assert_same(carry_out(plan, bridges.cut(units, src, 0), widths), bridges.cut(units, dst, 0))
+    for transfer in plan.transfers:
+        held = plan.src.boxes_of(transfer.dst)
+        if transfer.src != transfer.dst:
+            assert not any(intersect(box, own) for box in transfer.boxes for own in held)
 
 
 @SETTINGS
