@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
 
 import vtp_plugin
@@ -43,3 +45,25 @@ else:
 
 # Without Transformer Engine there is no specification of its layers.
 gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = gpt_layer_specs.get_gpt_layer_local_spec
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Show a failure at once: while the other ranks wait for this one, the end of its session does not come."""
+    if report.failed:
+        print(f"{report.nodeid} failed: {report.longreprtext[-3000:]}", file=sys.stderr, flush=True)
+
+
+def pytest_sessionstart() -> None:
+    """Make the buffer that layers without Transformer Engine use, and that is made with Megatron's own groups only."""
+    parallel_state._set_global_memory_buffer()
+
+
+def pytest_runtest_setup() -> None:
+    """Begin a test together: gloo may fail if a rank opens groups while another one closes those of the last test."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def pytest_runtest_teardown() -> None:
+    """End a test together, for the same reason."""
+    pytest_runtest_setup()
