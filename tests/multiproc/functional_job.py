@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
+from tests.hosts import host_name
 from tests.multiproc.core_cases import HIDDEN, MICRO_BATCH, Case, RankResult
 from tests.multiproc.core_job import Trainer, applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin import functional as p2p
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.hosts import load_host
 
 Style = Literal["vtp", "reqs"]
 
@@ -55,7 +57,7 @@ class ByHand(Trainer):
         self._groups = p2p.pipeline_groups()
         parts = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
         self._shape = (case.seq // parts, MICRO_BATCH, HIDDEN)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and hasattr(p2p_communication, "P2PCommunicator"):
             # On one rank alone: making Megatron's communicator is no exchange and no agreement.
             p2p_communication.P2PCommunicator(self._groups[0], self.config)
 
@@ -74,8 +76,7 @@ class ByHand(Trainer):
         posted: dict[Work, Callable[[], torch.Tensor | None]] = {}
         sends: list[Any] = []
         num_tokens = torch.zeros([], dtype=torch.int)
-        forward_step: Callable[..., Any] = schedules.forward_step
-        backward_step: Callable[..., Any] = schedules.backward_step
+        host, backward_step = load_host(host_name()), cast("Callable[..., Any]", schedules.backward_step)
         for i, work in enumerate(works):
             for ahead in works[i : i + 1 + self._is_async]:
                 if ahead not in posted:
@@ -83,9 +84,14 @@ class ByHand(Trainer):
             received = posted[work]()
             if work.is_backward:
                 activation, output = kept.pop((work.chunk, work.microbatch))
-                self._send(work, backward_step(activation, output, received, self.config), sends)
+                arguments = host.backward_arguments(self.model[work.chunk], self.config)
+                self._send(work, backward_step(activation, output, received, *arguments), sends)
                 continue
-            output, tokens = forward_step(
+            host.enter_chunk(work.chunk)
+            output, tokens = host.forward_step(
+                chunk=work.chunk,
+                num_chunks=len(self.model),
+                is_first_microbatch=False,
                 forward_step_func=self._forward_step,
                 data_iterator=iterators[work.chunk],
                 model=self.model[work.chunk],
@@ -93,7 +99,7 @@ class ByHand(Trainer):
                 input_tensor=received,
                 forward_data_store=reports,
                 config=self.config,
-                cp_group_size=1,
+                collect_non_loss_data=False,
                 current_microbatch=work.microbatch,
                 is_last_stage=self._is_last(work),
             )
