@@ -31,15 +31,20 @@ class Topic(Enum):
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
+    BRIDGES = (
+        "bridges",
+        "Checks of bridges between modules: the modules' grids, the type and dimensions of tensors, errors as for the "
+        "checks.",
+    )
 
     def __init__(self, key: str, sentence: str) -> None:
         self.key = key
         self.sentence = sentence
 
 
-def part_of(store: dist.Store, topic: Topic) -> dist.Store:
-    """Open the part of the run's store that belongs to a topic; the plugin writes nowhere else."""
-    return dist.PrefixStore(topic.key, store)
+def part_of(store: dist.Store, topic: Topic, share: str = "") -> dist.Store:
+    """Open the part of the run's store that belongs to a topic, or a share of it; the plugin writes nowhere else."""
+    return dist.PrefixStore(f"{topic.key} {share}".rstrip(), store)
 
 
 def connect_again(store: dist.Store) -> dist.Store:

@@ -15,6 +15,7 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.startup import Agreement
+from vtp_plugin.runtime.store import Topic, part_of
 from vtp_plugin.session.session import Session
 
 _TIMEOUT_S = 600.0
@@ -69,7 +70,7 @@ class Surroundings:
         # Rounds are counted for each rank: bridges of other ranks must not come between.
         digest = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
         agreement = Agreement(
-            dist.PrefixStore(f"bridge {digest}", store or _get_default_store()),
+            part_of(store or _get_default_store(), Topic.BRIDGES, digest),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             timeout_s=self.timeout_s,
