@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import vocab_size
 from tests.multiproc.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
 from tests.pool import Pool
 
@@ -17,7 +18,7 @@ FIRST_ID, NUM_IDS = 4000, 1000
 NUM_STEPS, NUM_MICROBATCHES, SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN_SIZE = 2, 4, 12, 2, 64
 SLICE = SEQ_LENGTH * MICRO_BATCH_SIZE * HIDDEN_SIZE // 2
 WIDTH = {"float32": 4, "int64": 8}
-DATA_OPTIONS = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60")
+DATA_OPTIONS = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size()))
 
 
 @pytest.fixture(scope="module")
