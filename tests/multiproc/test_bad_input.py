@@ -163,7 +163,7 @@ def run_script(tmp_path: Path, source: str, *options: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("version", ["0.13.0", "0.17.1"])
+@pytest.mark.parametrize("version", ["0.13.0", "0.20.1"])
 def test_an_unsupported_megatron_beside_the_script_is_refused(tmp_path: Path, version: str) -> None:
     """It hides the one that is installed, whose version says nothing then."""
     lay_megatron(tmp_path, version)
