@@ -210,13 +210,13 @@ def test_apply_sets_the_hook_with_a_list_and_for_its_own_errors(tmp_path: Path) 
 
 
 def test_a_failed_apply_is_not_taken_for_a_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vtp_plugin import patching
+    from vtp_plugin import activation
 
     def fail(*arguments: object) -> None:
         raise PatchError("no such target")
 
     with monkeypatch.context() as patched:
-        patched.setattr(patching, "apply_records", fail)
+        patched.setattr(activation, "apply_records", fail)
         with pytest.raises(PatchError, match="no such target"):
             vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
     try:
