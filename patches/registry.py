@@ -78,8 +78,9 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     )
     if host.mindspeed is not None:
         refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
-    records: tuple[Record, ...] = (
-        host.exchange_record(session),
+    # Bridges may have put the communicator in place already.
+    records: tuple[Record, ...] = () if session.has_bridges else (host.exchange_record(session),)
+    records += (
         *host.group_records(),
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
@@ -122,10 +123,14 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
             f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
             "leave it out"
         )
+    from vtp_plugin.patches.core.models.mimo import optimizer
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.models.mimo.model import base
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
 
     surroundings = Surroundings(lambda: session)
-    modules = (bridge_communicator, colocated_communicator)
-    return host.placed((*(record for module in modules for record in module.records(surroundings)), *base.records()))
+    # With a list of sizes the communicator is in place by then.
+    exchange = () if session.config.size_list is not None else (host.exchange_record(session),)
+    modules = (bridge_communicator, colocated_communicator, optimizer)
+    records = (record for module in modules for record in module.records(surroundings))
+    return host.placed((*exchange, *records, *base.records()))

@@ -25,8 +25,8 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Worker processes for jobs on 1 to 12 ranks, kept alive over the whole session; only whole grids need over 8."""
-    with Pool(max_workers=12) as workers:
+    """Worker processes for jobs on 1 to 13 ranks, kept alive over the whole session; only whole grids need over 8."""
+    with Pool(max_workers=13) as workers:
         yield workers
 
 

@@ -46,6 +46,7 @@ _OLDER: dict[str, str] = {
     "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
     "tests/multiproc/test_u_traps.py::test_experts": "experts have not been run with it",
     "tests/multiproc/test_bridges.py": BRIDGES,
+    "tests/multiproc/test_mimo": BRIDGES,
     "tests/unit/test_bridges.py::test_names": BRIDGES,
     "tests/unit/test_checkpoint_validation.py::test_equal_stages": "its check raises what that of 0.19 returns",
     "tests/unit/test_cli.py::test_doctor_leaves_nothing": RECORDS,

@@ -20,9 +20,12 @@ class GatheredAttention(nn.Module):
     Rows are in Megatron's load-balanced order: a rank has a chunk from the front and its counterpart from the back.
     """
 
-    def __init__(self, config: Any, *_args: Any, **_options: Any) -> None:
+    is_causal = True
+
+    def __init__(self, config: Any, *_args: Any, pg_collection: Any = None, **_options: Any) -> None:
         super().__init__()
         self._scale = config.kv_channels**-0.5
+        self._group = getattr(pg_collection, "cp", None)
 
     def forward(
         self,
@@ -41,11 +44,11 @@ class GatheredAttention(nn.Module):
             samples = samples_of(packed_seq_params.cu_seqlens_q)
             hidden = (samples[:, None] != samples[None, :]) | torch.ones(len(samples), len(samples)).triu(1).bool()
             return self._mix(query[:, None], key[:, None], value[:, None], hidden)
-        group: Any = parallel_state.get_context_parallel_group()
+        group: Any = self._group or parallel_state.get_context_parallel_group()
         key, value = (gather_from_sequence_parallel_region(part.contiguous(), group=group) for part in (key, value))
         positions = [chunk_positions(len(key), rank, group.size()) for rank in range(group.size())]
         own, every = positions[group.rank()], torch.cat(positions)
-        return self._mix(query, key, value, every[None, :] > own[:, None])
+        return self._mix(query, key, value, (every[None, :] > own[:, None]) & self.is_causal)
 
     def _mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("sbnh,tbnh->bnst", query, key) * self._scale

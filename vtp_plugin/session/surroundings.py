@@ -77,4 +77,4 @@ class Surroundings:
             members=tuple(members),
             way_out="give both modules tensors of one type, hidden size and sequence length (comm_dtype, dim_mapping)",
         )
-        return partial(agreement.settle, f"the first message of the {name.partition(',')[0]}", is_partial=True)
+        return partial(agreement.settle, name, is_partial=True)

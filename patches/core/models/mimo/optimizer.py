@@ -1,0 +1,70 @@
+"""B4: modules whose gradients would be averaged over different numbers of replicas are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.session.surroundings import Surroundings
+
+
+def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
+    """Give the record that checks the averages."""
+    return (
+        PatchRecord(
+            id="B4",
+            target="megatron.core.models.mimo.optimizer:get_mimo_optimizer",
+            build=wrap_with(_check_averages, surroundings),
+            why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder "
+            "with other replicas than the language model they would be wrong by a factor, silently",
+            remove_when="Megatron refuses it",
+            versions=">=0.19,<0.20",
+        ),
+    )
+
+
+def _check_averages(
+    surroundings: Surroundings, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run `get_mimo_optimizer`, once all ranks know that the modules' gradients fit together.
+
+    Raises:
+        ConfigError: they do not; on all ranks.
+    """
+    grids = mimo_model.mimo_config.module_to_grid_map
+    if not grids:
+        return original(mimo_model, *args, **kwargs)
+    divisors = {name: math.prod(_size(grid, axis) for axis in ("dp", "cp")) for name, grid in grids.items()}
+
+    def check() -> dict[str, object]:
+        own = {MIMO_LANGUAGE_MODULE_KEY: mimo_model.language_model, **dict(mimo_model.modality_submodules.items())}
+        is_summed = bool(mimo_model.config.calculate_per_token_loss)
+        wanted = 1 if is_summed else divisors[MIMO_LANGUAGE_MODULE_KEY]
+        for name, module in own.items():
+            # Gradients that Megatron does not add up it does not average either.
+            if not hasattr(module, "ddp_config"):
+                continue
+            divisor = 1 if module.config.calculate_per_token_loss else divisors[name]
+            if divisor != wanted:
+                raise ConfigError(
+                    f"the gradients of module {name!r} would be divided by {divisor}, those of the language model, "
+                    f"which has the loss, by {wanted}: the number of replicas, or 1 with calculate_per_token_loss; "
+                    "set calculate_per_token_loss=True in the configs of all modules, and divide by the number of "
+                    "tokens in finalize_model_grads_func"
+                )
+        return {}
+
+    members = sorted(
+        {rank for grid in grids.values() for rank in range(grid.rank_offset, grid.rank_offset + grid.size)}
+    )
+    surroundings.agreement("the optimizer of the modules", members)(check)
+    return original(mimo_model, *args, **kwargs)
+
+
+def _size(grid: Any, axis: str) -> int:
+    return grid.shape[grid.dim_names.index(axis)] if axis in grid.dim_names else 1

@@ -1,0 +1,171 @@
+"""What tests of MIMO models train, and how the ranks' results are put together; without torch or Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Sizes of one module; the fields of ``Sizes`` in examples/mimo."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    stage_tp: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.stage_tp or (self.tp,) * self.pp) * self.cp * self.dp
+
+    def __str__(self) -> str:
+        sizes = [f"stages {','.join(map(str, self.stage_tp))}"] if self.stage_tp else []
+        sizes += [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(self, name) > 1]
+        return (" ".join(sizes) or "one rank") + " sp" * self.sequence_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoCase:
+    """One run.
+
+    Attributes:
+        vision, language: their grids; None trains all on one rank.
+        pictures: of the samples of every microbatch; the same in each step.
+        is_frozen: the encoder is not trained.
+        clip: largest norm; 0 does not clip.
+        optimizer: ``sgd`` or ``adam``.
+        distributed_optimizer, overlap: of Megatron's gradient sums.
+        is_stock: Megatron's own bridge.
+    """
+
+    vision: Grid | None = None
+    language: Grid | None = None
+    pictures: tuple[tuple[int, ...], ...] = ((0, 1, 2, 0, 1, 1), (0,) * 6, (2, 0, 0, 1, 0, 0), (1, 2, 1, 1, 0, 2))
+    is_frozen: bool = False
+    clip: float = 0.5
+    optimizer: str = "sgd"
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    is_stock: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.vision is None or self.language is None else self.vision.num_ranks + self.language.num_ranks
+
+    def alone(self) -> MimoCase:
+        """Return the case of the same model, data and steps on one rank."""
+        return replace(self, vision=None, language=None, distributed_optimizer=False, overlap=False, is_stock=False)
+
+    def __str__(self) -> str:
+        words = [f"{self.vision} -> {self.language}"]
+        words += [name for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock") if getattr(self, name)]
+        return ", ".join(words) + (", no clipping" if not self.clip else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A rank's part of a parameter; ``axis`` is the one that tensor-parallel ranks share, ``values`` as it ends."""
+
+    axis: int | None
+    tp_rank: int
+    values: np.ndarray
+    gradient: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoResult:
+    """What one rank saw: of every step the sum of its losses, the number of its words, and the norm."""
+
+    steps: list[tuple[float, float, float]]
+    parts: dict[str, Part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoRun:
+    """A run of all ranks.
+
+    Attributes:
+        losses, norms: of every step.
+        weights: at the end.
+        gradients: of the first step, before clipping.
+    """
+
+    losses: np.ndarray
+    norms: np.ndarray
+    weights: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+
+
+def assemble(ranks: Sequence[MimoResult]) -> MimoRun:
+    """Put a run together; copies must be equal to rounding, and all ranks must have the same norm."""
+    steps = np.array([rank.steps for rank in ranks])
+    sums = steps[:, :, :2].sum(axis=0)
+    norms = steps[:, :, 2]
+    assert (norms == norms[0]).all(), norms
+    names = dict.fromkeys(name for rank in ranks for name in rank.parts)
+    found = {name: [rank.parts[name] for rank in ranks if name in rank.parts] for name in names}
+    return MimoRun(
+        losses=sums[:, 0] / sums[:, 1],
+        norms=norms[0],
+        weights={
+            name: _join(name, [(one.axis, one.tp_rank, one.values) for one in some]) for name, some in found.items()
+        },
+        gradients={
+            name: _join(name, [(one.axis, one.tp_rank, one.gradient) for one in some if one.gradient is not None])
+            for name, some in found.items()
+            if some[0].gradient is not None
+        },
+    )
+
+
+def _join(name: str, parts: Sequence[tuple[int | None, int, np.ndarray]]) -> np.ndarray:
+    by_rank: dict[int, np.ndarray] = {}
+    for axis, tp_rank, values in parts:
+        first = by_rank.setdefault(tp_rank if axis is not None else 0, values)
+        np.testing.assert_allclose(values, first, rtol=1e-5, atol=1e-7, err_msg=f"copies of {name}")
+    axis = parts[0][0]
+    return by_rank[0] if axis is None else np.concatenate([by_rank[rank] for rank in sorted(by_rank)], axis=axis)
+
+
+def assert_trains_alike(run: MimoRun, oracle: MimoRun, *, rel: float = 1e-5, has_gradients: bool = True) -> None:
+    """Compare losses, norms, gradients and weights, each with what is largest in it.
+
+    Distributed optimizers have only shards of the gradients.
+    """
+    assert len(run.losses) == NUM_STEPS and abs(oracle.losses[0] - oracle.losses[-1]) > 1e-3, "it trains nothing"
+    np.testing.assert_allclose(run.losses, oracle.losses, rtol=rel, err_msg="losses")
+    np.testing.assert_allclose(run.norms, oracle.norms, rtol=rel, err_msg="norms")
+    for what in ("gradients", "weights") if has_gradients else ("weights",):
+        ours, theirs = getattr(run, what), getattr(oracle, what)
+        assert ours.keys() == theirs.keys(), what
+        for name, wanted in theirs.items():
+            scale = max(float(np.abs(wanted).max()), 1e-4)
+            worst = float(np.abs(ours[name] - wanted).max()) / scale
+            assert worst <= rel, f"{what} of {name} differ by {worst:.1e} of their largest"
+
+
+class MimoRuns:
+    """Runs cases on a pool; every run on one rank once."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._kept: dict[MimoCase, MimoRun] = {}
+
+    def run(self, case: MimoCase) -> MimoRun:
+        """Train."""
+        return assemble(self._pool.run(case.world_size, "tests.multiproc.mimo_job:train", {"case": case}))
+
+    def oracle(self, case: MimoCase) -> MimoRun:
+        """Train on one rank, or return what an earlier call got."""
+        alone = case.alone()
+        if alone not in self._kept:
+            self._kept[alone] = self.run(alone)
+        return self._kept[alone]

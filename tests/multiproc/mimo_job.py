@@ -1,0 +1,155 @@
+"""Jobs that train the multimodal model of examples/mimo, over two grids or on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+import vtp_plugin
+from tests.hosts import ROOT
+from tests.multiproc.core_job import cpu_only
+from tests.multiproc.gathered_attention import GatheredAttention
+from tests.multiproc.mimo_cases import NUM_STEPS, Grid, MimoCase, MimoResult, Part
+from tests.pool import TIMEOUT_S, init_gloo
+from vtp_plugin.errors import ConfigError
+
+sys.path.insert(0, str(ROOT / "examples" / "mimo"))
+
+import mimo_model
+from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts
+from mimo_steps import Alone, Spread
+
+
+class AttentionToAll(GatheredAttention):
+    """Attention without a mask, as encoders have it."""
+
+    is_causal = False
+
+
+ATTENTION = {VISION: AttentionToAll, LANGUAGE: GatheredAttention}
+
+
+def train(case: MimoCase) -> MimoResult:
+    """Train a case on this rank."""
+    init_gloo()
+    with _applied(case):
+        run = _make(case)
+        try:
+            return _train(case, run)
+        finally:
+            run.close()
+            del run
+            gc.collect()
+
+
+def _train(case: MimoCase, run: Any) -> MimoResult:
+    steps: list[tuple[float, float, float]] = []
+    gradients: dict[str, Any] = {}
+
+    def keep(model: Any) -> None:
+        # The distributed optimizer has only shards of the sums.
+        if not steps and not case.distributed_optimizer:
+            gradients.update((name, _gradient_of(part)) for name, part, _ in named_parts(model) if part.requires_grad)
+
+    run.on_gradients = keep
+    for step in range(NUM_STEPS):
+        steps.append(run.step(draw_batches(case, step)))
+    tp_rank = 0 if isinstance(run, Alone) else run.groups.tp.rank()
+    parts = {
+        name: Part(axis=axis, tp_rank=tp_rank, values=part.detach().numpy(), gradient=gradients.get(name))
+        for name, part, axis in named_parts(run.model)
+    }
+    return MimoResult(steps=steps, parts=parts)
+
+
+def average(case: MimoCase) -> str:
+    """Build modules that average their losses and gradients over their replicas; return this rank's error."""
+    init_gloo()
+    make_config = mimo_model.make_config
+
+    def make_averaging(*arguments: Any) -> Any:
+        return dataclasses.replace(make_config(*arguments), calculate_per_token_loss=False)
+
+    with _applied(case):
+        mimo_model.make_config = make_averaging
+        try:
+            _make(case).close()
+        except ConfigError as error:
+            parallel_state.destroy_global_memory_buffer()
+            return str(error)
+        finally:
+            mimo_model.make_config = make_config
+    return "nothing"
+
+
+def draw_batches(case: MimoCase, step: int) -> list[dict[str, Any]]:
+    return [draw_batch(1000 * step + index, list(counts)) for index, counts in enumerate(case.pictures)]
+
+
+def _make(case: MimoCase) -> Any:
+    if case.vision is None or case.language is None:
+        return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer)
+    sizes = {VISION: _sizes(case.vision), LANGUAGE: _sizes(case.language)}
+    return Spread(
+        sizes,
+        ATTENTION,
+        is_frozen=case.is_frozen,
+        clip=case.clip,
+        optimizer=case.optimizer,
+        distributed_optimizer=case.distributed_optimizer,
+        overlap=case.overlap,
+    )
+
+
+def _sizes(grid: Grid) -> Sizes:
+    return Sizes(**dataclasses.asdict(grid))
+
+
+@contextmanager
+def _applied(case: MimoCase) -> Iterator[None]:
+    """Put our bridges in place, or let Megatron's run over gloo."""
+    if case.is_stock:
+        with cpu_only(), _stock_on_gloo():
+            yield
+        return
+    vtp_plugin.apply(device="cpu", bridges=True, timeout_s=TIMEOUT_S)
+    try:
+        yield
+    finally:
+        vtp_plugin.revert()
+
+
+def _gradient_of(part: torch.nn.Parameter) -> Any:
+    gradient = part.main_grad if hasattr(part, "main_grad") else part.grad
+    return gradient.detach().clone().numpy()
+
+
+@contextmanager
+def _stock_on_gloo() -> Iterator[None]:
+    """Let Megatron's bridge, whose groups ask for NCCL, have the world's backend."""
+    kept = {
+        name: BridgeCommunicator.__dict__[name] for name in ("_get_or_create_broadcast_pg", "_get_or_create_bridge_pg")
+    }
+
+    def broadcast(cls: Any, ranks: Any) -> Any:
+        return cls._broadcast_pg_cache.setdefault(str(ranks), dist.new_subgroups_by_enumeration(ranks)[0])
+
+    def bridge(cls: Any, ranks: Any) -> Any:
+        return cls._bridge_pg_cache.setdefault(str(ranks), dist.new_group(sorted(ranks)))
+
+    BridgeCommunicator._get_or_create_broadcast_pg = classmethod(broadcast)
+    BridgeCommunicator._get_or_create_bridge_pg = classmethod(bridge)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(BridgeCommunicator, name, method)

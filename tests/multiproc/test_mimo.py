@@ -1,0 +1,103 @@
+"""A vision encoder and a GPT on grids of their own train as the same model does on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.multiproc.core_cases import defaults_first
+from tests.multiproc.mimo_cases import Grid, MimoCase, MimoRuns, assert_trains_alike
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def mimo_runs(pool: Pool) -> MimoRuns:
+    return MimoRuns(pool)
+
+
+SIX_EACH = ((1,) * 6, (2,) * 6, (1,) * 6)
+FOUR = ((0, 1, 2, 1), (0, 0, 0, 0), (2, 0, 0, 1), (1, 2, 1, 1))
+
+# The first ones run by default. Samples have none, one or two pictures; one microbatch has words only.
+CASES = [
+    MimoCase(vision=Grid(dp=2), language=Grid(dp=3)),
+    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, pp=2), overlap=True),
+    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(tp=2, cp=2, sequence_parallel=True)),
+    MimoCase(vision=Grid(cp=2), language=Grid(tp=2, pp=2), is_frozen=True),
+    MimoCase(vision=Grid(tp=3), language=Grid(tp=4)),
+    MimoCase(vision=Grid(), language=Grid()),
+    MimoCase(vision=Grid(), language=Grid(), clip=0.0),
+    MimoCase(vision=Grid(dp=3), language=Grid(dp=2)),
+    MimoCase(vision=Grid(dp=3), language=Grid(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Grid(dp=4), language=Grid(dp=2), pictures=FOUR),
+    MimoCase(vision=Grid(dp=2), language=Grid(dp=4), pictures=FOUR, optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Grid(dp=4), language=Grid(tp=4), pictures=FOUR),
+    MimoCase(vision=Grid(dp=6), language=Grid(pp=2)),
+    MimoCase(vision=Grid(tp=2, dp=2), language=Grid(tp=2, dp=2)),
+    MimoCase(vision=Grid(tp=2, dp=2), language=Grid(cp=2, dp=2)),
+    MimoCase(vision=Grid(tp=2), language=Grid(cp=2, dp=3)),
+    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, dp=3), overlap=True),
+    MimoCase(vision=Grid(cp=2, dp=2), language=Grid(cp=4)),
+    MimoCase(vision=Grid(cp=2), language=Grid(dp=6)),
+    MimoCase(vision=Grid(tp=2, cp=2, sequence_parallel=True), language=Grid(tp=2, dp=2, sequence_parallel=True)),
+    MimoCase(vision=Grid(tp=4), language=Grid(pp=4)),
+    MimoCase(vision=Grid(dp=3), language=Grid(pp=4)),
+    MimoCase(vision=Grid(dp=2), language=Grid(tp=2, pp=2, sequence_parallel=True)),
+    MimoCase(vision=Grid(dp=3), language=Grid(pp=2, dp=2), is_frozen=True),
+    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, pp=4)),
+    MimoCase(vision=Grid(tp=3, dp=2), language=Grid(tp=2, dp=3)),
+    MimoCase(vision=Grid(tp=2, dp=3), language=Grid(tp=3, dp=2)),
+    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(tp=2, cp=2, pp=2, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(CASES, 4), ids=str)
+def test_trains_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    oracle = mimo_runs.oracle(case)
+    assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
+def test_averages_over_different_numbers_of_replicas_are_refused_on_all_ranks(pool: Pool) -> None:
+    case = MimoCase(vision=Grid(dp=2), language=Grid(tp=2))
+    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:average", {"case": case})
+    line = (
+        "the gradients of module 'vision' would be divided by 2, those of the language model, which has the loss, by 1"
+    )
+    assert all(line in answer for answer in answers), answers
+    equal = MimoCase(vision=Grid(dp=2), language=Grid(cp=2))
+    assert pool.run(equal.world_size, "tests.multiproc.mimo_job:average", {"case": equal}) == ["nothing"] * 4
+
+
+STAGES = [
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2))),
+    MimoCase(vision=Grid(dp=4), language=Grid(stage_tp=(1, 4, 4)), pictures=FOUR),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2, 2))),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2, 2, 1), sequence_parallel=True)),
+    MimoCase(vision=Grid(dp=3), language=Grid(stage_tp=(2, 1), dp=2)),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), cp=2)),
+    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(stage_tp=(2, 4), sequence_parallel=True)),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), dp=3), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(3, 2)), is_frozen=True, overlap=True),
+    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(4, 4, 1, 1))),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(STAGES, 1), ids=str)
+def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    oracle = mimo_runs.oracle(case)
+    assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
+STOCK = [
+    MimoCase(vision=Grid(dp=2), language=Grid(dp=2), pictures=SIX_EACH, is_stock=True),
+    MimoCase(vision=Grid(tp=2), language=Grid(dp=2), pictures=SIX_EACH, is_stock=True),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", STOCK, ids=str)
+def test_trains_as_with_megatrons_bridge(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    """What Megatron's bridge can do it does as ours, which says that the model and its sums are Megatron's use."""
+    assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
+    assert_trains_alike(mimo_runs.run(replace(case, is_stock=False)), mimo_runs.oracle(case))
