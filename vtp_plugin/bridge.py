@@ -1,18 +1,21 @@
 """Bridges between modules of different grids, with the names and the interface of Megatron's.
 
+``StageCommGrid`` is the grid of a module whose pipeline stages differ in size.
+
 A script that is written against this module gets the plugin's bridges; one that is written against Megatron's names
 gets them by ``vtp_plugin.apply(bridges=True)``. Names are looked up when they are used, since Megatron is loaded then.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import PatchError
 from vtp_plugin.hosts import find_host
 
-_NAMES = ("BridgeCommunicator", "ColocatedBridgeCommunicator", "CommRole", "RankCommInfo")
+_NAMES = ("BridgeCommunicator", "ColocatedBridgeCommunicator", "CommRole", "RankCommInfo", "StageCommGrid")
 
 
 def __getattr__(name: str) -> Any:
@@ -30,11 +33,23 @@ def __dir__() -> list[str]:
     return list(_NAMES)
 
 
+# Two uses of the name must give one class.
+@functools.cache
+def _stage_comm_grid() -> type:
+    from vtp_plugin.session.stage_comm_grid import StageCommGrid
+    from vtp_plugin.session.surroundings import Surroundings
+
+    names = {"__module__": __name__, "__doc__": StageCommGrid.__doc__, "surroundings": Surroundings(current_session)}
+    return type("StageCommGrid", (StageCommGrid,), names)
+
+
 def _find(name: str) -> Any:
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
     from vtp_plugin.session.surroundings import Surroundings
 
+    if name == "StageCommGrid":
+        return _stage_comm_grid()
     modules = {"BridgeCommunicator": bridge_communicator, "ColocatedBridgeCommunicator": colocated_communicator}
     if name in modules:
         return modules[name].current_class(Surroundings(current_session))

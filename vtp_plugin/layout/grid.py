@@ -210,6 +210,14 @@ class RankGrid(Generic[GroupT]):
         chosen = self._view(view)
         return chosen.enumerate(chosen.sorted_dims(dims), self.rank_offset)
 
+    def shared_dims(self, view: str) -> frozenset[str]:
+        """Return the dimensions whose groups a view shares with the base.
+
+        Raises:
+            KeyError: the view is unknown.
+        """
+        return frozenset(self._view(view).shared_dims)
+
     def is_current_rank_in_grid(self) -> bool:
         """Whether this process's rank belongs to the grid.
 

@@ -76,12 +76,14 @@ class Coord:
 class PipelineLayout:
     """The stages of a pipeline, and their global ranks.
 
-    The layout covers exactly the ranks ``0 .. world_size - 1``. Stages may have different tp sizes. In stage-major
-    order they may also have different cp and dp sizes; a rank of the smaller stage is then in several replicas.
+    The layout covers exactly the ranks ``0 .. world_size - 1``, or as many from ``first_rank`` on. Stages may have
+    different tp sizes. In stage-major order they may also have different cp and dp sizes; a rank of the smaller stage
+    is then in several replicas.
 
     Attributes:
         stages: grid of every stage, first stage first.
         order: numbering of the ranks.
+        first_rank: first rank of the pipeline, where it is a module among others.
 
     Raises:
         ConfigError: there are no stages, or a replica-major order meets different cp or dp sizes.
@@ -95,7 +97,8 @@ class PipelineLayout:
 
     stages: tuple[StageGrid, ...]
     order: RankOrder = RankOrder.STAGE_MAJOR
-    # First rank of every stage; in replica-major order relative to the data-parallel replica.
+    first_rank: int = 0
+    # First rank of every stage, without `first_rank`; in replica-major order relative to the data-parallel replica.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -228,14 +231,16 @@ class PipelineLayout:
         grid = self.stages[stage]
         if not (0 <= tp_rank < grid.tp and 0 <= cp_rank < grid.cp and 0 <= dp_rank < grid.dp):
             raise PlanError(f"tp rank {tp_rank}, cp rank {cp_rank}, dp rank {dp_rank}: stage {stage} is {grid}")
-        return self._starts[stage] + tp_rank + grid.tp * cp_rank + self.dp_stride(stage) * dp_rank
+        start = self.first_rank + self._starts[stage]
+        return start + tp_rank + grid.tp * cp_rank + self.dp_stride(stage) * dp_rank
 
     def coord(self, rank: int) -> Coord:
         """Return the coordinates of a rank. Inverse of :meth:`rank_of`."""
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"rank {rank} is none of {self.world_size}")
+        place = rank - self.first_rank
+        if not 0 <= place < self.world_size:
+            raise PlanError(f"rank {rank} is none of {self.world_size} from {self.first_rank} on")
         replica_major = self.order is RankOrder.REPLICA_MAJOR
-        outer, rest = divmod(rank, self.dp_stride(0)) if replica_major else (0, rank)
+        outer, rest = divmod(place, self.dp_stride(0)) if replica_major else (0, place)
         stage = bisect_right(self._starts, rest) - 1
         grid = self.stages[stage]
         rest, tp_rank = divmod(rest - self._starts[stage], grid.tp)

@@ -142,21 +142,28 @@ class PlannedRun:
         return option_context(self.config, self.layout, device=self.platform.name)
 
     def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
-        """Refuse a model configuration that was made for another stage's sizes.
+        """Refuse a model configuration that was made for another stage's sizes; see :func:`check_sizes`."""
+        check_sizes(self.layout, self.own.stage, tensor_model_parallel_size, context_parallel_size)
 
-        Raises:
-            ConfigError: the configuration does not say its stage's size.
-        """
-        own_size = self.layout.tp_sizes[self.own.stage]
-        if tensor_model_parallel_size != own_size:
-            raise ConfigError(
-                f"the model's config says tensor_model_parallel_size={tensor_model_parallel_size}, but stage "
-                f"{self.own.stage} has {own_size}; build the config with "
-                "parallel_state.get_tensor_model_parallel_world_size()"
-            )
-        own_cp = self.layout.cp_sizes[self.own.stage]
-        if len(set(self.layout.cp_sizes)) > 1 and context_parallel_size != own_cp:
-            raise ConfigError(
-                f"the model's config says context_parallel_size={context_parallel_size}, but stage {self.own.stage} "
-                f"has {own_cp}; build the config with parallel_state.get_context_parallel_world_size()"
-            )
+
+def check_sizes(
+    layout: PipelineLayout, stage: int, tensor_model_parallel_size: int, context_parallel_size: int
+) -> None:
+    """Refuse a model configuration that was made for another stage's sizes.
+
+    Raises:
+        ConfigError: the configuration does not say its stage's size.
+    """
+    own_size = layout.tp_sizes[stage]
+    if tensor_model_parallel_size != own_size:
+        raise ConfigError(
+            f"the model's config says tensor_model_parallel_size={tensor_model_parallel_size}, but stage "
+            f"{stage} has {own_size}; build the config with "
+            "parallel_state.get_tensor_model_parallel_world_size()"
+        )
+    own_cp = layout.cp_sizes[stage]
+    if len(set(layout.cp_sizes)) > 1 and context_parallel_size != own_cp:
+        raise ConfigError(
+            f"the model's config says context_parallel_size={context_parallel_size}, but stage {stage} "
+            f"has {own_cp}; build the config with parallel_state.get_context_parallel_world_size()"
+        )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from vtp_plugin.patching import AppliedPatches
+    from vtp_plugin.session.modules import ModulePipeline
 
 
 class Session:
@@ -52,6 +53,7 @@ class Session:
         audit: record of what crosses; None unless asked for, or before it begins.
         close_log: puts the logger back as it was; None before the plugin said anything.
         on_revert: called before the patches are undone.
+        modules: pipelines of modules with grids of their own, by this rank's pipeline group in them.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -68,6 +70,7 @@ class Session:
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None
         self.close_log: Callable[[], None] | None = None
         self.on_revert: Callable[[], None] = lambda: None
+        self.modules: dict[dist.ProcessGroup, ModulePipeline] = {}
         self._planned: PlannedRun | None = None
         self._running: RunningPipeline | None = None
 
@@ -189,6 +192,8 @@ class Session:
         """Wait for the sends that nobody waited for."""
         if self._running is not None:
             self._running.finish_step()
+        for module in self.modules.values():
+            module.communicator.finish_step()
 
     def close(self) -> None:
         """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
@@ -228,7 +233,7 @@ class Session:
 
         def prepare() -> dict[str, object]:
             found.append(read())
-            return _statement(found[0], tp_size)
+            return state_format(found[0], tp_size)
 
         self.ranks.agree("the first step's check", prepare, is_partial=True)
         self.tensor_format = found[0]
@@ -252,7 +257,7 @@ class Session:
                 )
 
 
-def _statement(form: TensorFormat, tp_size: int) -> dict[str, object]:
+def state_format(form: TensorFormat, tp_size: int) -> dict[str, object]:
     """Say what all ranks must have alike; a stage of one tensor-parallel rank has no say about sequence parallelism."""
     sharding = {} if tp_size == 1 else {"sequence_parallel": form.src_sharded}
     return {

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCo
 from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.bridge import Bridge
@@ -118,8 +119,8 @@ class _OverChannels:
             )
         base: Any = super()
         base.__init__(
-            _Grid(src_grid),
-            _Grid(dest_grid),
+            _Grid(at_boundary(src_grid, is_last=True)),
+            _Grid(at_boundary(dest_grid, is_last=False)),
             dim_mapping,
             comm_dtype,
             src_module_name,
@@ -151,7 +152,9 @@ class _OverChannels:
             dtype=self.comm_dtype or torch.get_default_dtype(),
             fixed_shape=fixed_shape,
             has_gradient=has_gradient,
-            agree=self.surroundings.agreement(spec.name, spec.participants),
+            agree=self.surroundings.agreement(
+                f"the first message of the {spec.name.partition(',')[0]}", spec.participants
+            ),
         )
 
     @classmethod
@@ -260,8 +263,14 @@ def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> Bri
     """
     if sequence not in tuple(SequenceCut):
         raise ConfigError(f"sequence {sequence!r} of a bridge's end; use one of {', '.join(SequenceCut)}")
-    ranks = boundary_ranks(grid.shape, grid.dim_names, grid.rank_offset, is_last=is_last)
+    stage = at_boundary(grid, is_last=is_last)
+    ranks = boundary_ranks(stage.shape, stage.dim_names, stage.rank_offset, is_last=is_last)
     return BridgeEnd(ranks=ranks, sequence=SequenceCut(sequence), is_sharded=is_sharded)
+
+
+def at_boundary(grid: Any, *, is_last: bool) -> Any:
+    """Return the grid of a module, or of its stage at the bridge where stages differ."""
+    return grid.boundary(is_last=is_last) if isinstance(grid, StageRanks) else grid
 
 
 def split_sizes(tensor: torch.Tensor) -> list[int] | None:

@@ -9,10 +9,14 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.derived import option_context
 from vtp_plugin.options.table.check import check_config
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
 from vtp_plugin.session import Session
+from vtp_plugin.session.modules import ModulePipeline
+from vtp_plugin.session.planned import check_sizes
 
 
 def tensor_format(session: Session, config: Any, check: Callable[[], None] = lambda: None) -> TensorFormat:
@@ -39,16 +43,32 @@ def tensor_format(session: Session, config: Any, check: Callable[[], None] = lam
 def _read_format(session: Session, config: Any) -> TensorFormat:
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
     session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
-    refuse(check_config(config, session.planned.option_context))
-    if config.use_ring_exchange_p2p:
-        raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
-    # Families before 0.19 have no stage that holds multi-token prediction alone.
-    has_variable_shapes = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
-    if has_variable_shapes and session.planned.replicas.is_split:
+    form = _checked_format(config, session.planned.option_context)
+    if form.has_variable_shapes and session.planned.replicas.is_split:
         raise ConfigError(
             "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
             "replicas, which must be equally long; use multiplex"
         )
+    return form
+
+
+def _module_format(session: Session, module: ModulePipeline, config: Any) -> TensorFormat:
+    """Read how tensors cross between the stages of a module; the first time its ranks compare it."""
+
+    def read() -> TensorFormat:
+        check_sizes(module.layout, module.stage, config.tensor_model_parallel_size, config.context_parallel_size)
+        device = session.choose_platform().name
+        return _checked_format(config, option_context(session.config, module.layout, device=device))
+
+    return module.tensor_format(read)
+
+
+def _checked_format(config: Any, context: OptionContext) -> TensorFormat:
+    refuse(check_config(config, context))
+    if config.use_ring_exchange_p2p:
+        raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+    # Families before 0.19 have no stage that holds multi-token prediction alone.
+    has_variable_shapes = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     return TensorFormat(
         dtype=config.pipeline_dtype,
         src_sharded=config.sequence_parallel,
@@ -89,7 +109,7 @@ def exchange(
     Raises:
         ConfigError: Megatron's schedules do not fit the stages, or what is received is not known.
     """
-    if not session.planned.replicas.is_equal:
+    if session.is_planned and not session.planned.replicas.is_equal:
         raise ConfigError(
             "Megatron's schedules do not fit stages of different data-parallel sizes; run each step with the function "
             "that get_forward_backward_func() returns"
@@ -118,7 +138,11 @@ def communicator_class(session: Session, original: type) -> type:
 
         def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
             super().__init__(pp_group, config)
-            self._vtp = session.running.communicator if session.is_running else None
+            self._vtp_module = session.modules.get(pp_group)
+            if self._vtp_module is not None:
+                self._vtp = self._vtp_module.communicator
+            else:
+                self._vtp = session.running.communicator if session.is_running else None
             self._vtp_format: TensorFormat | None = None
 
         def _communicate(
@@ -132,7 +156,10 @@ def communicator_class(session: Session, original: type) -> type:
         def _begin(self) -> TensorFormat:
             if self._vtp_format is None:
                 # All ranks compare the format. A script may call the constructor on some ranks only.
-                self._vtp_format = tensor_format(session, self.config)
+                if self._vtp_module is not None:
+                    self._vtp_format = _module_format(session, self._vtp_module, self.config)
+                else:
+                    self._vtp_format = tensor_format(session, self.config)
                 self._vtp.start_step()
             return self._vtp_format
 

@@ -1,0 +1,99 @@
+"""Grids whose stages differ: with equal stages the lists of Megatron's grid, with others those of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+
+from tests.oracles import hyper_comm_grid
+from tests.pool import run_code
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.stage_grid import StageRanks
+
+NAMES = ["tp", "cp", "dp", "pp"]
+EXPERT = ["expt_tp", "ep", "expt_dp", "pp"]
+
+
+def subsets(names: Sequence[str]) -> list[list[str]]:
+    return [list(some) for count in range(1, 5) for some in combinations(names, count)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 3), (1, 1, 1), (4, 1, 1)])
+def test_equal_stages_have_the_lists_of_megatrons_grid(monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    tp, cp, dp = sizes
+    theirs = hyper_comm_grid()([*sizes, 3], NAMES, 5)
+    ours = StageRanks([sizes] * 3, 5)
+    assert (ours.shape_at(5), ours.size, ours.dim_names) == (theirs.shape, theirs.size, theirs.dim_names)
+    for dims in subsets(NAMES):
+        assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims), dims
+    shape = [tp * cp, dp, 1, 3]
+    theirs.register_view("expert", shape, EXPERT, ["pp"])
+    ours.register_view("expert", shape, EXPERT, ["pp"])
+    for dims in subsets(EXPERT):
+        assert ours.get_rank_enum(dims, view="expert") == theirs.get_rank_enum(dims, view="expert"), dims
+
+
+def test_other_stages_have_the_lists_of_each() -> None:
+    grid = StageRanks([(1, 2, 1), (2, 2, 1)], 3)
+    assert [grid.shape_at(rank) for rank in (0, 3, 5)] == [[1, 2, 1, 2], [1, 2, 1, 2], [2, 2, 1, 2]]
+    assert grid.get_rank_enum("tp") == [[3], [4], [5, 6], [7, 8]]
+    assert grid.get_rank_enum("pp") == [[3, 5], [3, 6], [4, 7], [4, 8]]
+    assert grid.get_rank_enum(["tp", "pp"]) == [[3, 5, 6], [4, 7, 8]]
+    first, last = (grid.boundary(is_last=is_last) for is_last in (False, True))
+    assert (first.shape, first.rank_offset, last.shape, last.rank_offset) == ([1, 2, 1, 1], 3, [2, 2, 1, 1], 5)
+    grid.register_view("expert", [[1, 1, 2, 2], [2, 1, 2, 2]], EXPERT, ["pp"])
+    assert grid.get_rank_enum("expt_dp", view="expert") == [[3, 4], [5, 7], [6, 8]]
+    assert grid.get_rank_enum(["expt_tp", "ep", "pp"], view="expert") == [[3, 5, 6], [4, 7, 8]]
+    assert grid.stored_under("pp", "expert") == grid.stored_under(["pp"], None)
+    with pytest.raises(ConfigError, match=r"the stages have 1, 4 of them; give all stages as many"):
+        grid.register_view("wide", [[1, 1, 2, 2], [4, 1, 1, 2]], EXPERT, ["pp"])
+        grid.get_rank_enum(["expt_dp", "pp"], view="wide")
+
+
+@pytest.mark.parametrize(
+    ("stages", "offset", "line"),
+    [
+        ([(1, 1, 1), (2, 1, 2)], 0, "only tp may differ between them"),
+        ([(1, 1)], 0, r"a stage \(1, 1\); give \(tp, cp, dp\) of every stage"),
+        ([(1, 1, 0)], 0, "the dp size of a stage"),
+        ([(1, 1, 1)], -1, "rank_offset must not be negative"),
+        ([], 0, "at least one stage"),
+    ],
+)
+def test_wrong_stages(stages: list[tuple[int, ...]], offset: int, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        StageRanks(stages, offset)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shared", "line"),
+    [
+        ([[1, 1, 1, 2], [1, 1, 1, 2]], ["pp"], "give a shape with the same product"),
+        ([[1, 1, 1, 2]], ["pp"], "give one list of 4 lengths for every one of 2 stages"),
+        ([[1, 1, 1, 3], [2, 1, 1, 3]], ["pp"], "has 3 stages, the grid has 2"),
+        ([[1, 1, 1, 2], [2, 1, 1, 2]], [], "must share pp"),
+    ],
+)
+def test_wrong_views(shape: list[list[int]], shared: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        StageRanks([(1, 1, 1), (2, 1, 1)]).register_view("expert", shape, EXPERT, shared)
+
+
+def test_it_needs_the_plugins_communicator() -> None:
+    hyper_comm_grid()
+    run_code(
+        """
+    from vtp_plugin.bridge import StageCommGrid
+    from vtp_plugin.errors import ConfigError
+
+    try:
+        StageCommGrid([(1, 1, 1)])
+    except ConfigError as error:
+        assert "call vtp_plugin.apply(bridges=True) first" in str(error)
+    else:
+        raise AssertionError("not refused")
+    """
+    )

@@ -1,0 +1,101 @@
+"""A module's pipeline among several in one world: its stages differ in size, and its channels are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from vtp_plugin.boundary.channel_spec import distinct_plans
+from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.pipeline import pipeline_boundaries
+from vtp_plugin.layout.channel import Direction
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.runtime.audit import HEADER_LENGTH
+from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.session.session import state_format
+from vtp_plugin.session.surroundings import Surroundings
+
+
+@dataclass(kw_only=True, eq=False)
+class ModulePipeline:
+    """This rank's part of a module's pipeline.
+
+    Attributes:
+        layout: the module's stages and ranks.
+        communicator: moves activations and gradients between the stages.
+        agree: compares statements over the module's ranks.
+    """
+
+    layout: PipelineLayout
+    communicator: PipelineCommunicator
+    agree: Callable[[Callable[[], Mapping[str, object]]], None]
+    _form: TensorFormat | None = field(default=None, init=False)
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.layout.stage_of(dist.get_rank())
+
+    def tensor_format(self, read: Callable[[], TensorFormat]) -> TensorFormat:
+        """Read how tensors cross; the first time all ranks of the module compare it.
+
+        Args:
+            read: reads and checks the module's configuration.
+
+        Raises:
+            ConfigError: a rank's configuration is wrong, or two differ.
+        """
+        if self._form is not None:
+            return read()
+        found: list[TensorFormat] = []
+
+        def state() -> Mapping[str, object]:
+            found.append(read())
+            return state_format(found[0], self.layout.tp_sizes[self.stage])
+
+        self.agree(state)
+        self._form = found[0]
+        return found[0]
+
+
+def open_module(
+    layout: PipelineLayout, surroundings: Surroundings, *, stage_group: dist.ProcessGroup | None
+) -> ModulePipeline | None:
+    """Open the channels between a module's stages. All ranks of the world call this at the same point.
+
+    Args:
+        layout: the module's stages.
+        surroundings: the run.
+        stage_group: tensor-parallel group of this rank's stage.
+
+    Returns:
+        This rank's part; None outside the module.
+    """
+    boundaries = pipeline_boundaries(layout, is_ring=False)
+    specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
+    for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
+        require_valid(plan)
+    opened = open_channels(
+        specs,
+        stage_group=stage_group,
+        platform=surroundings.platform(),
+        monitor=surroundings.monitor(),
+        timeout_s=surroundings.timeout_s(),
+        audit=surroundings.audit(),
+    )
+    rank = dist.get_rank()
+    members = range(layout.first_rank, layout.first_rank + layout.world_size)
+    if rank not in members:
+        return None
+    own = layout.coord(rank)
+    worker = ReplicaMap(dp_sizes=layout.dp_sizes).worker(own.stage, own.dp_rank)
+    (communicator,) = join_channels(own_channels(boundaries, opened), worker)
+    return ModulePipeline(
+        layout=layout,
+        communicator=communicator,
+        agree=surroundings.agreement(f"the first step of the module on ranks {members[0]} to {members[-1]}", members),
+    )

@@ -1,0 +1,131 @@
+"""A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.stage_grid import StageRanks
+from vtp_plugin.session.modules import open_module
+from vtp_plugin.session.surroundings import Surroundings
+
+
+class StageCommGrid(StageRanks):
+    """The grid of a module whose pipeline stages have tensor-parallel sizes of their own.
+
+    It has the interface of Megatron's ``HyperCommGrid``, and stands in its place in ``module_to_grid_map``. ``shape``
+    is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
+    ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
+    ``pp`` holds the module once. All ranks of the world create the same groups in the same order.
+
+    Attributes:
+        shape: lengths of ``tp``, ``cp``, ``dp`` and ``pp``.
+        backend: of the groups; None is the world's.
+    """
+
+    surroundings: ClassVar[Surroundings]
+
+    def __init__(self, stages: Sequence[Sequence[int]], rank_offset: int = 0, backend: str | None = None) -> None:
+        """Describe the grid.
+
+        Args:
+            stages: tensor-, context- and data-parallel size of every stage.
+            rank_offset: first rank.
+            backend: of the groups.
+
+        Raises:
+            ConfigError: the sizes are wrong, or the plugin's bridges are not applied.
+            RuntimeError: torch.distributed is not initialised, or the grid does not fit the world.
+        """
+        super().__init__(stages, rank_offset)
+        session = self.surroundings.session
+        if session is None or not session.has_bridges:
+            raise ConfigError(
+                "StageCommGrid needs the plugin's communicator between stages; call vtp_plugin.apply(bridges=True) "
+                "first"
+            )
+        if not dist.is_initialized():
+            raise RuntimeError("a grid needs the world: call torch.distributed.init_process_group first")
+        if rank_offset + self.size > dist.get_world_size():
+            raise RuntimeError(
+                f"the grid {self.describe()} does not fit a world of {dist.get_world_size()} ranks: make it smaller or "
+                "start more processes"
+            )
+        self._modules = session.modules
+        self.shape = self.shape_at(dist.get_rank())
+        self.backend = backend
+        self._pgs: dict[tuple[str, frozenset[str]], dist.ProcessGroup | None] = {}
+        self._pipelines: list[dist.ProcessGroup] = []
+        self._has_own_tp = False
+
+    def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: Any) -> Any:
+        """Create the groups along some dimensions, and return this rank's; along `pp` open the channels as well.
+
+        Args:
+            dims: one dimension or several, in any order.
+            view: a registered view.
+            kwargs: for torch (timeout, pg_options, group_desc).
+
+        Raises:
+            KeyError: they have been created, or the view is unknown.
+            ConfigError: a dimension is unknown.
+        """
+        key = self.stored_under(dims, view)
+        if key in self._pgs and not (key == _TP and self._has_own_tp):
+            raise KeyError(f"process group {dims} of view {key[0]!r} has already been created: use get_pg")
+        ranks = self.get_rank_enum(dims, view=view)
+        if key == _TP and self._has_own_tp:
+            self._has_own_tp = False
+        elif key == _PP:
+            self._pgs[key] = self._create_pipelines(ranks, kwargs)
+        else:
+            own, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
+            self._pgs[key] = own if isinstance(own, dist.ProcessGroup) else None
+        return self._pgs[key]
+
+    def get_pg(self, dims: str | Sequence[str], *, view: str | None = None) -> Any:
+        """Return this rank's group along some dimensions; along `pp` the first that it is in.
+
+        Raises:
+            KeyError: it has not been created, or the view is unknown.
+        """
+        key = self.stored_under(dims, view)
+        if key not in self._pgs:
+            raise KeyError(f"process group {dims} of view {key[0]!r} has not been created: call create_pg first")
+        return self._pgs[key]
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this rank belongs to the grid."""
+        return self.contains(dist.get_rank())
+
+    def destroy(self) -> None:
+        """End all groups and channels of this rank."""
+        own_pipeline = self._pgs.pop(_PP, None)
+        if own_pipeline is not None and (module := self._modules.pop(own_pipeline, None)):
+            module.communicator.finish_step()
+        for group in [*self._pipelines, *self._pgs.values()]:
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._pipelines.clear()
+        self._pgs.clear()
+
+    def _create_pipelines(self, ranks: Sequence[Sequence[int]], options: Any) -> dist.ProcessGroup | None:
+        """Make the pipeline groups, and the channels, whose collectives run in the tensor-parallel group."""
+        if _TP not in self._pgs:
+            self.create_pg("tp")
+            self._has_own_tp = True
+        for pipeline in ranks:
+            group = dist.new_group(list(pipeline), backend=self.backend, **options)
+            if isinstance(group, dist.ProcessGroup):
+                self._pipelines.append(group)
+        module = open_module(self.layout, self.surroundings, stage_group=self._pgs[_TP])
+        if module is None:
+            return None
+        self._modules[self._pipelines[0]] = module
+        return self._pipelines[0]
+
+
+_TP, _PP = (("base", frozenset({name})) for name in ("tp", "pp"))
