@@ -44,7 +44,7 @@ def joined(path: Path) -> str:
 
 def programs_of_the_project() -> list[Path]:
     """Return the scripts that a document may name."""
-    return [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def commands(path: Path) -> list[Command]:

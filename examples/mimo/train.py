@@ -5,7 +5,10 @@ The encoder with three replicas, the language model with two, of two tensor-para
     torchrun --nproc-per-node 7 examples/mimo/train.py --vision 1,1,3 --language 2,1,2 --vtp-bridges
 
 It trains the same model on rank 0 alone, too, and prints the largest difference. Without ``--vtp-bridges`` Megatron's
-own bridge joins the grids, where it can: one number of replicas must divide the other.
+own bridge joins the grids, where it can: one number of replicas must divide the other. A language model whose stages
+have tensor-parallel sizes of their own:
+
+    torchrun --nproc-per-node 13 examples/mimo/train.py --vision 1,1,4 --language 1,1,1 --stages 1,4,4 --vtp-bridges
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vision", type=sizes, default=[1, 1, 3], help="tp,pp,dp of the encoder (pp is 1)")
     parser.add_argument("--language", type=sizes, default=[2, 1, 2], help="tp,pp,dp of the language model")
+    parser.add_argument(
+        "--stages", type=sizes, default=[], help="tp of every stage of the language model, if they differ (not tp, pp)"
+    )
     parser.add_argument("--steps", type=int, default=5, help="default %(default)s")
     parser.add_argument("--microbatches", type=int, default=3, help="default %(default)s")
     parser.add_argument("--vtp-bridges", action="store_true", help="let the plugin's bridge join the grids")
@@ -45,6 +51,7 @@ if options.vtp_bridges:
 else:
     choose_device("cpu")
 
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts
 from mimo_steps import Alone, Spread
 
@@ -64,9 +71,8 @@ def whole_weights(run: Spread | Alone) -> dict[str, torch.Tensor]:
     """Put the weights of all ranks together."""
     has_model = not isinstance(run, Alone) or run.is_here
     parts = [(*named, part.detach(), axis) for *named, part, axis in named_parts(run.model)] if has_model else []
-    group = run.groups if isinstance(run, Spread) else None
     # Of equal copies the first replica's are taken.
-    is_kept = group is None or (group.dp.rank() == 0 and group.cp.rank() == 0)
+    is_kept = isinstance(run, Alone) or (run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0)
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, parts if is_kept else [])
     found: dict[str, list[torch.Tensor]] = {}
@@ -94,14 +100,29 @@ def train(run: Spread | Alone) -> tuple[list[torch.Tensor], dict[str, torch.Tens
     return results, weights
 
 
+def use_gloo() -> None:
+    """Let the groups of Megatron's bridge, which asks for NCCL by name, have the backend of the world."""
+
+    def broadcast(cls: Any, ranks: list[list[int]]) -> Any:
+        return cls._broadcast_pg_cache.setdefault(str(ranks), dist.new_subgroups_by_enumeration(ranks)[0])
+
+    def bridge(cls: Any, ranks: list[int]) -> Any:
+        return cls._bridge_pg_cache.setdefault(str(ranks), dist.new_group(sorted(ranks)))
+
+    BridgeCommunicator._get_or_create_broadcast_pg = classmethod(broadcast)
+    BridgeCommunicator._get_or_create_bridge_pg = classmethod(bridge)
+
+
 def main() -> None:
     """Train in both ways and compare."""
     for name in ("", "absl", "megatron"):
         logging.getLogger(name).setLevel(logging.WARNING)  # they list every process group
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    if not options.vtp_bridges:
+        use_gloo()
     sizes = {
-        name: Sizes(tp=tp, pp=pp, dp=dp)
+        name: Sizes(tp=tp, pp=pp, dp=dp, stage_tp=tuple(options.stages) if name == LANGUAGE else ())
         for name, (tp, pp, dp) in ((VISION, options.vision), (LANGUAGE, options.language))
     }
     is_first = dist.get_rank() == 0

@@ -107,6 +107,31 @@ def test_ranks_that_are_scripts_of_their_own(tmp_path: Path, event: str, moment:
             assert re.search(POSITION, line), line
 
 
+@pytest.mark.parametrize(
+    ("event", "moment", "victim"),
+    [
+        ("kill", "forward", 0),
+        pytest.param("stop", "forward", 1, marks=pytest.mark.full),
+        pytest.param("stop", "backward", 2, marks=pytest.mark.full),
+        pytest.param("kill", "backward", 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_is_lost_inside_a_bridge_ends_all_others(
+    rank_server: Server, tmp_path: Path, event: str, moment: str, victim: int
+) -> None:
+    """Without a list of sizes: the ranks watch each other from the first bridge on."""
+    others = [rank for rank in range(WORLD) if rank != victim]
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--bridge", "--moment", moment, "--victim", str(victim))
+        whole.reached(victim)
+        time.sleep(SETTLE_S * whole.pace)
+        whole.ranks[victim].send(EVENTS[event])
+        lines = assert_ends(whole, others)
+    assert any(
+        re.search(r"at bridge vision -> language, (?:forward|backward), microbatch 1", line) for line in lines
+    ), lines
+
+
 def test_a_rank_that_lives_but_never_sends(rank_server: Server, tmp_path: Path) -> None:
     """Its monitor beats; only those that wait for it can tell."""
     with run(tmp_path, rank_server, world_size=WORLD) as whole:

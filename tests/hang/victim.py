@@ -88,6 +88,32 @@ def train(script: Script) -> None:
         print(f"stopped within {time.monotonic() - begin_s:.3f} s", flush=True)
 
 
+def cross(script: Script) -> None:
+    """Send tensors over a bridge from two replicas to one rank, and gradients back."""
+    import vtp_plugin
+
+    vtp_plugin.apply(device="cpu", bridges=True, timeout_s=script.options.timeout_s)
+    dist.init_process_group("gloo")
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    names = ["tp", "cp", "pp", "dp"]
+    grids = HyperCommGrid([1, 1, 1, 2], names), HyperCommGrid([1, 1, 1, 1], names, 2)
+    bridge = BridgeCommunicator(*grids, {"s": 0, "b": 1, "h": 2}, torch.float32, "vision", "language")
+    for microbatch in range(NUM_MICROBATCHES):
+        if microbatch == BLOCK_MICROBATCH:
+            script.reach("forward")
+        if script.rank < 2:
+            bridge.send_forward(torch.zeros(SEQ, BATCH, HIDDEN))
+            assert bridge.recv_backward() is not None
+            continue
+        tensor = bridge.recv_forward()
+        if microbatch == BLOCK_MICROBATCH:
+            script.reach("backward")
+        bridge.send_backward(torch.zeros_like(tensor))
+    print("crossed", flush=True)
+
+
 def take(options: argparse.Namespace) -> None:
     """Take something from Megatron before the plugin is applied, and keep it where no name leads to it."""
     if options.takes == "original":
@@ -274,9 +300,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pipeline-dtype", default="float32")
     parser.add_argument("--takes", choices=("original", "subclass"))
     parser.add_argument("--schedule", default="stock")
+    parser.add_argument("--bridge", action="store_true", help="cross a bridge instead of training")
     parser.add_argument("--switched-on", nargs="*", default=[], help="switches of the model's configuration")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    train(Script(serve() if sys.argv[1:] == ["serve"] else parse(sys.argv[1:])))
+    script = Script(serve() if sys.argv[1:] == ["serve"] else parse(sys.argv[1:]))
+    cross(script) if script.options.bridge else train(script)

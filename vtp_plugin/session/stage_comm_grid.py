@@ -121,6 +121,7 @@ class StageCommGrid(StageRanks):
             group = dist.new_group(list(pipeline), backend=self.backend, **options)
             if isinstance(group, dist.ProcessGroup):
                 self._pipelines.append(group)
+        self.surroundings.watch()
         module = open_module(self.layout, self.surroundings, stage_group=self._pgs[_TP])
         if module is None:
             return None

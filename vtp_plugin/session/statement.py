@@ -22,6 +22,7 @@ def state_request(config: VtpConfig) -> dict[str, object]:
         "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
         "sites": ",".join(config.sites or ()),
         "timeout_s": config.timeout_s,
+        "vtp_bridges": config.bridges,
     }
 
 

@@ -16,6 +16,7 @@ from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.startup import Agreement
 from vtp_plugin.runtime.store import Topic, part_of
+from vtp_plugin.session.request import agree_on_request
 from vtp_plugin.session.session import Session
 
 _TIMEOUT_S = 600.0
@@ -39,6 +40,23 @@ class Surroundings:
     def platform(self) -> Platform:
         """Return what says where tensors are and how to wait."""
         return detect("auto") if self.session is None else self.session.choose_platform()
+
+    def watch(self) -> None:
+        """Watch over the other ranks from now on; all ranks of the world call this at the same point.
+
+        With a list of sizes they watch each other anyway, from Megatron's first groups on.
+
+        Raises:
+            ConfigError: a rank was asked for something else.
+            PeerError: a rank did not come within the timeout.
+        """
+        session = self.session
+        is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+        if session is None or is_alone or session.ranks.store is not None or session.config.size_list is not None:
+            return
+        session.watch_failures()
+        sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        agree_on_request(session, _get_default_store(), lambda: None, **sizes)
 
     def monitor(self) -> Monitor | None:
         """Return what keeps the time, if the run has it."""

@@ -100,6 +100,7 @@ class _OverChannels:
         grids = (src_grid, dest_grid)
         ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
         require_disjoint(*ranges)
+        self.surroundings.watch()
         groups: tuple[BridgeGroups, ...] = ()
         if ranges[0] != ranges[1]:
             ends = [

@@ -124,6 +124,7 @@ class _Colocated:
         name = f"{self.src_module_name} -> {self.dest_module_name}"
         spec = BridgeSpec.between(name, src, dst, num_dims=num_dims)
         ranks = sorted(src.members)
+        self.surroundings.watch()
         self.gather_group_ranks = [ranks]
         group = dist.new_group(ranks)
         if self.current_rank not in ranks:

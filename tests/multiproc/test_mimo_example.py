@@ -1,0 +1,45 @@
+"""examples/mimo/train.py, as a user starts it: what it prints, with the plugin's bridges and with Megatron's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.hosts import PYTHON_PATH, ROOT
+from tests.pool import ENVIRONMENT
+
+STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
+DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weights: (\S+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (5, "--vision 1,1,2 --language 1,1,3 --vtp-bridges"),
+        pytest.param(7, "--vision 1,1,2 --stages 1,2,2 --language 1,1,1 --vtp-bridges", marks=pytest.mark.full),
+        pytest.param(4, "--vision 1,1,2 --language 1,2,1", marks=pytest.mark.full),
+    ],
+)
+def test_it_trains_as_on_one_rank(num_ranks: int, words: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [*launcher, "examples/mimo/train.py", *words.split(), "--steps", "3"],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    steps = STEP.findall(done.stdout)
+    # Spread over two grids, then alone.
+    assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, done.stdout
+    assert [float(value) for value in steps[0][1:]] == pytest.approx([float(value) for value in steps[3][1:]], rel=1e-5)
+    assert len({loss for _, loss, _ in steps}) >= 3, "it trains nothing"
+    found = DIFFERENCE.search(done.stdout)
+    assert found is not None and float(found[1]) < 1e-5, done.stdout
