@@ -60,6 +60,8 @@ _OLDER: dict[str, str] = {
     "tests/unit/test_options.py::test_every_attribute": FLAGS,
     "tests/unit/test_options.py::test_line_names": FLAGS,
     "tests/unit/test_options.py::test_equal_data_parallel_sizes": FLAGS,
+    "tests/unit/test_options.py::test_no_flag_of_megatron": FLAGS,
+    "tests/unit/test_sites.py::test_every_name": FLAGS,
     "tests/unit/test_platform_cpu.py::test_features": "its losses in bf16 differ from those in fp32 by 2 %, not 1 %",
     "tests/unit/test_u_edge.py::test_edge_gets_all_of_a_batch": RECORDS,
 }
@@ -125,6 +127,16 @@ def stock_flags() -> tuple[str, ...]:
 def resharding_flags() -> tuple[str, ...]:
     """Return flags with which a script goes on in another list; without them Megatron 0.12 ends, and names them."""
     return ("--no-load-rng",) if host_name() == "0.12" else ()
+
+
+def resume_tolerance() -> float:
+    """Return how far a resumed run may lie from one that went on; 0.12 itself is 1.06e-5 off with torch_dist."""
+    return 2e-5 if host_name() == "0.12" else 1e-5
+
+
+def counts_all_zeros() -> bool:
+    """Tell whether the optimizer counts the zeros of the gradients though nobody asked; one more reduction."""
+    return host_name() == "0.12"
 
 
 def prints_first_step() -> bool:

@@ -6,9 +6,10 @@ import atexit
 import os
 import runpy
 import sys
-from pathlib import Path
 
 import mindspeed.megatron_adaptor as adaptor
+
+from tests.hosts import example_script
 
 # The form: how the plugin gets here. "run": by python -m vtp_plugin run, and nothing of it stands here.
 form = os.environ["FAKE_FORM"]
@@ -28,4 +29,4 @@ def report() -> None:
 
 
 atexit.register(report)
-runpy.run_path(str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__")
+runpy.run_path(example_script(), run_name="__main__")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT
+from tests.hosts import PYTHON_PATH, example_script
 from tests.mindspeed.launcher import launch
 from tests.multiproc.script_cases import arguments, num_ranks
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
 
 SCRIPT = Path(__file__).with_name("script_with_fake.py")
-PATH = os.pathsep.join([str(ROOT), str(SCRIPT.parent / "fake")])
+PATH = os.pathsep.join([PYTHON_PATH, str(SCRIPT.parent / "fake")])
 TIMEOUT_S = 300.0
 _NUMBERS = {name: re.compile(rf"{name}: ([\d.E+-]+)") for name in ("lm loss", "grad norm")}
 
@@ -28,7 +28,8 @@ def start(script: Path | str, sizes: str, *extra: str, form: str = "run", world_
         # The list is given to apply(), and the platform with it.
         at = words.index("--vtp-size-list")
         del words[at : at + 2]
-    environment = {"PYTHONPATH": PATH, "FAKE_FORM": form}
+    # Older Megatrons ask for the variable.
+    environment = {"PYTHONPATH": PATH, "FAKE_FORM": form, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return launch(script, words, num_ranks=ranks, is_run=form == "run", environment=environment, timeout_s=TIMEOUT_S)
 
 
@@ -54,7 +55,7 @@ def assert_one_line(code: int, output: str) -> None:
 @pytest.fixture(scope="module")
 def reference() -> dict[str, list[float]]:
     """The uniform run, without the fake."""
-    code, output = start(ROOT / "examples" / "pretrain_gpt.py", "1,1")
+    code, output = start(example_script(), "1,1")
     assert code == 0, output[-4000:]
     found = numbers(output)
     assert [len(values) for values in found.values()] == [4, 4]
@@ -77,7 +78,7 @@ def test_u_shape_takes_the_flags_of_both() -> None:
     extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
     code, output = start(SCRIPT, "1,2", *extra)
     assert code == 0, output[-6000:]
-    _, without_fake = start(ROOT / "examples" / "pretrain_gpt.py", "1,2", *extra)
+    _, without_fake = start(example_script(), "1,2", *extra)
     assert_same(output, numbers(without_fake))
 
 

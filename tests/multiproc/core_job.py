@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -115,6 +116,15 @@ def model_parallel(case: Case) -> Iterator[None]:
         parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
+def _forget_saves() -> None:
+    """Let this process count its saves anew.
+
+    Older Megatrons compare the counts of all ranks, and these workers may have saved in different runs before.
+    """
+    if hasattr(base, "async_calls"):
+        base.async_calls = type(base.async_calls)()
+
+
 class Trainer:
     """Model, optimizer and data of this rank."""
 
@@ -129,6 +139,7 @@ class Trainer:
         if case.load:
             _load(chunks, case.load)
         if case.save:
+            _forget_saves()
             dist_checkpointing.save(_sharded(chunks), case.save)
         self.model = _wrap(case, self.config, chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -45,7 +46,7 @@ def attend() -> list[torch.Tensor]:
 
 
 class PackedTrainer(Trainer):
-    """Shares batches by Megatron's own function, which gives the lengths to the stages in the middle, too."""
+    """Every stage shares the rows of its first rank."""
 
     micro_batch_size = 1
 
@@ -60,23 +61,7 @@ class PackedTrainer(Trainer):
         return map(self._count, _rows(self.case, step, self._num_samples))
 
     def _forward_step(self, iterator: Iterator[dict[str, torch.Tensor]] | None, chunk: Any) -> Any:
-        share: Callable[..., dict[str, torch.Tensor]] = utils.get_batch_on_this_tp_rank
-        batch = share(
-            next(iterator) if iterator else {},
-            has_cu_seqlens=True,
-            is_hybrid_cp=False,
-            create_attention_mask_in_dataloader=False,
-            broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
-            broadcast_group=parallel_state.get_tensor_model_parallel_group(),
-            cp_size=1,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            micro_batch_size=1,
-            seq_length=self.case.seq,
-            mtp_on_this_rank=False,
-            pipeline_model_parallel_size=len(self.case.sizes),
-            is_pipeline_first_stage=_bare(chunk).pre_process,
-            is_pipeline_last_stage=_bare(chunk).post_process,
-        )
+        batch = _share(next(iterator) if iterator else {}, self.case, _bare(chunk))
         lengths, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
         self.seen.append(lengths.tolist())
         packed = PackedSeqParams(
@@ -94,6 +79,38 @@ class PackedTrainer(Trainer):
             return loss, {"loss": loss.detach().clone()}
 
         return output, loss_function
+
+
+def _share(row: dict[str, torch.Tensor], case: Case, model: Any) -> dict[str, Any]:
+    """Give all ranks of a stage the row that its first one has read.
+
+    By Megatron's own function, which gives the lengths to the stages in the middle, too; before 0.18 it knows none.
+    """
+    source, group = (
+        parallel_state.get_tensor_model_parallel_src_rank(),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    if not hasattr(utils, "get_batch_on_this_tp_rank"):
+        rows = [row]
+        dist.broadcast_object_list(rows, src=source, group=group)
+        return rows[0]
+    share: Callable[..., dict[str, torch.Tensor]] = utils.get_batch_on_this_tp_rank
+    return share(
+        row,
+        has_cu_seqlens=True,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=source,
+        broadcast_group=group,
+        cp_size=1,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        micro_batch_size=1,
+        seq_length=case.seq,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=len(case.sizes),
+        is_pipeline_first_stage=model.pre_process,
+        is_pipeline_last_stage=model.post_process,
+    )
 
 
 def _rows(case: Case, step: int, num_samples: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -97,7 +97,11 @@ def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str
         *("--train-iters", "4"),
         *("--vtp-device", device),
         *("--vtp-size-list", sizes),
-        *(stock_flags() if len(set(sizes.split(","))) == 1 else ()),
+        *(
+            stock_flags()
+            if len(set(sizes.split(","))) == 1 and "--layerwise-disaggregated-training" not in extra
+            else ()
+        ),
         *extra,
     ]
 

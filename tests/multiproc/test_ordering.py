@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import ReduceOp
 
 from tests.multiproc.core_cases import OVERLAPPED, Case, Runs
 from tests.ordering.check import check
@@ -78,7 +79,7 @@ def test_recorder_sees_every_operation_and_changes_none(pool: Pool) -> None:
         f"{model.name}: deadlock: rank 0 #1" for model in MODELS if model.has_communicators
     ]
     names = [event.name or event.kind for event in traces[0].events if event.kind is not Kind.WAIT]
-    assert names == [
+    expected = [
         "allreduce_ sum",
         "send",
         "recv",
@@ -97,6 +98,8 @@ def test_recorder_sees_every_operation_and_changes_none(pool: Pool) -> None:
         "barrier",
         "allreduce_ sum",
     ]
+    # Before 2.8 torch does not show which operation it is.
+    assert names == (expected if hasattr(ReduceOp, "unbox") else [name.partition(" ")[0] for name in expected])
     first, send, receive, _, *waits = traces[0].events[:7]
     assert [wait.handle for wait in waits] == [receive.handle, send.handle, first.handle]
     assert send.group is not None and send.group.name.endswith(" messages") and send.group.ranks == (0, 1)
