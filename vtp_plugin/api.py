@@ -187,13 +187,12 @@ def _apply(request: VtpConfig) -> None:
         # Before the command line is parsed, which then says the same.
         session.config = merge(request, {"device": peek_device(sys.argv)})
         session.choose_platform()
+    # Held before anything can fail: revert() can then clean up what that leaves.
+    _Holder.session, _Holder.request = session, request
     if not isinstance(request.size_list, tuple):
         # The list may still come from the command line.
         begin(session, host)
-        _Holder.session, _Holder.request = session, request
         return
-    # Held before the ranks meet: revert() can then clean up what a failed meeting leaves.
-    _Holder.session, _Holder.request = session, request
     session.watch_failures()
     session.open_log()
     prepare = functools.partial(activate, session, host)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -121,7 +121,8 @@ def _forget_saves() -> None:
 
     Older Megatrons compare the counts of all ranks, and these workers may have saved in different runs before.
     """
-    if hasattr(base, "async_calls"):
+    base: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
+    if base is not None:
         base.async_calls = type(base.async_calls)()
 
 

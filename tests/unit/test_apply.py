@@ -209,7 +209,10 @@ def test_apply_sets_the_hook_with_a_list_and_for_its_own_errors(tmp_path: Path) 
     assert done.stderr.splitlines()[-1].startswith("[vtp rank 0] error: ") and "Traceback" not in done.stderr
 
 
-def test_a_failed_apply_is_not_taken_for_a_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size_list", [[1, 2], None])
+def test_a_failed_apply_is_not_taken_for_a_good_one(
+    monkeypatch: pytest.MonkeyPatch, size_list: list[int] | None
+) -> None:
     from vtp_plugin import activation
 
     def fail(*arguments: object) -> None:
@@ -218,9 +221,9 @@ def test_a_failed_apply_is_not_taken_for_a_good_one(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(activation, "apply_records", fail)
         with pytest.raises(PatchError, match="no such target"):
-            vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
+            vtp_plugin.apply(vtp_size_list=size_list, device="cpu")
     try:
         with pytest.raises(PatchError, match="failed; call vtp_plugin.revert"):
-            vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
+            vtp_plugin.apply(vtp_size_list=size_list, device="cpu")
     finally:
         vtp_plugin.revert()
