@@ -250,7 +250,7 @@ def plant_leaks(facts: dict[str, Any]) -> None:
 
 def _leak() -> None:
     rank = dist.get_rank()
-    length = 12
+    length = training.get_args().seq_length
     blank = {name: torch.zeros(length, dtype=torch.int64) for name in SECRETS}
     sample = _NEWEST[0] if rank == 0 else blank
     if rank == 0:
