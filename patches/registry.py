@@ -63,13 +63,11 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     """Give the records that make stages of unequal size work; they apply once a list is known."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.dist_checkpointing import validation
-    from vtp_plugin.patches.core.distributed import finalize_model_grads
-    from vtp_plugin.patches.core.models.common.language_module import language_module
     from vtp_plugin.patches.core.pipeline_parallel import schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
-    adapting = (parallel_state, schedules, finalize_model_grads, language_module, checkpointing)
+    adapting = (parallel_state, schedules, checkpointing)
     modules = (
         validation,
         build_tokenizer,
@@ -78,8 +76,8 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     )
     if host.mindspeed is not None:
         refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
-    # Bridges may have put the communicator in place already.
-    records: tuple[Record, ...] = () if session.has_bridges else (host.exchange_record(session),)
+    # Bridges may have put these in place already.
+    records: tuple[Record, ...] = () if session.has_bridges else module_records(session, host)
     records += (
         *host.group_records(),
         *(record for module in adapting for record in module.records(session, host)),
@@ -112,6 +110,15 @@ def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     return records + (*common_utils.records(session), *global_vars.records(session))
 
 
+def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
+    """Give the records that stages of unequal size need, in the run's own pipeline or in a module's."""
+    from vtp_plugin.patches.core.distributed import finalize_model_grads
+    from vtp_plugin.patches.core.models.common.language_module import language_module
+
+    records = (*finalize_model_grads.records(session, host), *language_module.records(session, host))
+    return host.exchange_record(session), *records
+
+
 def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that put our bridges between modules in the place of Megatron's.
 
@@ -129,8 +136,8 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
 
     surroundings = Surroundings(lambda: session)
-    # With a list of sizes the communicator is in place by then.
-    exchange = () if session.config.size_list is not None else (host.exchange_record(session),)
+    # With a list of sizes these are in place by then.
+    stages = () if session.config.size_list is not None else module_records(session, host)
     modules = (bridge_communicator, colocated_communicator, optimizer)
     records = (record for module in modules for record in module.records(surroundings))
-    return host.placed((*exchange, *records, *base.records()))
+    return host.placed((*stages, *records, *base.records()))

@@ -93,6 +93,9 @@ class Spread:
             dim_mapping={"s": 0, "b": 1, "h": 2},
             module_output_ndim={VISION: 2},
         )
+        if is_frozen:
+            for bridge in self.communicator.bridge_comms:
+                bridge.has_gradient = False  # the plugin's bridge sends none back then
 
     def step(self, batches: Sequence[Batch]) -> Report:
         """Train one step on these microbatches, each of the samples of all replicas."""

@@ -44,6 +44,8 @@ class MimoCase:
         optimizer: ``sgd`` or ``adam``.
         distributed_optimizer, overlap: of Megatron's gradient sums.
         is_stock: Megatron's own bridge.
+        audit: file that records every message.
+        counts_in_megatron: the language model's gradients are divided by Megatron, not by the example.
     """
 
     vision: Grid | None = None
@@ -55,6 +57,8 @@ class MimoCase:
     distributed_optimizer: bool = False
     overlap: bool = False
     is_stock: bool = False
+    audit: str | None = None
+    counts_in_megatron: bool = False
 
     @property
     def world_size(self) -> int:
@@ -62,7 +66,9 @@ class MimoCase:
 
     def alone(self) -> MimoCase:
         """Return the case of the same model, data and steps on one rank."""
-        return replace(self, vision=None, language=None, distributed_optimizer=False, overlap=False, is_stock=False)
+        sizes: dict[str, Any] = {"vision": None, "language": None, "audit": None}
+        ways = dict.fromkeys(("distributed_optimizer", "overlap", "is_stock", "counts_in_megatron"), False)
+        return replace(self, **sizes, **ways)
 
     def __str__(self) -> str:
         words = [f"{self.vision} -> {self.language}"]

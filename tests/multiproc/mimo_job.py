@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
 import vtp_plugin
@@ -25,7 +27,8 @@ from vtp_plugin.errors import ConfigError
 sys.path.insert(0, str(ROOT / "examples" / "mimo"))
 
 import mimo_model
-from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts
+import mimo_steps
+from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts, own_modules
 from mimo_steps import Alone, Spread
 
 
@@ -61,6 +64,8 @@ def _train(case: MimoCase, run: Any) -> MimoResult:
             gradients.update((name, _gradient_of(part)) for name, part, _ in named_parts(model) if part.requires_grad)
 
     run.on_gradients = keep
+    if case.counts_in_megatron:
+        run.model.config.finalize_model_grads_func = functools.partial(_finalize, run)
     for step in range(NUM_STEPS):
         steps.append(run.step(draw_batches(case, step)))
     tp_rank = 0 if isinstance(run, Alone) else run.groups.tp.rank()
@@ -121,11 +126,47 @@ def _applied(case: MimoCase) -> Iterator[None]:
         with cpu_only(), _stock_on_gloo():
             yield
         return
-    vtp_plugin.apply(device="cpu", bridges=True, timeout_s=TIMEOUT_S)
+    vtp_plugin.apply(device="cpu", bridges=True, timeout_s=TIMEOUT_S, audit=case.audit)
     try:
         yield
     finally:
         vtp_plugin.revert()
+
+
+def _finalize(run: Spread, _models: Any, num_tokens: torch.Tensor, **options: Any) -> None:
+    """Let Megatron divide the language model's gradients; the encoder has to be told the number."""
+    options["pg_collection"] = run.groups
+    (module,) = own_modules(run.model).values()
+    is_language = run.own_name == LANGUAGE
+    finalize_model_grads([module], num_tokens if is_language else None, **options)
+    total = num_tokens.float() if is_language else torch.zeros([])
+    # Replicas and stages have the same number by now.
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    if not is_language:
+        module.scale_gradients(1.0 / total.item())
+
+
+def tie(case: MimoCase) -> str:
+    """Build a model whose language model shares the embedding of its ends; return this rank's error."""
+    init_gloo()
+    make, optimizer = mimo_model.GPTModel.__init__, mimo_steps.get_mimo_optimizer
+
+    def share(self: Any, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **{**options, "share_embeddings_and_output_weights": True})
+
+    def stop(*_arguments: Any) -> None:
+        raise ConfigError("built")
+
+    with _applied(case):
+        mimo_model.GPTModel.__init__, mimo_steps.get_mimo_optimizer = share, stop
+        try:
+            _make(case)
+        except ConfigError as error:
+            return str(error)
+        finally:
+            mimo_model.GPTModel.__init__, mimo_steps.get_mimo_optimizer = make, optimizer
+            parallel_state.destroy_global_memory_buffer()
+    return "nothing"
 
 
 def _gradient_of(part: torch.nn.Parameter) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,32 @@ STAGES = [
 def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
+def test_megatron_counts_the_tokens_of_stages_of_different_sizes(mimo_runs: MimoRuns) -> None:
+    """It broadcasts them along a pipeline group, which has no rank in common for all."""
+    case = MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), dp=3), counts_in_megatron=True)
+    assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
+
+
+def test_a_shared_embedding_is_refused_between_stages_of_different_sizes(pool: Pool) -> None:
+    case = MimoCase(vision=Grid(), language=Grid(stage_tp=(1, 2)))
+    first, *others = pool.run(case.world_size, "tests.multiproc.mimo_job:tie", {"case": case})
+    assert first == "built"
+    assert all("the ends of a module with stages of tp 1,2, which hold different slices" in one for one in others)
+
+
+def test_nothing_comes_back_to_a_frozen_encoder(mimo_runs: MimoRuns, tmp_path: Path) -> None:
+    messages = {}
+    for is_frozen in (False, True):
+        path = tmp_path / str(is_frozen)
+        case = MimoCase(vision=Grid(dp=2), language=Grid(tp=2), is_frozen=is_frozen, audit=str(path))
+        assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
+        found = [file.read_text() for file in tmp_path.iterdir() if file.name.startswith(str(is_frozen))]
+        assert len(found) == case.world_size
+        messages[is_frozen] = {cargo: sum(text.count(cargo) for text in found) for cargo in ("activation", "gradient")}
+    assert messages[True]["gradient"] == 0 < messages[False]["gradient"], messages
+    assert messages[True]["activation"] == messages[False]["activation"] > 0
 
 
 STOCK = [

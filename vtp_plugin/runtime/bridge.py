@@ -176,7 +176,25 @@ class Bridge:
         self._posted: deque[RecvWork] = deque()
         # Of microbatches whose gradient has not come back.
         self._batches: deque[Batch] = deque()
+        # Where none crosses: zeros for tensors whose gradient Megatron's schedules need.
+        self._zeros: deque[torch.Tensor | None] = deque()
         weakref.finalize(self, _drain, self._opens)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients come back."""
+        return self._has_gradient
+
+    @has_gradient.setter
+    def has_gradient(self, value: bool) -> None:
+        """Say so on all ranks of the bridge, before the first message.
+
+        Raises:
+            ConfigError: something has crossed.
+        """
+        if self._is_agreed and value != self._has_gradient:
+            raise ConfigError(f"{self._forward.spec.name}: has_gradient is set after the first message; set it before")
+        self._has_gradient = value
 
     def send_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
         """Send this rank's part of an activation.
@@ -190,6 +208,7 @@ class Bridge:
         """
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
         self._note(batch)
+        self._note_zeros(tensor)
         self._send(self._forward, tensor, batch, has_header=self._fixed is None)
 
     def post_forward(self) -> None:
@@ -206,7 +225,8 @@ class Bridge:
         tensor = self._axes.from_plan(work.take())
         batch = self._forward.batch_received(work)
         self._note(batch)
-        return tensor.requires_grad_(self._has_gradient)
+        # Also where no gradient goes back: Megatron's schedules ask every input for its gradient.
+        return tensor.requires_grad_(torch.is_grad_enabled())
 
     def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
         """Send the gradient of the oldest activation that has none yet; arguments and error as for send_forward."""
@@ -225,9 +245,9 @@ class Bridge:
         return self._post_backward(self._batches.popleft() if self._batches else None)
 
     def take_backward(self, work: RecvWork | None) -> torch.Tensor | None:
-        """Return the gradient of a receive."""
+        """Return the gradient of a receive; None if none comes back, or zeros if the activation required one."""
         if work is None:
-            return None
+            return self._zeros.popleft() if self._zeros else None
         tensor = self._axes.from_plan(work.take())
         self._backward.batch_received(work)
         return tensor
@@ -239,8 +259,9 @@ class Bridge:
         earlier = self._batches.popleft() if self._batches else None
         self._send(self._forward, tensor, batch, has_header=self._fixed is None)
         self._note(batch)
+        self._note_zeros(tensor)
         if not self._has_gradient:
-            return None
+            return self.take_backward(None)
         return self.take_backward(self._post_backward(earlier))
 
     def exchange_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -257,6 +278,11 @@ class Bridge:
         """Remember a batch whose gradient will come back: none does in evaluation, which runs without gradients."""
         if self._has_gradient and torch.is_grad_enabled():
             self._batches.append(batch)
+
+    def _note_zeros(self, tensor: torch.Tensor) -> None:
+        if not self._has_gradient and torch.is_grad_enabled():
+            zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+            self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
 
     def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> None:
         form = self._form if has_header else self._known
@@ -300,7 +326,8 @@ class Bridge:
         if self._is_agreed:
             state()
             return
-        self._agree(lambda: {"type": str(self._form.dtype), **state()})
+        known = {"type": str(self._form.dtype), "has_gradient": self._has_gradient}
+        self._agree(lambda: {**known, **state()})
         self._is_agreed = True
 
     def _fixed_batch(self, shape: Sequence[int]) -> Batch:

@@ -40,6 +40,11 @@ class ModulePipeline:
         """Stage of this rank."""
         return self.layout.stage_of(dist.get_rank())
 
+    @property
+    def sizes(self) -> str:
+        """Tensor-parallel size of every stage: `1,4,4`."""
+        return ",".join(map(str, self.layout.tp_sizes))
+
     def tensor_format(self, read: Callable[[], TensorFormat]) -> TensorFormat:
         """Read how tensors cross; the first time all ranks of the module compare it.
 

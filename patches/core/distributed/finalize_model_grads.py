@@ -43,6 +43,13 @@ def _finalize(
 ) -> None:
     """Run `finalize_model_grads`, with the token count and the tied embedding summed outside of it."""
     session.finish_step()
+    groups = kwargs.get("pg_collection", args[0] if args else None)
+    if session.modules and getattr(groups, "pp", None) in session.modules:
+        # Of a module with stages of different sizes; nothing is tied in it.
+        original(model, None, *args, **kwargs)
+        if num_tokens is not None:
+            _divide_by_tokens(model, num_tokens, groups.dp_cp, groups.mp)
+        return
     if not session.is_planned or session.planned.has_stock_ends:
         original(model, num_tokens, *args, **kwargs)
         return
@@ -50,18 +57,29 @@ def _finalize(
     if num_tokens is None:
         _scale_as_loss_stage(session.planned, model)
     else:
-        _divide_by_tokens(model, num_tokens, host.token_group())
+        _divide_by_tokens(model, num_tokens, host.token_group(), parallel_state.get_model_parallel_group())
     _sum_tied_gradients(session, model)
 
 
-def _divide_by_tokens(model: list[torch.nn.Module], num_tokens: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _divide_by_tokens(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor,
+    group: dist.ProcessGroup,
+    model_group: dist.ProcessGroup,
+) -> None:
     """Divide the gradients by the number of tokens in the loss, as Megatron does at the same point.
 
     Megatron broadcasts the number along a pipeline group; a rank of a narrow stage is in several.
+
+    Args:
+        model: chunks of this rank.
+        num_tokens: that this rank has counted.
+        group: replicas of this rank's stage.
+        model_group: ranks that hold the model once.
     """
     # Only the stage with the loss has counted; the maximum over the stages is its sum over its replicas.
     dist.all_reduce(num_tokens, group=group)
-    dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=model_group)
     # No branch on a device's tensor, for which the host would have to wait.
     scale = 1.0 / torch.clamp(num_tokens, min=1)
     for chunk in model:

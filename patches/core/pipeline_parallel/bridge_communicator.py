@@ -64,7 +64,8 @@ class _OverChannels:
         dest_sharded: the same for the destination.
         fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
             cross.
-        has_gradient: whether gradients come back; ``False`` for a frozen encoder.
+        has_gradient: whether gradients come back; ``False`` for a frozen encoder. Where Megatron's multi-module
+            communicator makes the bridge, set the attribute instead, on all ranks, before the first message.
     """
 
     # What the subclass is made with, and what Megatron's constructor sets.
@@ -129,7 +130,19 @@ class _OverChannels:
             tensor_ndim,
         )
         self.src_grid, self.dest_grid = src_grid, dest_grid
+        self._has_gradient = has_gradient
         self._vtp = self._open(groups, fixed_shape, has_gradient)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients come back over the bridge."""
+        return self._has_gradient
+
+    @has_gradient.setter
+    def has_gradient(self, value: bool) -> None:
+        self._has_gradient = value
+        if self._vtp is not None:
+            self._vtp.has_gradient = value
 
     def _open(
         self, groups: Sequence[BridgeGroups], fixed_shape: Sequence[int] | None, has_gradient: bool

@@ -37,6 +37,12 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     is_u_shaped = session.config.layerwise_disaggregated
     if is_u_shaped:
         refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config))
+    module = session.modules.get(chunk.pp_group) if session.modules else None
+    if module is not None and chunk.share_embeddings_and_output_weights:
+        raise ConfigError(
+            f"the word embedding is shared by the ends of a module with stages of tp {module.sizes}, which hold "
+            "different slices of it; set share_embeddings_and_output_weights=False"
+        )
     if session.is_planned:
         session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
     original(chunk)
