@@ -187,11 +187,7 @@ class Bridge:
 
     @has_gradient.setter
     def has_gradient(self, value: bool) -> None:
-        """Say so on all ranks of the bridge, before the first message.
-
-        Raises:
-            ConfigError: something has crossed.
-        """
+        """Say so on all ranks of the bridge, before the first message; later it raises ConfigError."""
         if self._is_agreed and value != self._has_gradient:
             raise ConfigError(f"{self._forward.spec.name}: has_gradient is set after the first message; set it before")
         self._has_gradient = value
