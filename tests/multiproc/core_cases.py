@@ -61,6 +61,7 @@ class Case:
         cp: context-parallel size; needs the attention of the tests.
         cp_list: context-parallel size of every stage; empty means ``cp`` on all.
         gathered_attention: use the attention of the tests.
+        attention: one of the kinds in ``attentions.py``; empty is Megatron's default.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         collects: these passes collect data other than the loss, which is the loss here.
@@ -111,6 +112,7 @@ class Case:
     cp: int = 1
     cp_list: tuple[int, ...] = ()
     gathered_attention: bool = False
+    attention: str = ""
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0

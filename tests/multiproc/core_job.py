@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
+from tests.multiproc.attentions import ATTENTIONS, layer_spec
 from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
-from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
+from tests.multiproc.gathered_attention import chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.hosts import find_host
@@ -332,11 +331,11 @@ def _config(case: Case) -> TransformerConfig:
     recompute: dict[str, Any] = {}
     if case.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    attention = ATTENTIONS[case.attention]
+    config = attention.config_class(
         num_layers=case.num_layers,
         hidden_size=case.hidden,
         num_attention_heads=HEADS,
-        kv_channels=HIDDEN // HEADS,
         ffn_hidden_size=FFN,
         add_bias_linear=case.has_bias,
         hidden_dropout=0.0,
@@ -361,7 +360,10 @@ def _config(case: Case) -> TransformerConfig:
         calculate_per_token_loss=case.per_token_loss,
         **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers and _HAS_LAYOUTS else {}),
         **recompute,
+        **{"kv_channels": HIDDEN // HEADS, **attention.config},
     )
+    vars(config).update(attention.attributes)
+    return config
 
 
 def _optimizer_config(case: Case) -> OptimizerConfig:
@@ -382,23 +384,17 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
     )
 
 
-def _layer_spec(case: Case) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec()
-    if case.gathered_attention:
-        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    return spec
-
-
 def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
     return [
         GPTModel(
             config,
-            _layer_spec(case),
+            layer_spec(case.attention, is_gathered=case.gathered_attention),
             vocab_size=VOCAB,
             max_sequence_length=case.seq,
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=case.tied,
+            **ATTENTIONS[case.attention].model,
             **_of_chunk(vp_stage),
         )
         for vp_stage, is_first, is_last in _ends(case)

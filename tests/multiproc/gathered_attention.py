@@ -22,9 +22,16 @@ class GatheredAttention(nn.Module):
 
     is_causal = True
 
-    def __init__(self, config: Any, *_args: Any, pg_collection: Any = None, **_options: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *_args: Any,
+        pg_collection: Any = None,
+        softmax_scale: float | None = None,
+        **_options: Any,
+    ) -> None:
         super().__init__()
-        self._scale = config.kv_channels**-0.5
+        self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._group = getattr(pg_collection, "cp", None)
 
     def forward(

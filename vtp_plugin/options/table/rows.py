@@ -154,6 +154,10 @@ RULES: tuple[OptionRule, ...] = (
     *refused_unequal(
         "these attention layers have not been run on stages of different sizes",
         "--experimental-attention-variant gated_delta_net",
+    ),
+    *refused_unequal(
+        "in multi_latent_attention.py the gradient of the keys' positional part depends on the size: a rank keeps what "
+        "comes from its own heads, and nobody adds the others",
         "--multi-latent-attention",
     ),
     *refused_unequal(

@@ -1,0 +1,45 @@
+"""Kinds of attention in pipelines with unequal stages: grouped and normed heads, rotary forms; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.multiproc.core_cases import DISTRIBUTED, Case, Runs, assert_weights_close
+from tests.multiproc.test_parity import check_parity
+
+
+def attending(attention: str, *sizes: int, **fields: Any) -> Case:
+    return Case(sizes=sizes, attention=attention, **fields)
+
+
+CASES = [
+    attending("grouped", 1, 4),
+    pytest.param(attending("normed", 2, 1, seq=10, sequence_parallel=True), marks=pytest.mark.full),
+    pytest.param(attending("grouped", 2, 4, tied=True, **DISTRIBUTED), marks=pytest.mark.full),
+    pytest.param(attending("grouped", 4, 1, seq=8, sequence_parallel=True), marks=pytest.mark.full),
+    pytest.param(attending("one group", 4, 2, dp=2, **DISTRIBUTED), marks=pytest.mark.full),
+    pytest.param(attending("normed", 1, 3, vpp=2, num_microbatches=4), marks=pytest.mark.full),
+    pytest.param(attending("partly rotary", 1, 2, varying_lengths=True), marks=pytest.mark.full),
+    pytest.param(attending("yarn", 2, 3), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
+
+
+@pytest.mark.full
+def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
+    """Why it is refused: with Megatron's local layers stages of two ranks compute other gradients than those of one.
+
+    The positional part of the keys is gathered from the ranks; in the backward pass each rank keeps what came from its
+    own heads, and nobody adds the others.
+    """
+    one = attending("latent", 1, 1, gathered_attention=True, plugin="stock", wants_weights=True)
+    two = replace(one, sizes=(2, 2))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_weights_close(runs.run(two), runs.run(one))
