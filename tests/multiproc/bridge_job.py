@@ -194,9 +194,9 @@ def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: BridgeCase, pl
         tensor._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]
 
 
-def move_in_place(pairs: Sequence[tuple[Sizes, Sizes, int]]) -> list[str]:
+def move_in_place(pairs: Sequence[tuple[Sizes, Sizes, int]], audit: str | None = None) -> list[str]:
     """Move a tensor between two layouts of the same ranks, and its gradient back; return what went wrong."""
-    vtp_plugin.apply(device="cpu", bridges="extended")
+    vtp_plugin.apply(device="cpu", bridges="extended", audit=audit)
     init_gloo()
     try:
         return [problem for pair in pairs for problem in _move_in_place(*pair)]

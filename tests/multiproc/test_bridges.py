@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 from tests.bridges import Sizes
 from tests.multiproc.bridge_job import BridgeCase
@@ -73,6 +75,18 @@ def test_in_place(pool: Pool) -> None:
     ]
     problems = pool.run(4, f"{JOB}:move_in_place", {"pairs": [(*pair, dims) for pair in pairs for dims in (2, 3)]})
     assert [problem for rank in problems for problem in rank] == []
+
+
+def test_in_place_every_message_is_recorded_and_nothing_that_a_rank_has_travels(pool: Pool, tmp_path: Path) -> None:
+    pairs = [(grid(1, 1, 4), grid(1, 4, 1), 3)]
+    problems = pool.run(4, f"{JOB}:move_in_place", {"pairs": pairs, "audit": str(tmp_path / "audit")})
+    assert [problem for rank in problems for problem in rank] == []
+    lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    sent = [(line["cargo"], line["bytes"]) for line in lines if line.get("way") == "sent"]
+    # Each of four ranks has a quarter of [8, 8, 5] in float64, which goes to the three others; so does, on the way
+    # back, each part of the sum to whom it belongs.
+    quarter = 8 * 8 * 5 * 8 // 4
+    assert sorted(sent) == [("activation", quarter)] * 12 + [("gradient", quarter)] * 12
 
 
 def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:

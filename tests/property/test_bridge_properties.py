@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.bridges import Arrays, Sizes
 from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
 from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, require_disjoint
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.in_place import plan_in_place
+from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, intersect
@@ -152,6 +153,42 @@ def test_in_place_moves_only_what_a_rank_does_not_hold(exchange: tuple[Sizes, Si
         held = plan.src.boxes_of(transfer.dst)
         if transfer.src != transfer.dst:
             assert not any(intersect(box, own) for box in transfer.boxes for own in held)
+
+
+def every_grid(num_ranks: int) -> list[Sizes]:
+    """List the grids of so many ranks, with all that they may hold of a tensor `[S, B, H]`."""
+    sizes = [
+        (tp, cp, num_ranks // (tp * cp))
+        for tp in range(1, num_ranks + 1)
+        for cp in range(1, num_ranks + 1)
+        if num_ranks % (tp * cp) == 0
+    ]
+    return [
+        Sizes(tp=tp, cp=cp, dp=dp, sequence=sequence, is_sharded=is_sharded)
+        for tp, cp, dp in sizes
+        for sequence in (("whole", "plain", "zigzag") if cp > 1 else ("whole",))
+        for is_sharded in ((False, True) if tp > 1 else (False,))
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.full)])
+def test_in_place_gradients_are_the_adjoint_for_every_pair_of_grids(num_ranks: int) -> None:
+    """<A x, y> = <x, A* y>, in whole numbers and so exactly; copies count once."""
+    random = np.random.default_rng(num_ranks)
+    for src, dst in itertools.product(every_grid(num_ranks), repeat=2):
+        num_rows = math.lcm(src.step(), dst.step())
+        units = [random.integers(-99, 99, (num_rows, 1, 2)) for _ in range(math.lcm(src.dp, dst.dp))]
+        grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-99, 99, shape))
+        spec = BridgeSpec.between("a -> b", src.end(0), dst.end(0), num_dims=3)
+        spreads, widths = spec.spreads(shape_of(units)), [1] * len(units)
+        forwarded = carry_out(plan_in_place(*spreads), bridges.cut(units, src, 0), widths)
+        assert_same(forwarded, bridges.cut(units, dst, 0))
+        plans = plans_of_gradient(*spreads, spec.dst_end.summands)
+        parts = [carry_out(plan, grads, widths) for plan in plans]
+        got = {rank: sum(part[rank] for part in parts) for rank in grads}
+        wanted = bridges.gradient(units, dst, 0, grads)
+        assert_same(got, bridges.cut(wanted, src, 0))
+        assert bridges.dst_inner(forwarded, grads, dst, 0) == bridges.inner(units, wanted), f"{src} -> {dst}"
 
 
 @SETTINGS

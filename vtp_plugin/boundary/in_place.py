@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, Transfer
 from vtp_plugin.boundary.spread import Box, Spread, even_cuts, intersect, num_rows, rows_of
 from vtp_plugin.errors import PlanError
@@ -45,6 +47,23 @@ def plan_in_place(src: Spread, dst: Spread) -> BoundaryPlan:
         finish=NO_COLLECTIVE,
         strategy="in place",
     )
+
+
+def plans_of_gradient(src: Spread, dst: Spread, summands: Sequence[Sequence[int]]) -> tuple[BoundaryPlan, ...]:
+    """Plan the adjoint of :func:`plan_in_place`: what the plans bring adds up, in their order.
+
+    Args:
+        src: What the ranks held before.
+        dst: What they got, and have a gradient of.
+        summands: Groups of ranks whose gradients add up; one plan for each of their ranks, moved alike.
+    """
+    spreads = [_only(dst, ranks) for ranks in zip(*summands, strict=True)] if summands else [dst]
+    return tuple(plan_in_place(one, src) for one in spreads)
+
+
+def _only(spread: Spread, ranks: Sequence[int]) -> Spread:
+    """Return what some ranks hold, which is the whole tensor."""
+    return Spread(shape=spread.shape, holdings=tuple(one for one in spread.holdings if one.rank in ranks))
 
 
 def _common(held: tuple[Box, ...], wanted: tuple[Box, ...]) -> tuple[Box, ...]:

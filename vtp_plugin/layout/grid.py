@@ -5,7 +5,7 @@ The grid enumerates rank lists by integer arithmetic. Creating a process group f
 torch.distributed. Exception types are those of HyperCommGrid (ConfigError is a ValueError), so callers written for one
 work with the other.
 
-No run uses it yet: it is there for the bridges between modules of different parallel sizes, which take such grids.
+`vtp_plugin.layout.stage_grid` makes a grid of stages that differ out of such grids.
 """
 
 from __future__ import annotations

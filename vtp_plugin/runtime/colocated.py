@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.in_place import plan_in_place
-from vtp_plugin.boundary.memory import Widths, local_shape, local_slices
-from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
+from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
+from vtp_plugin.boundary.memory import Widths
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.side import Shape
-from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.channel import DTYPES
+from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 _PROBLEM = -1
@@ -33,16 +37,27 @@ class ColocatedBridge:
         spec: the way from one module to the other.
         group: of all their ranks.
         axes: of the tensors.
-        device: of the tensors.
-        waits: times the exchanges.
+        platform: says where tensors are and how to wait.
+        monitor: keeps the time.
+        audit: records every message.
     """
 
     def __init__(
-        self, spec: BridgeSpec, group: dist.ProcessGroup, axes: BatchAxes, device: torch.device, waits: TimedWaits
+        self,
+        spec: BridgeSpec,
+        group: dist.ProcessGroup,
+        axes: BatchAxes,
+        platform: Platform,
+        monitor: Monitor | None,
+        audit: Audit | None,
     ) -> None:
         self._spec, self._group, self._axes = spec, group, axes
-        self._device = device
-        self._waits = waits
+        self._platform = platform
+        self._device = platform.device()
+        self._waits = TimedWaits(platform, monitor)
+        # The ranks' comparison before each exchange has opened the backend's communicator of the whole group.
+        groups = ChannelGroups(messages=group, stage=None)
+        self._transfers = Transfers(spec.name, groups, platform, self._waits, audit)
         self._rank = dist.get_rank()
         self._members = dist.get_process_group_ranks(group)
         self._plans: dict[Shape, tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]] = {}
@@ -64,24 +79,21 @@ class ColocatedBridge:
         planned = self._axes.to_plan(tensor) if tensor.dim() == self._axes.num_dims else tensor
         shape, widths = self._compare(planned, sizes)
         plan, _ = self._plans_of(shape)
-        return self._axes.from_plan(self._move(plan, planned, widths)), shape, widths
+        return self._axes.from_plan(self._move(plan, planned, widths, Cargo.ACTIVATION)), shape, widths
 
     def backward(self, grad: torch.Tensor, shape: Shape, widths: Widths) -> torch.Tensor:
         """Return the gradient of this rank's part: those of ranks that read one tensor add up, in their order."""
         planned = self._axes.to_plan(grad)
         first, *others = self._plans_of(shape)[1]
-        total = self._move(first, planned, widths)
+        total = self._move(first, planned, widths, Cargo.GRADIENT)
         for plan in others:
-            total = total + self._move(plan, planned, widths)
+            total = total + self._move(plan, planned, widths, Cargo.GRADIENT)
         return self._axes.from_plan(total)
 
     def _plans_of(self, shape: Shape) -> tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]:
         if shape not in self._plans:
             src, dst = self._spec.spreads(shape)
-            summands = self._spec.dst_end.summands
-            # One plan for each rank of a sum: what they have is moved alike.
-            spreads = [_only(dst, ranks) for ranks in zip(*summands, strict=True)] if summands else [dst]
-            plans = plan_in_place(src, dst), tuple(plan_in_place(one, src) for one in spreads)
+            plans = plan_in_place(src, dst), plans_of_gradient(src, dst, self._spec.dst_end.summands)
             for plan in (plans[0], *plans[1]):
                 require_valid(plan)
             self._plans[shape] = plans
@@ -125,40 +137,18 @@ class ColocatedBridge:
         _, rows, depth, *_ = lines[self._rank]
         return (rows, spec.num_units, depth), tuple(widths)
 
-    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths) -> torch.Tensor:
+    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: Cargo) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks that are no source send nothing."""
-
-        def slices_in(spread: Spread, transfers: Mapping[int, Transfer]) -> dict[int, list[tuple[slice, ...]]]:
-            boxes = spread.boxes_of(self._rank) if transfers else ()
-            memory = Holding(rank=self._rank, boxes=boxes)
-            return {peer: [local_slices(box, memory, widths) for box in one.boxes] for peer, one in transfers.items()}
-
-        own = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
-        result = tensor.new_empty(local_shape(own, widths))
-        sent = slices_in(plan.src, {one.dst: one for one in plan.sends_of(self._rank)})
-        received = slices_in(plan.dst, {one.src: one for one in plan.receives_of(self._rank)})
-        pieces = [[tensor[where].reshape(-1) for where in sent.get(rank, ())] for rank in self._members]
-        outgoing = [torch.cat(some) if some else tensor.new_empty(0) for some in pieces]
-        lengths = [[result[where].numel() for where in received.get(rank, ())] for rank in self._members]
-        arrived = result.new_empty(sum(map(sum, lengths)))
-        size_bytes = result.element_size()
-        with self._waits.timed(self._spec.name, "the ranks of the bridge", "exchange among the ranks of the bridge"):
-            dist.all_to_all_single(
-                arrived.view(torch.uint8),
-                torch.cat(outgoing).view(torch.uint8),
-                [sum(some) * size_bytes for some in lengths],
-                [len(one) * size_bytes for one in outgoing],
-                self._group,
-            )
-        targets = [where for rank in self._members for where in received.get(rank, ())]
-        for where, piece in zip(targets, arrived.split([number for some in lengths for number in some]), strict=True):
-            result[where] = piece.view(result[where].shape)
-        return result
-
-
-def _only(spread: Spread, ranks: Sequence[int]) -> Spread:
-    """Return what some ranks hold, which is the whole tensor."""
-    return Spread(shape=spread.shape, holdings=tuple(one for one in spread.holdings if one.rank in ranks))
+        parcel = Parcel(
+            plan=plan,
+            dtype=tensor.dtype,
+            cargo=cargo,
+            position=self._spec.name,
+            peer="the ranks of the bridge",
+            is_batched=not self._platform.host_blocking_wait,
+            widths=widths,
+        )
+        return self._transfers.exchange(tensor, parcel)
 
 
 class _Across(torch.autograd.Function):

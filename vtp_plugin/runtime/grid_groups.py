@@ -1,6 +1,6 @@
 """RankGrid bound to torch.distributed: a drop-in for Megatron's HyperCommGrid.
 
-No run uses it yet: bridges between modules of different parallel sizes will take such grids.
+No run uses it yet: bridges take Megatron's grids, and those of :mod:`vtp_plugin.session.stage_comm_grid`.
 """
 
 from __future__ import annotations

@@ -61,10 +61,15 @@ class Parcel:
     widths: Widths | None = None
 
     def messages(self, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """Leave out the transfers of units that have no length: both sides know them."""
+        """Leave out what needs no message: units that have no length, which both sides know, and a rank's own part."""
+        found = [one for one in transfers if one.src != one.dst]
         if self.widths is None:
-            return list(transfers)
-        return [one for one in transfers if any(self.widths[slice(*one.boxes[0][1])])]
+            return found
+        return [one for one in found if any(self.widths[slice(*one.boxes[0][1])])]
+
+
+_Message = tuple[Callable[..., "dist.Work | None"], torch.Tensor, int]
+"""What the backend does, the memory, and the other rank."""
 
 
 class Transfers:
@@ -104,6 +109,45 @@ class Transfers:
                 (A mismatch in size would end the receiving process inside gloo.)
             PlanError: this rank is not in the group of the channel.
         """
+        messages = self._outgoing(tensor, parcel)
+        works = self._post(messages, parcel)
+        return SendWork(works, [piece for _, piece, _ in messages], self._wait_for(parcel))
+
+    def receive(self, parcel: Parcel) -> Landing:
+        """Post the receives of this rank into fresh memory."""
+        messages, land = self._incoming(parcel)
+        return land(self._post(messages, parcel))
+
+    def exchange(self, tensor: torch.Tensor, parcel: Parcel) -> torch.Tensor:
+        """Carry out a plan among ranks of which each may send and receive; all messages go out at once.
+
+        Args:
+            tensor: this rank's part; not used if it is no source.
+            parcel: what crosses, without start or finish.
+
+        Returns:
+            This rank's part of what arrives.
+        """
+        own = parcel.plan.sends_of(self._rank)
+        messages, land = self._incoming(parcel)
+        messages += self._outgoing(tensor, parcel) if own else []
+        landing = land(self._post(messages, parcel))
+        for transfer in own:
+            if transfer.dst == self._rank:
+                self._keep(tensor, landing.tensor, transfer, parcel)
+        return landing.wait()
+
+    def _keep(self, source: torch.Tensor, target: torch.Tensor, transfer: Transfer, parcel: Parcel) -> None:
+        """Copy what this rank has already."""
+        held, wanted = (
+            Holding(rank=self._rank, boxes=spread.boxes_of(self._rank)) for spread in (parcel.plan.src, parcel.plan.dst)
+        )
+        for box in transfer.boxes:
+            piece = source[local_slices(box, held, parcel.widths)]
+            target[local_slices(box, wanted, parcel.widths)] = piece
+
+    def _outgoing(self, tensor: torch.Tensor, parcel: Parcel) -> list[_Message]:
+        """Check a tensor, run the plan's start, and pack what leaves this rank."""
         plan = parcel.plan
         if tensor.dtype != parcel.dtype:
             raise ConfigError(
@@ -122,11 +166,10 @@ class Transfers:
         holding = plan.sent_from(self._rank)
         transfers = parcel.messages(plan.sends_of(self._rank))
         pieces = [_packed([local[local_slices(box, holding, parcel.widths)] for box in t.boxes]) for t in transfers]
-        works = self._post(dist.isend, pieces, [t.dst for t in transfers], parcel)
-        return SendWork(works, pieces, self._wait_for(parcel))
+        return [(dist.isend, piece, t.dst) for piece, t in zip(pieces, transfers, strict=True)]
 
-    def receive(self, parcel: Parcel) -> Landing:
-        """Post the receives of this rank into fresh memory."""
+    def _incoming(self, parcel: Parcel) -> tuple[list[_Message], Callable[[Sequence[dist.Work]], Landing]]:
+        """Allocate what arrives at this rank, and say what to do once its messages are posted."""
         plan, dtype = parcel.plan, parcel.dtype
         held = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
         tensor = self._empty(local_shape(held, parcel.widths), dtype)
@@ -145,9 +188,12 @@ class Transfers:
             lengths = [len(target) for target in targets]
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies += zip(targets, buffers[-1].split(lengths), strict=True)
-        works = self._post(dist.irecv, buffers, [t.src for t in transfers], parcel)
-        finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
-        return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
+
+        def land(works: Sequence[dist.Work]) -> Landing:
+            finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
+            return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
+
+        return [(dist.irecv, buffer, t.src) for buffer, t in zip(buffers, transfers, strict=True)], land
 
     def warm_up(self, plan: BoundaryPlan, *, is_batched: bool = False) -> None:
         """Send one element along every transfer of a plan, one after another in the plan's order.
@@ -178,27 +224,22 @@ class Transfers:
                 peer=ranks_text(peers),
                 is_batched=is_batched,
             )
-            self._wait_for(parcel)(self._post(operation, [element] * len(peers), peers, parcel))
+            messages = [(operation, element, one) for one in peers]
+            self._wait_for(parcel)(self._post(messages, parcel))
 
     def _wait_for(self, parcel: Parcel) -> Callable[[Sequence[dist.Work]], None]:
         return functools.partial(self._waits.wait_for, position=parcel.position, peer=parcel.peer)
 
-    def _post(
-        self,
-        operation: Callable[..., dist.Work | None],
-        tensors: list[torch.Tensor],
-        peers: list[int],
-        parcel: Parcel,
-    ) -> list[dist.Work]:
+    def _post(self, messages: Sequence[_Message], parcel: Parcel) -> list[dist.Work]:
         """Hand messages to the backend. Nothing else does, so what may leave a stage is checked here."""
-        if not tensors:
+        if not messages:
             return []
-        for tensor, peer in zip(tensors, peers, strict=True):
+        for operation, tensor, peer in messages:
             require_allowed(parcel.cargo, tensor)
             if self._audit is not None:
                 way = "sent" if operation is dist.isend else "received"
                 self._audit.note(way, parcel.cargo, tensor, peer, self._name)
-        ops = [dist.P2POp(operation, tensor, peer, self._group) for tensor, peer in zip(tensors, peers, strict=True)]
+        ops = [dist.P2POp(operation, tensor, peer, self._group) for operation, tensor, peer in messages]
         if parcel.is_batched:
             return dist.batch_isend_irecv(ops)
         works = [op.op(op.tensor, op.peer, group=op.group) for op in ops]

@@ -17,7 +17,6 @@ from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.runtime.batch_axes import BatchAxes
 from vtp_plugin.runtime.colocated import ColocatedBridge
-from vtp_plugin.runtime.work import TimedWaits
 from vtp_plugin.session.surroundings import Surroundings
 
 
@@ -131,9 +130,9 @@ class _Colocated:
             return
         self.gather_pg = group
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"]) if num_dims == 3 else (0, 1, 2)
-        platform = self.surroundings.platform()
-        waits = TimedWaits(platform, self.surroundings.monitor())
-        self._vtp = ColocatedBridge(spec, group, BatchAxes(num_dims=num_dims, order=order), platform.device(), waits)
+        run = self.surroundings
+        axes = BatchAxes(num_dims=num_dims, order=order)
+        self._vtp = ColocatedBridge(spec, group, axes, run.platform(), run.monitor(), run.audit())
 
     def _is_refused(self) -> bool:
         """Tell whether Megatron's class refuses the grids."""
