@@ -36,7 +36,7 @@ ADAPTOR = "from mindspeed_llm import megatron_adaptor\n" if LLM else "import min
 needs_llm = pytest.mark.skipif(not LLM, reason="no path in VTP_MINDSPEED_LLM")
 TIMEOUT_S = 600.0
 MODEL = shlex.split("""
-    --num-layers 4 --hidden-size 24 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12
+    --hidden-size 24 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12
     --micro-batch-size 2 --train-iters 4 --lr 1e-2 --min-lr 1e-3 --lr-decay-iters 10 --mock-data --split 98,1,1
     --tokenizer-type NullTokenizer --vocab-size 4200 --no-masked-softmax-fusion --no-bias-gelu-fusion
     --no-bias-dropout-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --attention-dropout 0
@@ -70,6 +70,7 @@ def start(sizes: str, *extra: str, dp: int = 1, script: Path | None = None, is_r
     multiple = VOCAB_MULTIPLE // max(stages)
     words = [
         *MODEL,
+        *("--num-layers", str(2 * len(stages))),
         *("--global-batch-size", str(8 * dp)),
         *("--make-vocab-size-divisible-by", str(multiple)),
         *("--pipeline-model-parallel-size", str(len(stages)), "--vtp-size-list", sizes),
