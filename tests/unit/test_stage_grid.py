@@ -97,3 +97,43 @@ def test_it_needs_the_plugins_communicator() -> None:
         raise AssertionError("not refused")
     """
     )
+
+
+def test_several_chunks_a_stage_are_refused() -> None:
+    hyper_comm_grid()
+    run_code(
+        """
+    import torch
+    import vtp_plugin
+    from tests.pool import init_gloo
+    from vtp_plugin.errors import ConfigError
+
+    vtp_plugin.apply(device="cpu", bridges=True)
+    rank = init_gloo()
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from vtp_plugin.bridge import StageCommGrid
+
+    grid = StageCommGrid([(1, 1, 1), (1, 1, 1)])
+    grid.create_pg("tp")
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=4,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+    communicator = P2PCommunicator(grid.create_pg("pp"), config)
+    try:
+        if rank == 0:
+            communicator.send_forward(torch.zeros(1, 1, 4), False)
+        else:
+            communicator.recv_forward((1, 1, 4), False)
+    except ConfigError as error:
+        assert "virtual_pipeline_model_parallel_size=2 in a module with stages of tp 1,1" in str(error)
+    else:
+        raise AssertionError("not refused")
+    """,
+        world_size=2,
+    )

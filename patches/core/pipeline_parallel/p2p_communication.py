@@ -53,9 +53,19 @@ def _read_format(session: Session, config: Any) -> TensorFormat:
 
 
 def _module_format(session: Session, module: ModulePipeline, config: Any) -> TensorFormat:
-    """Read how tensors cross between the stages of a module; the first time its ranks compare it."""
+    """Read how tensors cross between the stages of a module; the first time its ranks compare it.
+
+    Raises:
+        ConfigError: the configuration is wrong or asks for several chunks a stage, or ranks differ.
+    """
 
     def read() -> TensorFormat:
+        if config.virtual_pipeline_model_parallel_size is not None:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} in a module with "
+                f"stages of tp {module.sizes}: its channels lead from stage to stage, not from the last one to the "
+                "first; leave it out"
+            )
         check_sizes(module.layout, module.stage, config.tensor_model_parallel_size, config.context_parallel_size)
         device = session.choose_platform().name
         return _checked_format(config, option_context(session.config, module.layout, device=device))
