@@ -60,7 +60,7 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
 
 
 def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that make stages of unequal size work; they apply once a list is known."""
+    """Give the records that, besides ``module_records``, make a list of sizes work; they apply once it is known."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.dist_checkpointing import validation
     from vtp_plugin.patches.core.pipeline_parallel import schedules
@@ -76,9 +76,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     )
     if host.mindspeed is not None:
         refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
-    # Bridges may have put these in place already.
-    records: tuple[Record, ...] = () if session.has_bridges else module_records(session, host)
-    records += (
+    records = (
         *host.group_records(),
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
@@ -111,16 +109,19 @@ def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
 
 
 def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that stages of unequal size need, in the run's own pipeline or in a module's."""
+    """Give the records that stages of unequal size need, in the run's own pipeline or in a module's.
+
+    They apply once: with the bridges, or else with the list.
+    """
     from vtp_plugin.patches.core.distributed import finalize_model_grads
     from vtp_plugin.patches.core.models.common.language_module import language_module
 
     records = (*finalize_model_grads.records(session, host), *language_module.records(session, host))
-    return host.exchange_record(session), *records
+    return host.placed((host.exchange_record(session), *records))
 
 
 def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that put our bridges between modules in the place of Megatron's.
+    """Give the records that, besides ``module_records``, put our bridges between modules in the place of Megatron's.
 
     Raises:
         PatchError: this Megatron has no bridges that we can stand in for.
@@ -136,8 +137,6 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
 
     surroundings = Surroundings(lambda: session)
-    # With a list of sizes these are in place by then.
-    stages = () if session.config.size_list is not None else module_records(session, host)
     modules = (bridge_communicator, colocated_communicator, optimizer)
     records = (record for module in modules for record in module.records(surroundings))
-    return host.placed((*stages, *records, *base.records()))
+    return host.placed((*records, *base.records()))

@@ -324,6 +324,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
             ),
             "With a list of sizes, or on the CPU platform": everywhere,
             "On the CPU platform": [record for record in here if record.id not in ids],
+            "With a list of sizes, or with `--vtp-bridges`": registry.module_records(on_cpu, host),
             "With a list of sizes": registry.training_records(on_cpu, host),
             "With `--vtp-bridges`": registry.bridge_records(on_cpu, host),
             "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
@@ -332,8 +333,8 @@ def record_sections() -> dict[str, Sequence[Record]]:
         ids = {record.id for records in sections.values() for record in records}
         for family in HOSTS[-2::-1]:
             older = load_host(family.name)
-            records = (*registry.platform_records(on_cuda, older), *registry.training_records(on_cpu, older))
-            records += registry.u_shape_records(on_cpu, older)
+            records = (*registry.platform_records(on_cuda, older), *registry.module_records(on_cpu, older))
+            records += (*registry.training_records(on_cpu, older), *registry.u_shape_records(on_cpu, older))
             sections[f"Besides, with Megatron {family.name}"] = [record for record in records if record.id not in ids]
         return sections
 

@@ -38,6 +38,7 @@ def installed_records() -> Sequence[Record]:
         records = (
             *registry.argument_records(session, host, lambda: None),
             *registry.platform_records(session, host),
+            *registry.module_records(session, host),
             *registry.training_records(session, host),
             *host.placed((*training.site_records(session), *registry.u_shape_records(session, host))),
         )

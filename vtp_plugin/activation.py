@@ -6,7 +6,13 @@ import functools
 
 from vtp_plugin.hosts import find_host
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.registry import argument_records, bridge_records, platform_records, training_records
+from vtp_plugin.patches.registry import (
+    argument_records,
+    bridge_records,
+    module_records,
+    platform_records,
+    training_records,
+)
 from vtp_plugin.patching import Record, apply_records
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
@@ -22,7 +28,7 @@ def begin(session: Session, host: MegatronHost) -> None:
     records = argument_records(session, host, functools.partial(activate, session, host))
     if session.config.bridges:
         session.choose_platform()
-        records += (*platform_records(session, host), *bridge_records(session, host))
+        records += (*platform_records(session, host), *module_records(session, host), *bridge_records(session, host))
         session.has_bridges = True
     _put(session, host, records)
 
@@ -40,6 +46,8 @@ def activate(session: Session, host: MegatronHost) -> None:
     if not session.applied:
         # All records in one set: each set costs a search through everything that is loaded.
         records = (*argument_records(session, host, functools.partial(activate, session, host)), *records)
+    if (has_list or wants_bridges) and not session.has_bridges:
+        records += module_records(session, host)
     if has_list:
         records += training_records(session, host)
     if wants_bridges:

@@ -76,6 +76,30 @@ def test_names_stand_by_the_flag_with_and_without_a_list(words: tuple[str, ...])
     )
 
 
+def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
+    """Bridges apply at once, such a list later: what both need must come with one of them."""
+    run_code(
+        """
+    import vtp_plugin
+    from vtp_plugin.activation import activate
+    from vtp_plugin.api import _Holder
+    from vtp_plugin.hosts import find_host
+    from vtp_plugin.patches.hosts import load_host
+    from vtp_plugin.patches.registry import module_records
+
+    vtp_plugin.apply(vtp_size_list="auto", device="cpu", bridges=True)
+    session, host = _Holder.session, load_host(find_host()[0].name)
+    wanted = {record.id for record in module_records(session, host)}
+    placed = [record.id for applied in session.applied for record in applied.records]
+    assert wanted <= set(placed), (wanted, placed)
+    activate(session, host)
+    placed = [record.id for applied in session.applied for record in applied.records]
+    assert len(set(placed)) == len(placed), placed
+    vtp_plugin.revert()
+    """
+    )
+
+
 @pytest.mark.skipif(host_name() == "0.19", reason="it has bridges")
 def test_older_megatrons_are_refused_by_their_version() -> None:
     version = find_host()[1].version

@@ -30,6 +30,7 @@ def records(name: str, *, is_u_shaped: bool = False) -> dict[str, Record]:
     found = (
         *registry.argument_records(session, host, lambda: None),
         *registry.platform_records(session, host),
+        *registry.module_records(session, host),
         *registry.training_records(session, host),
     )
     assert len({record.id for record in found}) == len(found)
