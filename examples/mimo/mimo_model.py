@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
+from mimo_sizes import Sizes
 
 VISION = "vision"
 PICTURE = 99  # the token that a patch of a picture stands for
@@ -37,32 +37,6 @@ NUM_LAYERS = {VISION: 2, LANGUAGE: 4}
 PICTURE_SIZE, PATCH_SIZE = (8, 16), 4
 NUM_PATCHES = PICTURE_SIZE[0] * PICTURE_SIZE[1] // PATCH_SIZE**2
 _DIMS = (["tp"], ["cp"], ["pp"], ["dp"], ["dp", "cp"], ["tp", "cp"], ["tp", "dp", "cp"], ["tp", "pp"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How a module is spread over its ranks.
-
-    Attributes:
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        pp: pipeline stages; the encoder has one.
-        dp: replicas.
-        stage_tp: tensor-parallel size of every stage, where they differ; then `tp` and `pp` are not used.
-        sequence_parallel: tensor-parallel ranks share the rows between the layers.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    stage_tp: tuple[int, ...] = ()
-    sequence_parallel: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the module."""
-        return sum(self.stage_tp or (self.tp,) * self.pp) * self.cp * self.dp
 
 
 def make_grid(sizes: Sizes, first_rank: int) -> Any:

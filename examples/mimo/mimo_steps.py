@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
@@ -19,7 +20,6 @@ from mimo_model import (
     LANGUAGE,
     SEQ_LENGTH,
     VISION,
-    Sizes,
     draw_weights,
     for_training,
     groups_of,
@@ -28,6 +28,7 @@ from mimo_model import (
     make_model,
     share_of,
 )
+from mimo_sizes import Sizes
 
 LR = {"sgd": 0.1, "adam": 0.01}
 MOMENTUM = 0.9
@@ -218,3 +219,16 @@ def _forward_step(shares: Any, model: Any) -> Any:
     share = next(shares)
     output, mask = model(**share)
     return output, partial(loss_sums, mask=mask)
+
+
+def use_gloo() -> None:
+    """Let the groups of Megatron's bridge, which asks for NCCL by name, have the backend of the world."""
+
+    def broadcast(cls: Any, ranks: list[list[int]]) -> Any:
+        return cls._broadcast_pg_cache.setdefault(str(ranks), dist.new_subgroups_by_enumeration(ranks)[0])
+
+    def bridge(cls: Any, ranks: list[int]) -> Any:
+        return cls._bridge_pg_cache.setdefault(str(ranks), dist.new_group(sorted(ranks)))
+
+    BridgeCommunicator._get_or_create_broadcast_pg = classmethod(broadcast)
+    BridgeCommunicator._get_or_create_bridge_pg = classmethod(bridge)

@@ -51,9 +51,9 @@ if options.vtp_bridges:
 else:
     choose_device("cpu")
 
-from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
-from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts
-from mimo_steps import Alone, Spread
+from mimo_model import LANGUAGE, VISION, draw_batch, named_parts
+from mimo_sizes import Sizes
+from mimo_steps import Alone, Spread, use_gloo
 
 
 def draw_batches(step: int) -> list[dict[str, Any]]:
@@ -98,19 +98,6 @@ def train(run: Spread | Alone) -> tuple[list[torch.Tensor], dict[str, torch.Tens
     weights = whole_weights(run)
     run.close()
     return results, weights
-
-
-def use_gloo() -> None:
-    """Let the groups of Megatron's bridge, which asks for NCCL by name, have the backend of the world."""
-
-    def broadcast(cls: Any, ranks: list[list[int]]) -> Any:
-        return cls._broadcast_pg_cache.setdefault(str(ranks), dist.new_subgroups_by_enumeration(ranks)[0])
-
-    def bridge(cls: Any, ranks: list[int]) -> Any:
-        return cls._bridge_pg_cache.setdefault(str(ranks), dist.new_group(sorted(ranks)))
-
-    BridgeCommunicator._get_or_create_broadcast_pg = classmethod(broadcast)
-    BridgeCommunicator._get_or_create_bridge_pg = classmethod(bridge)
 
 
 def main() -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tests.hosts import ROOT
+
+sys.path.insert(0, str(ROOT / "examples" / "mimo"))
+
+from mimo_sizes import Sizes
+
 NUM_STEPS = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Sizes of one module; the fields of ``Sizes`` in examples/mimo."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    stage_tp: tuple[int, ...] = ()
-    sequence_parallel: bool = False
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(self.stage_tp or (self.tp,) * self.pp) * self.cp * self.dp
-
-    def __str__(self) -> str:
-        sizes = [f"stages {','.join(map(str, self.stage_tp))}"] if self.stage_tp else []
-        sizes += [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(self, name) > 1]
-        return (" ".join(sizes) or "one rank") + " sp" * self.sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +34,8 @@ class MimoCase:
         counts_in_megatron: the language model's gradients are divided by Megatron, not by the example.
     """
 
-    vision: Grid | None = None
-    language: Grid | None = None
+    vision: Sizes | None = None
+    language: Sizes | None = None
     pictures: tuple[tuple[int, ...], ...] = ((0, 1, 2, 0, 1, 1), (0,) * 6, (2, 0, 0, 1, 0, 0), (1, 2, 1, 1, 0, 2))
     is_frozen: bool = False
     clip: float = 0.5

@@ -5,31 +5,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import mimo_model
+import mimo_steps
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from mimo_model import LANGUAGE, VISION, draw_batch, named_parts, own_modules
+from mimo_steps import Alone, Spread
 
 import vtp_plugin
-from tests.hosts import ROOT
 from tests.multiproc.core_job import cpu_only
 from tests.multiproc.gathered_attention import GatheredAttention
-from tests.multiproc.mimo_cases import NUM_STEPS, Grid, MimoCase, MimoResult, Part
+from tests.multiproc.mimo_cases import NUM_STEPS, MimoCase, MimoResult, Part
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
-
-sys.path.insert(0, str(ROOT / "examples" / "mimo"))
-
-import mimo_model
-import mimo_steps
-from mimo_model import LANGUAGE, VISION, Sizes, draw_batch, named_parts, own_modules
-from mimo_steps import Alone, Spread
 
 
 class AttentionToAll(GatheredAttention):
@@ -103,7 +98,7 @@ def draw_batches(case: MimoCase, step: int) -> list[dict[str, Any]]:
 def _make(case: MimoCase) -> Any:
     if case.vision is None or case.language is None:
         return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer)
-    sizes = {VISION: _sizes(case.vision), LANGUAGE: _sizes(case.language)}
+    sizes = {VISION: case.vision, LANGUAGE: case.language}
     return Spread(
         sizes,
         ATTENTION,
@@ -113,10 +108,6 @@ def _make(case: MimoCase) -> Any:
         distributed_optimizer=case.distributed_optimizer,
         overlap=case.overlap,
     )
-
-
-def _sizes(grid: Grid) -> Sizes:
-    return Sizes(**dataclasses.asdict(grid))
 
 
 @contextmanager
@@ -180,15 +171,7 @@ def _stock_on_gloo() -> Iterator[None]:
     kept = {
         name: BridgeCommunicator.__dict__[name] for name in ("_get_or_create_broadcast_pg", "_get_or_create_bridge_pg")
     }
-
-    def broadcast(cls: Any, ranks: Any) -> Any:
-        return cls._broadcast_pg_cache.setdefault(str(ranks), dist.new_subgroups_by_enumeration(ranks)[0])
-
-    def bridge(cls: Any, ranks: Any) -> Any:
-        return cls._bridge_pg_cache.setdefault(str(ranks), dist.new_group(sorted(ranks)))
-
-    BridgeCommunicator._get_or_create_broadcast_pg = classmethod(broadcast)
-    BridgeCommunicator._get_or_create_bridge_pg = classmethod(bridge)
+    mimo_steps.use_gloo()
     try:
         yield
     finally:

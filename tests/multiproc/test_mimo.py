@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiproc.core_cases import defaults_first
-from tests.multiproc.mimo_cases import Grid, MimoCase, MimoRuns, assert_trains_alike
+from tests.multiproc.mimo_cases import MimoCase, MimoRuns, Sizes, assert_trains_alike
 from tests.pool import Pool
 
 
@@ -22,34 +22,34 @@ FOUR = ((0, 1, 2, 1), (0, 0, 0, 0), (2, 0, 0, 1), (1, 2, 1, 1))
 
 # The first ones run by default. Samples have none, one or two pictures; one microbatch has words only.
 CASES = [
-    MimoCase(vision=Grid(dp=2), language=Grid(dp=3)),
-    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, pp=2), overlap=True),
-    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(tp=2, cp=2, sequence_parallel=True)),
-    MimoCase(vision=Grid(cp=2), language=Grid(tp=2, pp=2), is_frozen=True),
-    MimoCase(vision=Grid(tp=3), language=Grid(tp=4)),
-    MimoCase(vision=Grid(), language=Grid()),
-    MimoCase(vision=Grid(), language=Grid(), clip=0.0),
-    MimoCase(vision=Grid(dp=3), language=Grid(dp=2)),
-    MimoCase(vision=Grid(dp=3), language=Grid(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
-    MimoCase(vision=Grid(dp=4), language=Grid(dp=2), pictures=FOUR),
-    MimoCase(vision=Grid(dp=2), language=Grid(dp=4), pictures=FOUR, optimizer="adam", distributed_optimizer=True),
-    MimoCase(vision=Grid(dp=4), language=Grid(tp=4), pictures=FOUR),
-    MimoCase(vision=Grid(dp=6), language=Grid(pp=2)),
-    MimoCase(vision=Grid(tp=2, dp=2), language=Grid(tp=2, dp=2)),
-    MimoCase(vision=Grid(tp=2, dp=2), language=Grid(cp=2, dp=2)),
-    MimoCase(vision=Grid(tp=2), language=Grid(cp=2, dp=3)),
-    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, dp=3), overlap=True),
-    MimoCase(vision=Grid(cp=2, dp=2), language=Grid(cp=4)),
-    MimoCase(vision=Grid(cp=2), language=Grid(dp=6)),
-    MimoCase(vision=Grid(tp=2, cp=2, sequence_parallel=True), language=Grid(tp=2, dp=2, sequence_parallel=True)),
-    MimoCase(vision=Grid(tp=4), language=Grid(pp=4)),
-    MimoCase(vision=Grid(dp=3), language=Grid(pp=4)),
-    MimoCase(vision=Grid(dp=2), language=Grid(tp=2, pp=2, sequence_parallel=True)),
-    MimoCase(vision=Grid(dp=3), language=Grid(pp=2, dp=2), is_frozen=True),
-    MimoCase(vision=Grid(dp=2), language=Grid(cp=2, pp=4)),
-    MimoCase(vision=Grid(tp=3, dp=2), language=Grid(tp=2, dp=3)),
-    MimoCase(vision=Grid(tp=2, dp=3), language=Grid(tp=3, dp=2)),
-    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(tp=2, cp=2, pp=2, sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2, pp=2), overlap=True),
+    MimoCase(vision=Sizes(tp=2, sequence_parallel=True), language=Sizes(tp=2, cp=2, sequence_parallel=True)),
+    MimoCase(vision=Sizes(cp=2), language=Sizes(tp=2, pp=2), is_frozen=True),
+    MimoCase(vision=Sizes(tp=3), language=Sizes(tp=4)),
+    MimoCase(vision=Sizes(), language=Sizes()),
+    MimoCase(vision=Sizes(), language=Sizes(), clip=0.0),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(dp=2)),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Sizes(dp=4), language=Sizes(dp=2), pictures=FOUR),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=4), pictures=FOUR, optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Sizes(dp=4), language=Sizes(tp=4), pictures=FOUR),
+    MimoCase(vision=Sizes(dp=6), language=Sizes(pp=2)),
+    MimoCase(vision=Sizes(tp=2, dp=2), language=Sizes(tp=2, dp=2)),
+    MimoCase(vision=Sizes(tp=2, dp=2), language=Sizes(cp=2, dp=2)),
+    MimoCase(vision=Sizes(tp=2), language=Sizes(cp=2, dp=3)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2, dp=3), overlap=True),
+    MimoCase(vision=Sizes(cp=2, dp=2), language=Sizes(cp=4)),
+    MimoCase(vision=Sizes(cp=2), language=Sizes(dp=6)),
+    MimoCase(vision=Sizes(tp=2, cp=2, sequence_parallel=True), language=Sizes(tp=2, dp=2, sequence_parallel=True)),
+    MimoCase(vision=Sizes(tp=4), language=Sizes(pp=4)),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(pp=4)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2, pp=2, sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(pp=2, dp=2), is_frozen=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2, pp=4)),
+    MimoCase(vision=Sizes(tp=3, dp=2), language=Sizes(tp=2, dp=3)),
+    MimoCase(vision=Sizes(tp=2, dp=3), language=Sizes(tp=3, dp=2)),
+    MimoCase(vision=Sizes(tp=2, sequence_parallel=True), language=Sizes(tp=2, cp=2, pp=2, sequence_parallel=True)),
 ]
 
 
@@ -60,27 +60,27 @@ def test_trains_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
 
 
 def test_averages_over_different_numbers_of_replicas_are_refused_on_all_ranks(pool: Pool) -> None:
-    case = MimoCase(vision=Grid(dp=2), language=Grid(tp=2))
+    case = MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2))
     answers = pool.run(case.world_size, "tests.multiproc.mimo_job:average", {"case": case})
     line = (
         "the gradients of module 'vision' would be divided by 2, those of the language model, which has the loss, by 1"
     )
     assert all(line in answer for answer in answers), answers
-    equal = MimoCase(vision=Grid(dp=2), language=Grid(cp=2))
+    equal = MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2))
     assert pool.run(equal.world_size, "tests.multiproc.mimo_job:average", {"case": equal}) == ["nothing"] * 4
 
 
 STAGES = [
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2))),
-    MimoCase(vision=Grid(dp=4), language=Grid(stage_tp=(1, 4, 4)), pictures=FOUR),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2, 2))),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2, 2, 1), sequence_parallel=True)),
-    MimoCase(vision=Grid(dp=3), language=Grid(stage_tp=(2, 1), dp=2)),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), cp=2)),
-    MimoCase(vision=Grid(tp=2, sequence_parallel=True), language=Grid(stage_tp=(2, 4), sequence_parallel=True)),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), dp=3), optimizer="adam", distributed_optimizer=True),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(3, 2)), is_frozen=True, overlap=True),
-    MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(4, 4, 1, 1))),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2))),
+    MimoCase(vision=Sizes(dp=4), language=Sizes(stage_tp=(1, 4, 4)), pictures=FOUR),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2))),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2, 1), sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(stage_tp=(2, 1), dp=2)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), cp=2)),
+    MimoCase(vision=Sizes(tp=2, sequence_parallel=True), language=Sizes(stage_tp=(2, 4), sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), dp=3), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(3, 2)), is_frozen=True, overlap=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(4, 4, 1, 1))),
 ]
 
 
@@ -92,12 +92,12 @@ def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, cas
 
 def test_megatron_counts_the_tokens_of_stages_of_different_sizes(mimo_runs: MimoRuns) -> None:
     """It broadcasts them along a pipeline group, which has no rank in common for all."""
-    case = MimoCase(vision=Grid(dp=2), language=Grid(stage_tp=(1, 2), dp=3), counts_in_megatron=True)
+    case = MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), dp=3), counts_in_megatron=True)
     assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
 
 
 def test_a_shared_embedding_is_refused_between_stages_of_different_sizes(pool: Pool) -> None:
-    case = MimoCase(vision=Grid(), language=Grid(stage_tp=(1, 2)))
+    case = MimoCase(vision=Sizes(), language=Sizes(stage_tp=(1, 2)))
     first, *others = pool.run(case.world_size, "tests.multiproc.mimo_job:tie", {"case": case})
     assert first == "built"
     assert all("the ends of a module with stages of tp 1,2, which hold different slices" in one for one in others)
@@ -107,7 +107,7 @@ def test_nothing_comes_back_to_a_frozen_encoder(mimo_runs: MimoRuns, tmp_path: P
     messages = {}
     for is_frozen in (False, True):
         path = tmp_path / str(is_frozen)
-        case = MimoCase(vision=Grid(dp=2), language=Grid(tp=2), is_frozen=is_frozen, audit=str(path))
+        case = MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2), is_frozen=is_frozen, audit=str(path))
         assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
         found = [file.read_text() for file in tmp_path.iterdir() if file.name.startswith(str(is_frozen))]
         assert len(found) == case.world_size
@@ -117,8 +117,8 @@ def test_nothing_comes_back_to_a_frozen_encoder(mimo_runs: MimoRuns, tmp_path: P
 
 
 STOCK = [
-    MimoCase(vision=Grid(dp=2), language=Grid(dp=2), pictures=SIX_EACH, is_stock=True),
-    MimoCase(vision=Grid(tp=2), language=Grid(dp=2), pictures=SIX_EACH, is_stock=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=2), pictures=SIX_EACH, is_stock=True),
+    MimoCase(vision=Sizes(tp=2), language=Sizes(dp=2), pictures=SIX_EACH, is_stock=True),
 ]
 
 
