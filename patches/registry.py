@@ -45,7 +45,7 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     from vtp_plugin.patches.core.distributed import param_and_grad_buffer
     from vtp_plugin.patches.core.tensor_parallel import random
     from vtp_plugin.patches.core.transformer import torch_norm
-    from vtp_plugin.patches.training import initialize
+    from vtp_plugin.patches.training import async_utils, initialize
 
     return host.placed(
         (
@@ -54,6 +54,7 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
             *torch_norm.records(),
             *param_and_grad_buffer.records(),
             *initialize.records(platform),
+            *async_utils.records(),
             *host.cpu_records(),
         )
     )

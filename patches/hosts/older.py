@@ -22,6 +22,7 @@ class OlderHost(MegatronHost):
     absent = {
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",
+        "P10": "it starts the process without arguments; --async-save has not been run with it",
     }
 
     def cpu_records(self) -> tuple[PatchRecord, ...]:

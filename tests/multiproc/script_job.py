@@ -113,9 +113,7 @@ def run_script(
                 "stock": lambda: _run_stock(script, arguments),
             }[how]
             os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
-            if "--save" in arguments:
-                # Megatron's default is a fresh interpreter behind this queue: four seconds of a core for every rank.
-                filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+            hooks = ["fork_results_queue", *hooks] if "--save" in arguments else hooks
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
         # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.
@@ -211,6 +209,8 @@ def _collect(notes: _Notes) -> None:
     def noting_train_step(*args: Any, **kwargs: Any) -> Any:
         result = train_step(*args, **kwargs)
         losses, grad_norm, num_zeros = result[0], result[5], result[6]
+        if grad_norm is None:  # of a step after which the run ends, before the optimizer's
+            return result
         loss = float(losses["lm loss"]) if "lm loss" in losses else None
         notes.steps.append(
             Step(loss=loss, grad_norm=float(grad_norm), num_zeros=None if num_zeros is None else float(num_zeros))
@@ -386,6 +386,14 @@ def _note_progress(facts: dict[str, Any]) -> Callable[[], None]:
     return after
 
 
+def _fork_results_queue(facts: dict[str, Any]) -> None:
+    """Fork the process behind a queue of saves. Megatron's default, a fresh interpreter, takes a core four seconds.
+
+    It belongs to the process group of the run, which ends it.
+    """
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
 def _make_up_all_documents(facts: dict[str, Any]) -> None:
     """Have Megatron make up as much data as it does by itself."""
     gpt_dataset.MockGPTLowLevelDataset.size = 100000
@@ -400,6 +408,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_patches": _note_patches,
     "note_progress": _note_progress,
     "all_documents": _make_up_all_documents,
+    "fork_results_queue": _fork_results_queue,
     "watch_edge": leak_watch.watch_edge,
     "plant_leaks": leak_watch.plant_leaks,
     "record_posts": leak_watch.record_posts,

@@ -37,6 +37,7 @@ LEGACY = ["--ckpt-format", "torch"]
 # of hidden states would draw from the generator that a new data loader draws from too.
 DROPOUT = ["--attention-dropout", "0.1"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
 
 Writer = Callable[..., tuple[Path, list[ScriptRun]]]
 
@@ -238,3 +239,74 @@ def test_weights_alone_load_into_another_list(pool: Pool, written: Writer) -> No
     wanted = _resume(pool, folder, "1,1", [*DISTRIBUTED, "--no-load-optim"], dp=2)
     runs = _resume(pool, folder, "1,2", [*DISTRIBUTED, "--no-load-optim"], dp=2)
     assert_same_training(runs, wanted)
+
+
+_MODEL_OPTIONS = {
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels", "--seq-length"),
+    *("--max-position-embeddings", "--make-vocab-size-divisible-by"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "extra"),
+    [
+        pytest.param("1,2", [], id="1,2"),
+        pytest.param("2,1", ["--sequence-parallel"], id="2,1-sharded", marks=pytest.mark.full),
+        pytest.param("1,2", U_SHAPE, id="1,2-u-shape", marks=pytest.mark.full),
+    ],
+)
+def test_options_of_the_model_from_a_checkpoint(pool: Pool, written: Writer, target: str, extra: list[str]) -> None:
+    """The command line says nothing about the model; its options and the checks of sizes come from the checkpoint."""
+    folder, whole = written("1,1")
+    words = arguments(target, extra=[*extra, "--load", str(folder), "--use-checkpoint-args"])
+    command, words = [], iter(words)
+    for word in words:
+        if word in _MODEL_OPTIONS:
+            next(words)
+        else:
+            command.append(word)
+    runs = succeeded(launch(pool, num_ranks(target), {"arguments": command}))
+    assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
+
+
+def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> None:
+    """12 heads do not divide by 5: every rank reads that in the checkpoint, and leaves."""
+    folder, _ = written("1,1")
+    words = arguments("1,5", extra=["--load", str(folder), "--use-checkpoint-args"])
+    position = words.index("--num-attention-heads")
+    runs = launch(pool, 6, {"arguments": words[:position] + words[position + 2 :]})
+    assert_refused(runs, "--num-attention-heads 12; stage 1 has tensor-parallel size 5, which must divide it")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp"),
+    [
+        pytest.param("1,2", [], 1, id="1,2"),
+        pytest.param("2,1", DISTRIBUTED, 2, id="2,1-distributed", marks=pytest.mark.full),
+    ],
+)
+def test_saved_in_the_background(
+    pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
+) -> None:
+    """A run that another process saves trains as one that waits, and is resumed to the last bit."""
+    background = [*extra, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    _, whole = written(sizes, extra, dp=dp)
+    saving = ["--save", str(tmp_path), "--save-interval", "2"]
+    runs = train(pool, sizes, [*background, *saving], dp=dp)
+    assert "scheduled an async checkpoint save" in runs[0].output
+    assert_same_training(runs, whole, tolerance=0.0)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert_same_training(_resume(pool, tmp_path, sizes, background, dp=dp), whole, first=2, tolerance=0.0)
+
+
+@pytest.mark.full
+def test_converted(pool: Pool, written: Writer, tmp_path: Path) -> None:
+    """A sharded checkpoint of another list becomes the files of this one, and these become a sharded one again."""
+    folder, whole = written("1,1")
+    to_files = ["--ckpt-convert-format", "torch", "--ckpt-convert-save", str(tmp_path)]
+    assert all(not run.steps for run in train(pool, "1,2", ["--load", str(folder), *to_files]))
+    assert_same_training(_resume(pool, tmp_path / "torch", "1,2", LEGACY), whole, first=2)
+    to_shards = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path)]
+    train(pool, "1,2", [*LEGACY, "--load", str(tmp_path / "torch"), *to_shards])
+    assert_same_training(_resume(pool, tmp_path / "torch_dist", "2,1", []), whole, first=2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.multiproc.script_cases import assert_same_training, train, uniform
+from tests.multiproc.script_cases import arguments, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
 
@@ -54,6 +58,14 @@ def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) ->
         _case(
             "unaligned", "1,2", *INTERLEAVED_2, *OVERLAPPED, "--no-align-grad-reduce", "--no-align-param-gather", dp=2
         ),
+        _case(
+            "gather-in-step",
+            "1,2",
+            *INTERLEAVED_2,
+            *OVERLAPPED,
+            *("--overlap-param-gather-with-optimizer-step", "--ckpt-format", "torch"),
+            dp=2,
+        ),
         _case("selective-recompute", "1,2", "--recompute-granularity", "selective"),
         _case("ramp-up", "1,2", "--rampup-batch-size", "4", "4", "16", "--global-batch-size", "8"),
     ],
@@ -70,6 +82,44 @@ def test_dropout_repeats_itself(pool: Pool) -> None:
     assert_same_training(first, second, tolerance=0.0)
     with pytest.raises(AssertionError):
         assert_same_training(first, train(pool, "1,2"))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs pip install emerging-optimizers")
+@pytest.mark.parametrize("sizes", ["1,2", "2,1"])
+def test_lion(pool: Pool, sizes: str) -> None:
+    """Its steps are signs: a sign that rounding turns moves a weight by twice the learning rate, so that is small."""
+    lion = ["--optimizer", "lion", "--lr", "1e-4", "--min-lr", "1e-5"]
+    assert_same_training(train(pool, sizes, lion), train(pool, uniform(sizes), lion))
+
+
+_INJECTION = ["--rerun-mode", "validate_results", "--error-injection-rate", "2", "--error-injection-type"]
+
+
+@pytest.mark.parametrize("sizes", ["1,2", pytest.param("2,1", marks=pytest.mark.full)])
+def test_a_step_is_repeated(pool: Pool, sizes: str) -> None:
+    """After an error that is made up in it, a step on stages of different sizes runs again, with the same result."""
+    runs = launch(pool, 3, {"arguments": arguments(sizes, extra=[*_INJECTION, "transient_error"])})
+    # Megatron's code for a result that could not be confirmed. It compares as if the second result were another.
+    assert {run.exit_code for run in runs} == {17}, [run.output[-3000:] for run in runs]
+    found = [re.findall(r"First rerun: .*\((\S+) != (\S+)\)", run.output) for run in runs]
+    assert any(found) and all(first == second for pairs in found for first, second in pairs)
+    whole = train(pool, uniform(sizes))
+    assert_same_training(runs, [replace(run, steps=run.steps[: len(runs[0].steps)]) for run in whole])
+
+
+@pytest.mark.full
+def test_a_step_is_repeated_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """An error that occurs again makes the run save and end; resumed, it goes on as if there had been none."""
+    saving = ["--save", str(tmp_path), "--save-interval", "100"]
+    extra = [*_INJECTION, "correct_result", *saving]
+    runs = launch(pool, 3, {"arguments": arguments("1,2", extra=extra)})
+    # Megatron's code for a run that is to be resumed.
+    assert {run.exit_code for run in runs} == {16}, [run.output[-3000:] for run in runs]
+    num_steps = len(runs[0].steps)
+    # Without this, Megatron wants to be started on another device first.
+    resumed = train(pool, "1,2", ["--load", str(tmp_path), "--rerun-mode", "disabled"])
+    assert_same_training(resumed, train(pool, "1,1"), first=num_steps)
 
 
 @pytest.mark.parametrize("transport", ["auto", "rank0"])

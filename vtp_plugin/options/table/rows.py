@@ -37,6 +37,7 @@ _CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
 _RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
 _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
+_DEVICE = "tests/device/test_options.py"
 
 
 def _engine_on_cpu(args: object, context: OptionContext) -> bool:
@@ -232,11 +233,16 @@ RULES: tuple[OptionRule, ...] = (
         "--delay-wgrad-compute",
         "--defer-embedding-wgrad-compute",
     ),
-    *refused_unequal(
-        "moving activations to the host has not been run on stages of different sizes",
+    *supported(
+        "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host",
+        f"not run: needs CUDA and Transformer Engine, {_DEVICE} does it",
         "--fine-grained-activation-offloading",
+    ),
+    *refused_unequal(
+        "Megatron's TransformerConfig refuses it for more than one stage, 'there is no support for Pipeline "
+        "parallelism with CPU offloading'",
         case("--cpu-offloading-num-layers", above(0)),
-        way_out="use --recompute-granularity or give every stage the same size",
+        way_out="use --recompute-granularity",
     ),
     # Data parallelism.
     *supported(
@@ -252,10 +258,10 @@ RULES: tuple[OptionRule, ...] = (
         case("--no-align-grad-reduce", off, "align_grad_reduce"),
         case("--no-align-param-gather", off, "align_param_gather"),
     ),
-    *refused_unequal(
-        "gathering weights during the optimizer step has not been run on stages of different sizes",
+    *supported(
+        "it gathers the weights of a rank's first chunk among the replicas of its stage",
+        _OPTIONS,
         "--overlap-param-gather-with-optimizer-step",
-        way_out="use --overlap-param-gather alone or give every stage the same size",
     ),
     *refused(
         "the plugin's group builder makes one distributed-optimizer instance",
@@ -295,10 +301,10 @@ RULES: tuple[OptionRule, ...] = (
         "--optimizer soap",
         way_out="use --optimizer adam or sgd",
     ),
-    *refused_unequal(
-        "this optimizer has not been run on stages of different sizes",
+    *supported(
+        "it works on each weight element alone",
+        "tests/multiproc/test_options.py::test_lion",
         "--optimizer lion",
-        way_out="use --optimizer adam or sgd",
     ),
     *refused_unequal(
         "optimizer states on the host need Transformer Engine and have not been run on stages of different sizes",
@@ -311,8 +317,9 @@ RULES: tuple[OptionRule, ...] = (
         "--log-num-zeros-in-grad",
     ),
     *supported("the norm is summed over the model group", _OPTIONS, "--log-params-norm"),
-    *refused_unequal(
-        "the attention logits are read inside Transformer Engine and this has not been run on unequal stages",
+    *supported(
+        "clip_qk takes the maximum of a layer's heads over the replicas of its stage",
+        f"not run: needs CUDA and Transformer Engine 2.9, {_DEVICE} does it",
         "--log-max-attention-logit",
         "--qk-clip",
     ),
@@ -346,8 +353,9 @@ RULES: tuple[OptionRule, ...] = (
         "--rerun-mode validate_results",
         "--rerun-mode report_stats",
     ),
-    *refused_unequal(
-        "repeating a step after an injected error has not been run on stages of different sizes",
+    *supported(
+        "all ranks of the world agree to repeat a step, and then exchange as in any other",
+        "tests/multiproc/test_options.py::test_a_step_is_repeated",
         case("--error-injection-rate", above(0)),
     ),
     *supported(
@@ -374,9 +382,11 @@ RULES: tuple[OptionRule, ...] = (
         case("--save-wgrads-interval", given),
     ),
     *refused_unequal(
-        "saving and loading logits has not been run on stages of different sizes",
+        "LogitsSaverHooks and StudentLogitsCapture hook model.output_layer on every stage, and only the last one has "
+        "it, so Megatron itself ends with \"'GPTModel' object has no attribute 'output_layer'\"",
         case("--logits-save-dir", given),
         case("--logits-load-dir", given),
+        way_out="run teacher and student with one stage, --vtp-size-list N",
     ),
     # Checkpoints.
     *supported(
@@ -402,7 +412,11 @@ RULES: tuple[OptionRule, ...] = (
         "--ckpt-format fsdp_dtensor",
         way_out="use --ckpt-format torch_dist",
     ),
-    *refused_unequal("saving in the background has not been run on stages of different sizes", "--async-save"),
+    *supported(
+        "the ranks of the world agree that all have written, whatever each has written",
+        "tests/multiproc/test_checkpoint.py::test_saved_in_the_background",
+        "--async-save",
+    ),
     *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
     *refused_unequal(
         "local checkpoints have not been run on stages of different sizes",
@@ -414,15 +428,15 @@ RULES: tuple[OptionRule, ...] = (
         "--use-mp-args-from-checkpoint-args",
         way_out="leave it out and give --vtp-size-list",
     ),
-    *refused_unequal(
-        "taking the options of the model from a checkpoint has not been run on stages of different sizes",
+    *supported(
+        "every rank reads the options of the model before the plugin checks them against the stages",
+        "tests/multiproc/test_checkpoint.py::test_options_of_the_model_from_a_checkpoint",
         "--use-checkpoint-args",
-        way_out="give the options of the model on the command line",
     ),
-    *refused_unequal(
-        "writing another format has not been run on stages of different sizes",
+    *supported(
+        "it is a load and a save",
+        "tests/multiproc/test_checkpoint.py::test_converted",
         case("--ckpt-convert-format", given),
-        way_out="convert with a uniform list",
     ),
     *refused_unequal(
         "Megatron checks such a file with one tensor-parallel size",

@@ -1,0 +1,28 @@
+"""P10, CPU only: the process that saves checkpoints in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vtp_plugin.patching import PatchRecord, wrap_with
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="P10",
+            target="megatron.training.async_utils:init_persistent_async_worker",
+            build=wrap_with(_start),
+            why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then "
+            "waits for it for ever. A fork knows the stand-in device",
+            remove_when="with P2",
+            aliases=("megatron.training.initialize:init_persistent_async_worker",),
+        ),
+    )
+
+
+def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
+    """Run `init_persistent_async_worker`, which then forks this process, whatever was asked for."""
+    original(rank, mp_mode="fork", **kwargs)
