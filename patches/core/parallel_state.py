@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -130,9 +130,21 @@ def _initialize(
         stage_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_groups=pipeline_groups,
         num_chunks=options["virtual_pipeline_model_parallel_size"] or 1,
+        embedding_stages=_embedding_stages(layout.num_stages, options["get_embedding_ranks"]),
     )
     session.open_log(rank)
     log.info(session.planned.describe())
+
+
+def _embedding_stages(num_stages: int, choose: Callable[[list[int]], Sequence[int]] | None) -> list[int] | None:
+    """Ask the script's function for the ranks of a pipeline's embedding group; its ranks are stages here.
+
+    Scripts with multi-token prediction add the stage that holds it.
+
+    >>> _embedding_stages(4, lambda ranks: [ranks[0], ranks[-1], ranks[2]])
+    [0, 2, 3]
+    """
+    return None if choose is None or num_stages == 1 else sorted({0, *choose(list(range(num_stages)))})
 
 
 def _plan_together(session: Session, host: MegatronHost, options: dict[str, Any], rank: int) -> None:

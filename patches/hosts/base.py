@@ -177,6 +177,10 @@ class MegatronHost(ABC):
         The arguments are those of the call after model and token count.
         """
 
+    def mtp_stages(self, config: Any, num_stages: int) -> Sequence[int]:
+        """Return the stages that hold the layers of multi-token prediction: the last one, if the model has such."""
+        return [num_stages - 1] if getattr(config, "mtp_num_layers", None) else []
+
     @abstractmethod
     def token_group(self) -> dist.ProcessGroup:
         """Return the group over which this family sums the number of tokens in the loss."""

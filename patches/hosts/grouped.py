@@ -76,10 +76,16 @@ class GroupedHost(MegatronHost):
                 f"--pipeline-model-parallel-layout {text!r}: the edge is stage 0 and holds the embedding and the loss; "
                 "write E at the start of the first part and L at the end of the last one"
             )
+        if any(LayerType.mtp in part for part in parts[:-1]):
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {text!r}: multi-token prediction reads the embedding, which never "
+                "leaves the edge; write m before the L of the last part"
+            )
         return tuple(part.count(LayerType.decoder) for part in parts)
 
     def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
-        args.pipeline_model_parallel_layout = layout_of(layers)
+        num_predicting = getattr(args, "mtp_num_layers", None) or 0
+        args.pipeline_model_parallel_layout = layout_of(layers, num_predicting=num_predicting)
         return contextlib.nullcontext()
 
     def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
@@ -90,9 +96,9 @@ class GroupedHost(MegatronHost):
                 "in an interleaved pipeline; set it, such as 'Et|ttt|ttt|tL||'"
             )
         elif layers is not None:
-            wanted = PipelineParallelLayerLayout.from_str(layout_of(layers), len(layers) - 1)
-            if wanted.layout != found.layout:
-                yield f"the model's config has another pipeline_model_parallel_layout; set {layout_of(layers)!r}"
+            text = layout_of(layers, num_predicting=getattr(config, "mtp_num_layers", None) or 0)
+            if PipelineParallelLayerLayout.from_str(text, len(layers) - 1).layout != found.layout:
+                yield f"the model's config has another pipeline_model_parallel_layout; set {text!r}"
 
     def forward_step(
         self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
@@ -141,6 +147,12 @@ class GroupedHost(MegatronHost):
         from megatron.training.checkpointing import get_loaded_iteration
 
         return get_loaded_iteration()
+
+    def mtp_stages(self, config: Any, num_stages: int) -> Sequence[int]:
+        if not getattr(config, "mtp_num_layers", None) or config.pipeline_model_parallel_layout is None:
+            return super().mtp_stages(config, num_stages)
+        chunks = enumerate(config.pipeline_model_parallel_layout.layout)
+        return [stage for stage, parts in chunks if any(LayerType.mtp in part for part in parts)]
 
     def token_group(self) -> dist.ProcessGroup:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -61,6 +61,7 @@ ATTENTIONS = {
         config={**_SHARP, "qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 6},
         spec={"qk_layernorm": True},
     ),
+    "rotary": Attention(config=_SHARP, model=_ROTARY),
     "partly rotary": Attention(config={**_SHARP, "kv_channels": 4}, model={**_ROTARY, "rotary_percent": 0.5}),
     "yarn": Attention(
         config=_SHARP,

@@ -23,7 +23,7 @@ def saved(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     paths: dict[tuple[object, ...], str] = {}
 
     def save(case: Case) -> str:
-        key = case.num_layers, case.tied, case.has_bias, case.seq
+        key = case.num_layers, case.tied, case.has_bias, case.seq, case.attention, case.mtp
         if key not in paths:
             paths[key] = str(tmp_path_factory.mktemp("start"))
             runs.run(replace(sequential(case), save=paths[key], load=None, num_steps=0))

@@ -62,6 +62,9 @@ class Case:
         cp_list: context-parallel size of every stage; empty means ``cp`` on all.
         gathered_attention: use the attention of the tests.
         attention: one of the kinds in ``attentions.py``; empty is Megatron's default.
+        mtp: layers of multi-token prediction; they need rotary positions.
+        layout: Megatron's pipeline layout; empty shares out the layers evenly, and prediction is on the last stage.
+        embedding_stages: stages that the script says hold the word embedding, with a layout; empty for those that do.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         collects: these passes collect data other than the loss, which is the loss here.
@@ -113,6 +116,9 @@ class Case:
     cp_list: tuple[int, ...] = ()
     gathered_attention: bool = False
     attention: str = ""
+    mtp: int = 0
+    layout: str = ""
+    embedding_stages: tuple[int, ...] = ()
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0
@@ -151,7 +157,7 @@ class Case:
 
     @property
     def num_layers(self) -> int:
-        return sum(self.layers) or len(self.sizes) * self.vpp * self.layers_per_chunk
+        return sum(self.layers) or self.layout.count("t") or len(self.sizes) * self.vpp * self.layers_per_chunk
 
     def num_microbatches_of(self, step: int) -> int:
         return self.num_microbatches + step * self.rampup

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
@@ -103,6 +105,7 @@ def model_parallel(case: Case) -> Iterator[None]:
         virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
         context_parallel_size=case.cp,
         order=case.order,
+        **({"get_embedding_ranks": lambda ranks: _embedding_ranks(case, ranks)} if case.layout else {}),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     # The rule of megatron.training: weights depend on the pipeline rank, not on the tensor-parallel one.
@@ -113,6 +116,8 @@ def model_parallel(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         # Megatron 0.12 forgets the group but not its ranks, and the next run of this worker would ask for the group.
         parallel_state._EMBEDDING_GLOBAL_RANKS = parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+        # It holds the losses of as many predictions as the first model of this process had.
+        MTPLossLoggingHelper.tracker.clear()
 
 
 def _forget_saves() -> None:
@@ -245,7 +250,7 @@ class Trainer:
         return [report["loss"].item() for report in reports]
 
     def _batches(self, chunk: Any, step: int) -> Iterator[dict[str, torch.Tensor]] | None:
-        """Give data to the ranks that read it in Megatron: tensor-parallel rank 0 of first and last chunk."""
+        """Give data to the ranks that read it in Megatron: tensor-parallel rank 0 of some chunks."""
         if parallel_state.get_tensor_model_parallel_rank() != 0 or not _reads(chunk):
             return None
         return map(self._count, _batches(self.case, step, parallel_state.get_data_parallel_rank()))
@@ -263,7 +268,7 @@ class Trainer:
             own = chunk_positions(batch["tokens"].shape[1], cp_rank, num_cp)
             tokens, labels, mask = (batch[key][:, own].contiguous() for key in KEYS)
             positions = own.expand_as(tokens)
-        output = chunk(tokens, positions, None, labels=labels)
+        output = chunk(tokens, positions, None, labels=labels, **({"loss_mask": mask} if self.case.mtp else {}))
 
         def loss_function(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
             assert mask is not None
@@ -322,7 +327,7 @@ class Trainer:
     def _keep_tied(self, result: RankResult) -> None:
         if not self.case.wants_tied:
             return
-        ends = [chunk for chunk in self.model if _reads(chunk)]
+        ends = [chunk for chunk in self.model if _holds_embedding(chunk)]
         with self._gathered_weights():
             result.tied += [_bare(chunk).shared_embedding_or_output_weight().detach().clone() for chunk in ends]
 
@@ -359,6 +364,9 @@ def _config(case: Case) -> TransformerConfig:
         microbatch_group_size_per_vp_stage=case.vpp_group_size,
         calculate_per_token_loss=case.per_token_loss,
         **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers and _HAS_LAYOUTS else {}),
+        **({"pipeline_model_parallel_layout": case.layout} if case.layout else {}),
+        # So much that it matters.
+        **({"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5} if case.mtp else {}),
         **recompute,
         **{"kv_channels": HIDDEN // HEADS, **attention.config},
     )
@@ -385,20 +393,34 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
 
 
 def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
+    spec = layer_spec(case.attention, is_gathered=case.gathered_attention)
     return [
         GPTModel(
             config,
-            layer_spec(case.attention, is_gathered=case.gathered_attention),
+            spec,
             vocab_size=VOCAB,
             max_sequence_length=case.seq,
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=case.tied,
+            **({"mtp_block_spec": _mtp_spec(config, spec, vp_stage)} if case.mtp else {}),
             **ATTENTIONS[case.attention].model,
             **_of_chunk(vp_stage),
         )
         for vp_stage, is_first, is_last in _ends(case)
     ]
+
+
+def _mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None) -> Any:
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
+    """Say which ranks of a pipeline hold the word embedding, as NVIDIA's scripts do."""
+    if case.embedding_stages:
+        return [ranks[stage] for stage in case.embedding_stages]
+    with_prediction = [i for i, part in enumerate(case.layout.split("|")) if "m" in part]
+    return sorted({ranks[0], *([ranks[-1]] if case.tied else []), *(ranks[stage] for stage in with_prediction)})
 
 
 def _ends(case: Case) -> Iterator[tuple[int | None, bool, bool]]:
@@ -429,7 +451,7 @@ def _u_layout(case: Case) -> list[list[str]]:
     """Say which layers each stage's first chunk holds, then each one's second."""
     parts = [["decoder"] * num_layers for num_layers in case.layers]
     parts[0].insert(0, "embedding")
-    parts[-1].append("loss")
+    parts[-1] += ["mtp"] * case.mtp + ["loss"]
     return [*parts, *([] for _ in case.sizes[1:])]
 
 
@@ -478,7 +500,14 @@ def _bare(chunk: Any) -> Any:
 
 
 def _reads(chunk: Any) -> bool:
-    return _bare(chunk).pre_process or _bare(chunk).post_process
+    model = _bare(chunk)
+    return model.pre_process or model.post_process or getattr(model, "mtp_process", False)
+
+
+def _holds_embedding(chunk: Any) -> bool:
+    model = _bare(chunk)
+    is_output = model.post_process and model.share_embeddings_and_output_weights
+    return model.pre_process or is_output or getattr(model, "mtp_process", False)
 
 
 def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -239,3 +239,26 @@ def test_folders_that_are_not_shared_are_refused_where_one_checkpoint_is_written
     saving = {rank: ["--save", str(tmp_path / ("edge" if rank == 0 else "cloud"))] for rank in range(3)}
     words = [f"--save {tmp_path / 'cloud'} is not the folder of rank 0", "--ckpt-format torch"]
     _refuse(pool, [*U_SHAPE, "1,1,2", "--save-interval", "2"], *words, by_rank=saving)
+
+
+@pytest.mark.full
+def test_multi_token_prediction(pool: Pool, tmp_path: Path) -> None:
+    """The edge predicts two tokens: it trains as a sequential run does, and its checkpoint is resumed."""
+    predicting = [
+        "--mtp-num-layers",
+        "1",
+        "--position-embedding-type",
+        "rope",
+        "--no-rope-fusion",
+        "--mtp-loss-scaling-factor",
+        "0.5",
+    ]
+    predicting += ["--untie-embeddings-and-output-weights"]
+    reference = train(pool, "1", [*predicting, "--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    command = [*predicting, *U_SHAPE, "1,1,2", "--save-interval", "1"]
+    runs = train(pool, "1,2", [*command, "--load", str(tmp_path), "--save", str(tmp_path / "u")])
+    assert_same_training(runs, reference, first=2)
+    assert "mtp_1 loss" in runs[0].output
+    (tmp_path / "u" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert_same_training(train(pool, "1,2", [*command, "--load", str(tmp_path / "u")]), reference, first=3)

@@ -43,7 +43,7 @@ def sequential(case: Case) -> Case:
         "loss_tuple",
     )
     kept += ("varying_lengths", "partial_batches", "seq", "length_step", "tied", "load", "clip", "count_zeros")
-    kept += ("has_bias", "loss_scale")
+    kept += ("has_bias", "loss_scale", "attention", "mtp")
     return Case(
         sizes=(1,),
         layers_per_chunk=case.num_layers,

@@ -28,8 +28,9 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         "few when the links are measured",
         Cargo.BRIDGE_HEADER: "a row of int64 between two modules: length of the sequence (or of the hidden dimension), "
         "hidden size, the number of samples or tokens of each unit of the batch, and the number of a type",
-        Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the two ends of a "
-        "model that share it; never in a U-shaped pipeline, which has both ends on one stage",
+        Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the stages of a model "
+        "that share it, its ends and the stage of multi-token prediction; never in a U-shaped pipeline, which has them "
+        "all on the edge",
         Cargo.PROBE: "zeros, floating point, `[S, B, H]` or a slice of it, at start-up: they time the ways in which a "
         "boundary inside a site can be crossed",
         Cargo.WARM_UP: "a single zero for every link, at start-up",

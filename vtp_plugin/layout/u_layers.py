@@ -50,12 +50,17 @@ def layers_of_chunk(layers: Sequence[int], *, stage: int, chunk: int) -> range:
     return range(first, first + layers[part])
 
 
-def layout_of(layers: Sequence[int]) -> str:
+def layout_of(layers: Sequence[int], *, num_predicting: int = 0) -> str:
     """Write Megatron's pipeline layout: first chunks of all stages, then their second ones, the cloud's empty.
 
-    >>> layout_of((1, 3, 3, 1))
-    'Et|ttt|ttt|tL||'
+    Args:
+        layers: of every part.
+        num_predicting: layers of multi-token prediction; they follow the edge's last part.
+
+    >>> layout_of((1, 3, 3, 1)), layout_of((1, 3, 1), num_predicting=1)
+    ('Et|ttt|ttt|tL||', 'Et|ttt|tmL|')
     """
     parts = ["t" * part for part in layers]
     num_stages = len(layers) - 1
-    return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L", *[""] * (num_stages - 1)])
+    last = parts[-1] + "m" * num_predicting + "L"
+    return "|".join(["E" + parts[0], *parts[1:-1], last, *[""] * (num_stages - 1)])

@@ -1,59 +1,79 @@
-"""Tied embeddings over stages of unequal tensor-parallel size: one weight, cut differently on its two ends."""
+"""Shared embeddings over stages of unequal tensor-parallel size: one weight, cut differently where it is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedWeight:
-    """One rank's side of the word embedding that the first and the last stage share.
+    """One rank's side of the word embedding of which several stages hold a copy.
 
-    Only ranks of these two stages have one. Every slice goes straight to the rank whose slice overlaps it, with no
-    gather on either side, so no rank ever holds more than its slice ``[V / tp, H]``. If the stages have different
-    numbers of replicas, a replica of the smaller stage sends to several of the larger stage and receives from one.
+    The first stage has the original. The last stage has a copy where it shares the weight with its output layer, and so
+    has the stage of multi-token prediction. Every slice goes straight to the rank whose slice overlaps it, with no
+    gather on either side, so no rank ever holds more than its slice ``[V / tp, H]``. If two stages have different
+    numbers of replicas, a replica of the smaller one sends to several of the larger one and receives from one.
 
     Attributes:
-        is_first: the rank is in the first stage, whose weight is the original.
-        outgoing: channels to the replicas of the other end that take this one's values.
-        incoming: channel from one replica of the other end.
+        stage: of this rank.
+        outgoing: channels to the replicas that take this one's values, with their stage.
+        incoming: channel from one replica of each other stage, by that stage.
     """
 
-    is_first: bool
-    outgoing: tuple[Channel, ...]
-    incoming: Channel
+    stage: int
+    outgoing: tuple[tuple[int, Channel], ...]
+    incoming: Mapping[int, Channel]
 
-    def copy_from_first(self, weight: torch.Tensor) -> None:
-        """Give the last stage the first stage's values, in place; called once by all ranks of both stages."""
+    @property
+    def is_first(self) -> bool:
+        """Whether the rank is in the first stage, whose weight is the original."""
+        return self.stage == 0
+
+    def reaches(self, stages: Collection[int]) -> bool:
+        """Tell whether there are channels to all of these stages but this rank's own."""
+        return set(stages) <= {self.stage, *self.incoming}
+
+    def copy_from_first(self, weight: torch.Tensor, stages: Collection[int]) -> None:
+        """Give the other stages the first stage's values, in place; called once by all ranks of ``stages``."""
         form = _format(weight)
         if self.is_first:
-            for send in [channel.send(weight, form) for channel in self.outgoing]:
+            for send in [channel.send(weight, form) for stage, channel in self.outgoing if stage in stages]:
                 send.wait()
         else:
-            weight.copy_(self.incoming.post(form, weight.shape).take())
+            weight.copy_(self.incoming[0].post(form, weight.shape).take())
 
-    def sum_gradients(self, gradient: torch.Tensor) -> None:
-        """Add the other end's gradient, in place; called once a step by all ranks of both stages.
+    def sum_gradients(self, gradient: torch.Tensor, stages: Collection[int]) -> None:
+        """Add the other stages' gradients, in place; called once a step by all ranks of ``stages``.
 
-        The replicas of an end hold the same gradient. Both ends add the same two numbers, so the two copies of the
-        weight stay equal to the last bit.
+        The replicas of a stage hold the same gradient. All add the same numbers in the order of the stages, so the
+        copies of the weight stay equal to the last bit.
         """
         form = _format(gradient)
+        incoming = [channel for stage, channel in sorted(self.incoming.items()) if stage in stages]
+        outgoing = [channel for stage, channel in self.outgoing if stage in stages]
         # Post in the order of the run's channels, as in every exchange: a device may run one operation after another.
         works = [
-            channel.post(form, gradient.shape) if channel is self.incoming else channel.send(gradient, form)
-            for channel in sorted((*self.outgoing, self.incoming), key=lambda channel: channel.order)
+            channel.post(form, gradient.shape) if channel in incoming else channel.send(gradient, form)
+            for channel in sorted((*outgoing, *incoming), key=lambda channel: channel.order)
         ]
-        received = self.incoming.take()
+        received = [channel.take() for channel in incoming]
         for work in works:
             work.wait()  # the sends read the gradient's memory
-        gradient.add_(received)
+        # Of the first two it does not matter which is added to which.
+        num_ahead = max(sum(stage < self.stage for stage in stages), 1)
+        if received:
+            ahead, *others = received[:num_ahead]
+            for other in others:
+                ahead.add_(other)
+            for part in (ahead, *received[num_ahead:]):
+                gradient.add_(part)
 
 
 def _format(weight: torch.Tensor) -> TensorFormat:
@@ -61,14 +81,14 @@ def _format(weight: torch.Tensor) -> TensorFormat:
     return TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
 
 
-def join_tied_weight(channels: Sequence[Channel], *, is_first: bool) -> TiedWeight:
+def join_tied_weight(channels: Sequence[Channel], layout: PipelineLayout) -> TiedWeight:
     """Make this rank's side of the shared embedding.
 
     Args:
         channels: of this rank, opened from :func:`vtp_plugin.boundary.tied.tied_weight_specs`.
-        is_first: the rank is in the first stage, not in the last.
+        layout: who is where.
     """
-    rank = dist.get_rank()
-    (incoming,) = (channel for channel in channels if rank in channel.spec.dst.ranks)
-    outgoing = tuple(channel for channel in channels if rank in channel.spec.src.ranks)
-    return TiedWeight(is_first=is_first, outgoing=outgoing, incoming=incoming)
+    rank, stage_of = dist.get_rank(), layout.stage_of
+    outgoing = [(stage_of(c.spec.dst.ranks[0]), c) for c in channels if rank in c.spec.src.ranks]
+    incoming = {stage_of(c.spec.src.ranks[0]): c for c in channels if rank in c.spec.dst.ranks}
+    return TiedWeight(stage=stage_of(rank), outgoing=tuple(outgoing), incoming=incoming)

@@ -36,7 +36,7 @@ class RunningPipeline:
         communicators: they move activations, one for each of these replicas; several only where a neighbour has more
             replicas than this rank's stage, none while Megatron's own is in use.
         schedule_runner: runs planned schedules; None with Megatron's own.
-        tied_weight: exchange of a shared embedding; None on ranks that hold no end of it, or with Megatron's own.
+        tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
     """
 
     stage_group: dist.ProcessGroup
@@ -73,6 +73,7 @@ def open_pipeline(
     stage_group: dist.ProcessGroup,
     pipeline_groups: tuple[dist.ProcessGroup, ...],
     num_chunks: int,
+    embedding_stages: Sequence[int] | None = None,
     audit: Audit | None,
 ) -> RunningPipeline:
     """Open the channels of this rank. All ranks call this at the same point, after Megatron made its groups.
@@ -83,6 +84,7 @@ def open_pipeline(
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica that this rank works in.
         num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
+        embedding_stages: those that may hold a copy of the word embedding; None for the ends.
         audit: record of what crosses; None unless asked for.
 
     Raises:
@@ -98,7 +100,7 @@ def open_pipeline(
         layout, is_ring=placement.num_vstages > num_stages, rules=planned.transport_rules, dp_mode=replicas.mode
     )
     is_tied_local = planned.has_stock_ends or config.layerwise_disaggregated or num_stages == 1
-    tied = () if is_tied_local else tied_weight_specs(layout)
+    tied = () if is_tied_local else tied_weight_specs(layout, embedding_stages)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     specs += tied
     for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
@@ -119,9 +121,9 @@ def open_pipeline(
             config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps
         )
         schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders)
-    if tied and own.stage in (0, num_stages - 1):
+    if tied and own.stage in (embedding_stages or (0, num_stages - 1)):
         own_tied = [channel for channel in opened[-len(tied) :] if channel is not None]
-        tied_weight = join_tied_weight(own_tied, is_first=own.stage == 0)
+        tied_weight = join_tied_weight(own_tied, layout)
     return RunningPipeline(
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -174,7 +174,12 @@ class Session:
             self.audit = Audit(self.config.audit, rank)
 
     def open(
-        self, *, stage_group: dist.ProcessGroup, pipeline_groups: tuple[dist.ProcessGroup, ...], num_chunks: int
+        self,
+        *,
+        stage_group: dist.ProcessGroup,
+        pipeline_groups: tuple[dist.ProcessGroup, ...],
+        num_chunks: int,
+        embedding_stages: Sequence[int] | None = None,
     ) -> None:
         """Open the channels of this rank; arguments as for :func:`~vtp_plugin.session.running.open_pipeline`."""
         if self.planned.is_active:
@@ -185,6 +190,7 @@ class Session:
             stage_group=stage_group,
             pipeline_groups=pipeline_groups,
             num_chunks=num_chunks,
+            embedding_stages=embedding_stages,
             audit=self.audit,
         )
 

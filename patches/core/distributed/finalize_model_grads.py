@@ -1,4 +1,4 @@
-"""H6: end of the backward pass: token count over the stages, scale of the gradients, gradient of the tied embedding."""
+"""H6: end of the backward pass: token count over the stages, scale of the gradients, those of a shared embedding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vtp_plugin.patches.core.models.common.language_module.language_module import copies_embedding, embedding_stages
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import PlannedRun, Session
@@ -21,8 +22,8 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
             id="H6",
             target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
             build=wrap_with(_finalize, session, host),
-            why="it broadcasts the token count over the pipeline group and all-reduces the tied embedding's gradient "
-            "over the ends of a pipeline group: the first hangs and the second mixes rows when stages differ",
+            why="it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient "
+            "over ranks of a pipeline group: the first hangs and the second mixes rows when stages differ",
             remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
             aliases=(
                 "megatron.core.distributed:finalize_model_grads",
@@ -41,7 +42,7 @@ def _finalize(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Run `finalize_model_grads`, with the token count and the tied embedding summed outside of it."""
+    """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it."""
     session.finish_step()
     groups = kwargs.get("pg_collection", args[0] if args else None)
     if session.modules and getattr(groups, "pp", None) in session.modules:
@@ -58,7 +59,7 @@ def _finalize(
         _scale_as_loss_stage(session.planned, model)
     else:
         _divide_by_tokens(model, num_tokens, host.token_group(), parallel_state.get_model_parallel_group())
-    _sum_tied_gradients(session, model)
+    _sum_tied_gradients(session, host, model)
 
 
 def _divide_by_tokens(
@@ -99,13 +100,14 @@ def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> N
             chunk.scale_gradients(ratio)  # pyright: ignore[reportCallIssue]
 
 
-def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
-    """Add up the two ends' gradients of a shared word embedding, if the model has one."""
+def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.nn.Module]) -> None:
+    """Add up the gradients of all copies of the word embedding, if the model has several."""
     tied = session.running.tied_weight
     if tied is not None:
-        gradient = _tied_gradient(model[0] if tied.is_first else model[-1])
-        if gradient is not None:
-            tied.sum_gradients(gradient)
+        chunk = model[0] if tied.is_first else model[-1]
+        stages = embedding_stages(session, host, _bare(chunk))
+        if len(stages) > 1 and tied.stage in stages and (gradient := _tied_gradient(chunk)) is not None:
+            tied.sum_gradients(gradient, stages)
     elif session.config.layerwise_disaggregated and session.planned.own.stage == 0:
         ends = _tied_gradient(model[0]), _tied_gradient(model[-1])
         if ends[0] is not None and ends[1] is not None:
@@ -115,16 +117,20 @@ def _sum_tied_gradients(session: Session, model: list[torch.nn.Module]) -> None:
 
 
 def _tied_gradient(chunk: Any) -> torch.Tensor | None:
-    """Return the whole gradient of the word embedding on a chunk; None if the ends of the model do not share one."""
-    module = chunk
-    # DDP and mixed precision wrap the model, which alone knows whether it shares.
-    while hasattr(module, "module"):
-        module = module.module
-    if not getattr(module, "share_embeddings_and_output_weights", False):
+    """Return the whole gradient of the word embedding on a chunk; None if the model has no other copy of it."""
+    module = _bare(chunk)
+    if not copies_embedding(module):
         return None
     weight = module.shared_embedding_or_output_weight()
     _complete_gradient(chunk, weight)
     return weight.main_grad
+
+
+def _bare(chunk: Any) -> Any:
+    """Return the model inside DDP and mixed precision, which alone knows whether it shares."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def _complete_gradient(chunk: Any, weight: torch.nn.Parameter) -> None:

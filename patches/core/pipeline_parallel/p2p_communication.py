@@ -78,7 +78,9 @@ def _checked_format(config: Any, context: OptionContext) -> TensorFormat:
     if config.use_ring_exchange_p2p:
         raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
     # Families before 0.19 have no stage that holds multi-token prediction alone.
-    has_variable_shapes = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
+    # In a U the edge holds it, which Megatron takes for a stage before the last one; there it ends with the loss.
+    is_standalone = getattr(config, "mtp_standalone", False) and not context.is_u_shaped
+    has_variable_shapes = config.variable_seq_lengths or is_standalone
     return TensorFormat(
         dtype=config.pipeline_dtype,
         src_sharded=config.sequence_parallel,

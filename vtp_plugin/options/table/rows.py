@@ -143,8 +143,9 @@ RULES: tuple[OptionRule, ...] = (
         "one expert size on stages of different sizes gives the stages different numbers of expert replicas",
         case("--expert-tensor-parallel-size", given),
     ),
-    *refused_unequal(
-        "another copy of the embedding lives on the prediction stage and is summed over equal shards",
+    *supported(
+        "the plugin copies and sums the word embedding between all stages that hold it, whatever their sizes",
+        "tests/multiproc/test_mtp.py::test_prediction",
         "--mtp-num-layers",
         "--mtp-standalone",
     ),
@@ -490,7 +491,6 @@ RULES: tuple[OptionRule, ...] = (
         "--decoder-last-pipeline-num-layers",
         "--account-for-embedding-in-pipeline-split",
         "--account-for-loss-in-pipeline-split",
-        "--mtp-num-layers",
     ),
     *refused_u_shaped(
         "the limits of packed samples do not cross to the cloud",

@@ -1,9 +1,9 @@
-"""H7: start value of the tied embedding on the last stage."""
+"""H7: start value of the word embedding on the stages that hold a copy of it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
             build=wrap_with(_setup, session, host),
-            why="without an embedding group Megatron leaves the last stage's copy at zero; also the first point where "
+            why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where "
             "a model meets its groups, so a configuration made for another stage is refused here",
             remove_when="with H6",
         ),
@@ -30,33 +30,85 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
 
 
 def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
-    """Run `setup_embeddings_and_output_layer`, then give the last stage the first one's word embedding.
+    """Run `setup_embeddings_and_output_layer`, then give the other copies of the word embedding the first one's values.
 
-    Megatron all-reduces between the ends for that, which needs slices of one size.
+    Megatron all-reduces between the stages for that, which needs slices of one size.
     """
     is_u_shaped = session.config.layerwise_disaggregated
     if is_u_shaped:
         refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config))
     module = session.modules.get(chunk.pp_group) if session.modules else None
-    if module is not None and chunk.share_embeddings_and_output_weights:
+    if module is not None and copies_embedding(chunk):
         raise ConfigError(
-            f"the word embedding is shared by the ends of a module with stages of tp {module.sizes}, which hold "
-            "different slices of it; set share_embeddings_and_output_weights=False"
+            f"several stages of a module hold the word embedding, in slices of its own stages' tp {module.sizes}; set "
+            "share_embeddings_and_output_weights=False, and mtp_num_layers=None"
         )
     if session.is_planned:
         session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
     original(chunk)
-    if not chunk.share_embeddings_and_output_weights:
+    if not copies_embedding(chunk):
         return
     if is_u_shaped:
         _tie_chunks(session, chunk)
-    tied = session.running.tied_weight if session.is_running else None
-    if tied is not None and (chunk.pre_process if tied.is_first else chunk.post_process):
-        weight = chunk.shared_embedding_or_output_weight()
-        with torch.no_grad():
-            # As in Megatron, which may have drawn the values on the host.
-            weight.data = weight.data.to(session.planned.platform.device())
-            tied.copy_from_first(weight.data)
+    elif session.is_running and not session.planned.has_stock_ends and _holds_copy(chunk):
+        stages = embedding_stages(session, host, chunk)
+        refuse(_problems_of_copies(session, host, stages, chunk))
+        tied = session.running.tied_weight
+        if tied is not None and len(stages) > 1:
+            weight = chunk.shared_embedding_or_output_weight()
+            with torch.no_grad():
+                # As in Megatron, which may have drawn the values on the host.
+                weight.data = weight.data.to(session.planned.platform.device())
+                tied.copy_from_first(weight.data, stages)
+
+
+def copies_embedding(model: Any) -> bool:
+    """Tell whether a model holds its word embedding in several places: for the output layer, or for prediction."""
+    shares = getattr(model, "share_embeddings_and_output_weights", False)
+    return bool(shares or getattr(getattr(model, "config", None), "mtp_num_layers", None))
+
+
+def embedding_stages(session: Session, host: MegatronHost, model: Any) -> list[int]:
+    """List the stages that hold the word embedding: the first one, and those with a copy.
+
+    Args:
+        session: the applied plugin, with a plan.
+        host: the family of the Megatron that runs.
+        model: a model chunk of this rank.
+    """
+    num_stages = session.planned.layout.num_stages
+    if not copies_embedding(model):
+        return [0]
+    last = [num_stages - 1] if model.share_embeddings_and_output_weights else []
+    return sorted({0, *last, *host.mtp_stages(model.config, num_stages)})
+
+
+def _holds_copy(chunk: Any) -> bool:
+    is_output = chunk.post_process and chunk.share_embeddings_and_output_weights
+    return chunk.pre_process or getattr(chunk, "mtp_process", False) or is_output
+
+
+def _problems_of_copies(session: Session, host: MegatronHost, stages: list[int], chunk: Any) -> Iterator[str]:
+    """Say why the copies of the word embedding cannot be kept equal, or what leaves prediction cannot be read."""
+    tied, sizes = session.running.tied_weight, session.planned.layout.tp_sizes
+    if len(stages) > 1 and (tied is None or not tied.reaches(stages)):
+        yield (
+            f"stages {', '.join(map(str, stages))} hold the word embedding; the plugin, as Megatron, keeps it equal on "
+            "the first and the last one only unless told otherwise; give initialize_model_parallel, or pretrain, a "
+            "get_embedding_ranks that returns those of all"
+        )
+    if getattr(chunk, "mtp_process", False) and session.planned.own.stage == 0 and not chunk.pre_process:
+        yield (
+            "multi-token prediction in another chunk of stage 0 than the embedding; its copy would not be summed; put "
+            "m into another stage, such as the last one"
+        )
+    tail = sizes[min(host.mtp_stages(chunk.config, len(sizes)), default=0) :]
+    if chunk.config.sequence_parallel and getattr(chunk.config, "mtp_standalone", False) and len(set(tail)) > 1:
+        yield (
+            f"multi-token prediction before the last stage with sequence parallelism on stages of tp {tail}; each rank "
+            "joins its slices of both predictions, so other sizes would cut them elsewhere; give these stages the same "
+            "size, or leave out sequence parallelism"
+        )
 
 
 def _tie_chunks(session: Session, chunk: Any) -> None:
