@@ -61,6 +61,8 @@ ATTENTIONS = {
         config={**_SHARP, "qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 6},
         spec={"qk_layernorm": True},
     ),
+    # Every second layer sees three positions back only.
+    "windows": Attention(config={**_SHARP, "window_size": (3, 0), "window_attn_skip_freq": 2}),
     "rotary": Attention(config=_SHARP, model=_ROTARY),
     "partly rotary": Attention(config={**_SHARP, "kv_channels": 4}, model={**_ROTARY, "rotary_percent": 0.5}),
     "yarn": Attention(

@@ -24,6 +24,10 @@ CASES = [
     pytest.param(attending("normed", 1, 3, vpp=2, num_microbatches=4), marks=pytest.mark.full),
     pytest.param(attending("partly rotary", 1, 2, varying_lengths=True), marks=pytest.mark.full),
     pytest.param(attending("yarn", 2, 3), marks=pytest.mark.full),
+    attending("windows", 1, 2, layers_per_chunk=2, num_microbatches=3),
+    pytest.param(
+        attending("windows", 4, 1, seq=8, sequence_parallel=True, vpp=2, num_microbatches=4), marks=pytest.mark.full
+    ),
 ]
 
 

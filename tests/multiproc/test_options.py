@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.script_cases import arguments, assert_same_training, launch, train, uniform
+from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
 
@@ -23,6 +24,34 @@ def pool(script_pool: Pool) -> Pool:
 INTERLEAVED_3 = ["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "6", "--global-batch-size", "12"]
 OVERLAPPED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 INTERLEAVED_2 = ["--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+def _block(*, heads_in_group: int | None, ffn_mult: float | None, has_linear: bool = False) -> dict[str, Any]:
+    attention = {"no_op": heads_in_group is None and not has_linear, "n_heads_in_group": heads_in_group}
+    mlp = {"no_op": ffn_mult is None and not has_linear, "ffn_mult": ffn_mult}
+    return {
+        "attention": {**attention, "replace_with_linear": has_linear},
+        "ffn": {**mlp, "replace_with_linear": has_linear},
+    }
+
+
+# Layers of two widths, one without attention, one of plain matrices.
+_HETEROGENEOUS = {
+    **{"hidden_size": 64, "num_attention_heads": 12, "num_hidden_layers": 4, "hidden_act": "silu", "rope_theta": 10000},
+    **{"rope_scaling": {"factor": 8.0}, "tie_word_embeddings": False},
+    "block_configs": [
+        _block(heads_in_group=6, ffn_mult=1.5),
+        _block(heads_in_group=None, ffn_mult=3.0),
+        _block(heads_in_group=6, ffn_mult=None),
+        _block(heads_in_group=None, ffn_mult=None, has_linear=True),
+    ],
+}
+_OF_A_FILE = [
+    *("--position-embedding-type", "rope", "--use-rotary-position-embeddings", "--no-rope-fusion"),
+    *("--use-rope-scaling", "--rope-scaling-factor", "8.0", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--group-query-attention", "--num-query-groups", "2"),
+    "--untie-embeddings-and-output-weights",
+]
 
 
 def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) -> Any:
@@ -72,6 +101,27 @@ def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) ->
 )
 def test_supported_option(pool: Pool, sizes: str, extra: list[str], dp: int) -> None:
     assert_same_training(train(pool, sizes, extra, dp=dp), train(pool, uniform(sizes), extra, dp=dp))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sizes", "extra"), [("1,2", []), ("4,1", ["--sequence-parallel"])])
+def test_layers_of_a_file(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(_HETEROGENEOUS))
+    options = [*_OF_A_FILE, "--heterogeneous-layers-config-path", str(path)]
+    reference = train(pool, uniform(sizes), options)
+    assert_same_training(train(pool, sizes, [*options, *extra]), reference)
+    with pytest.raises(AssertionError):
+        assert_same_training(train(pool, uniform(sizes), _OF_A_FILE), reference)
+
+
+@pytest.mark.full
+def test_layers_of_a_file_that_a_stage_cannot_cut(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(_HETEROGENEOUS))
+    options = [*_OF_A_FILE, "--heterogeneous-layers-config-path", str(path)]
+    runs = launch(pool, 4, {"arguments": arguments("1,3", extra=options)})
+    assert_refused(runs, "layer 1: feed-forward size 256; a stage has tensor-parallel size 3, which must divide it")
 
 
 @pytest.mark.full

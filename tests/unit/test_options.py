@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches, own_batches
+from vtp_plugin.options.checks.layer_file import check_layer_file
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
@@ -405,6 +407,28 @@ def suggestions(lines: tuple[str, ...]) -> list[int]:
     found = [re.findall(r"\d+", line.rsplit("; use ", 1)[1]) for line in lines]
     assert all(found)
     return [int(number) for numbers in found for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("block", "lines"),
+    [
+        ({"attention": {"n_heads_in_group": 4}}, ["layer 1: query groups 3"]),
+        ({"attention": {"num_query_groups": 8}, "mlp": {"ffn_hidden_size": 10}}, ["layer 1: feed-forward size 10"]),
+        ({"attention": {"replace_with_linear": True}}, []),
+        ({"ffn": {"ffn_mult": 1.5}}, []),
+    ],
+)
+def test_layers_of_a_file_on_all_stages(block: dict[str, object], lines: list[str]) -> None:
+    text = json.dumps({"hidden_size": 64, "num_attention_heads": 12, "block_configs": [block]})
+    found = check_layer_file(SimpleNamespace(heterogeneous_layers_config_encoded_json=text), UNEQUAL)
+    assert [line.split("; ")[0] for line in found] == [f"--heterogeneous-layers-config-path, {line}" for line in lines]
+
+
+def test_layer_file_that_cannot_be_read() -> None:
+    args = SimpleNamespace(heterogeneous_layers_config_path="/no/such/file")
+    (line,) = check_layer_file(args, UNEQUAL)
+    assert line.count("; ") == 2 and "/no/such/file" in line
+    assert check_layer_file(args, UNIFORM) == ()
 
 
 def test_evidence_names_tests_that_exist() -> None:

@@ -154,7 +154,8 @@ RULES: tuple[OptionRule, ...] = (
         "--experimental-attention-variant dsa",
     ),
     *refused_unequal(
-        "these attention layers have not been run on stages of different sizes",
+        "these attention layers need CUDA, 'Experimental GPT decoder block spec only supports transformer engine "
+        "implementation for now', and nobody of us has run them on stages of different sizes",
         "--experimental-attention-variant gated_delta_net",
     ),
     *refused_unequal(
@@ -163,13 +164,21 @@ RULES: tuple[OptionRule, ...] = (
         "--multi-latent-attention",
     ),
     *refused_unequal(
-        "layers that are not attention and MLP draw and cut their weights by the tensor-parallel size",
+        "layers that are not attention and MLP draw and cut their weights by the tensor-parallel size, and need CUDA, "
+        "else MambaMixer says 'MambaSSM is not installed'",
         "--is-hybrid-model",
         case("--hybrid-layer-pattern", given),
         case("--hybrid-override-pattern", given),
     ),
-    *refused_unequal(
-        "the head and feed-forward sizes of every layer come from a file that is not checked against the stages",
+    *supported(
+        "the mask of a window depends on positions and on the number of the layer",
+        "tests/multiproc/test_attention.py::test_attention",
+        case("--window-size", given),
+        case("--window-attn-skip-freq", given),
+    ),
+    *supported(
+        "the sizes of every layer in the file are checked against all stages",
+        "tests/multiproc/test_options.py::test_layers_of_a_file",
         case("--heterogeneous-layers-config-path", given),
         case("--heterogeneous-layers-config-encoded-json", given),
     ),
