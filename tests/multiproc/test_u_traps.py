@@ -51,7 +51,6 @@ def test_packed_samples_are_refused(script_pool: Pool, flag: str) -> None:
     "flags",
     [
         ("--num-experts", "2"),
-        ("--mtp-num-layers", "1"),
         ("--num-layers-per-virtual-pipeline-stage", "1"),
         ("--decoder-first-pipeline-num-layers", "1"),
     ],
