@@ -43,8 +43,9 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     if not isinstance(platform, CpuPlatform):
         return host.placed(common)
     from vtp_plugin.patches.core.distributed import param_and_grad_buffer
-    from vtp_plugin.patches.core.tensor_parallel import random
+    from vtp_plugin.patches.core.tensor_parallel import mappings, random
     from vtp_plugin.patches.core.transformer import torch_norm
+    from vtp_plugin.patches.core.transformer.moe import moe_utils
     from vtp_plugin.patches.training import async_utils, initialize
 
     return host.placed(
@@ -52,6 +53,8 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
             *common,
             *random.records(platform),
             *torch_norm.records(),
+            *moe_utils.records(),
+            *mappings.records(),
             *param_and_grad_buffer.records(),
             *initialize.records(platform),
             *async_utils.records(),
@@ -66,12 +69,15 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     from vtp_plugin.patches.core.dist_checkpointing import validation
     from vtp_plugin.patches.core.pipeline_parallel import schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
+    from vtp_plugin.patches.core.transformer.moe import moe_layer, moe_logging
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
     adapting = (parallel_state, schedules, checkpointing)
     modules = (
         validation,
         build_tokenizer,
+        moe_layer,
+        moe_logging,
         theoretical_memory_usage,
         vocab_utils,
     )

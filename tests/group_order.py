@@ -53,9 +53,7 @@ _KINDS = (
 )
 
 
-def model_parallel_groups(
-    layout: PipelineLayout, ep: int = 1, *, expert_tensor_parallel_size: int | None = None, gloo: bool = False
-) -> tuple[GroupSpec, ...]:
+def model_parallel_groups(layout: PipelineLayout, *, gloo: bool = False) -> tuple[GroupSpec, ...]:
     """List the groups that ``initialize_model_parallel`` of megatron-core 0.19 creates, in its order.
 
     For unequal stages these are the groups it creates when its rank generators are replaced by
@@ -63,15 +61,13 @@ def model_parallel_groups(
 
     Args:
         layout: the stages.
-        ep: expert-parallel size.
-        expert_tensor_parallel_size: see :class:`LayoutRankGenerator`.
         gloo: whether to list the gloo doubles too (``create_gloo_process_groups``).
 
     Raises:
         ConfigError: see :class:`LayoutRankGenerator`.
     """
     dense = LayoutRankGenerator(layout)
-    expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
+    expert = LayoutRankGenerator(layout, expert=True)
     specs: list[GroupSpec] = []
     for kind in _KINDS:
         for ranks in (expert if kind.expert else dense).get_ranks(kind.token):

@@ -50,6 +50,8 @@ def apply(
     vtp_size_list: Sequence[int] | str | None = None,
     vtp_cp_list: Sequence[int] | str | None = None,
     vtp_dp_list: Sequence[int] | str | None = None,
+    vtp_ep_list: Sequence[int] | str | None = None,
+    vtp_etp_list: Sequence[int] | str | None = None,
     dp_mode: DpModeName = "multiplex",
     device: DeviceName = "auto",
     transport: TransportName = "auto",
@@ -87,6 +89,9 @@ def apply(
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
             differ, the schedule is planned.
+        vtp_ep_list: expert-parallel size of every stage; ``None`` is Megatron's one size for all.
+        vtp_etp_list: tensor-parallel size of the experts of every stage; ``None`` is Megatron's one size for all, or
+            else each stage's own tensor-parallel size.
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.

@@ -20,6 +20,8 @@ from vtp_plugin.values import (
     parse_cost_words,
     parse_cp_list,
     parse_dp_list,
+    parse_ep_list,
+    parse_etp_list,
     parse_in_flight,
     parse_layer_list,
     parse_sites,
@@ -123,6 +125,21 @@ class VtpConfig:
         "1,2,2",
         keyword="vtp_dp_list",
         parse=parse_dp_list,
+    )
+    ep_list: tuple[int, ...] | None = _where(
+        None,
+        "expert-parallel size of every stage; default: --expert-model-parallel-size on all",
+        "1,2,2",
+        keyword="vtp_ep_list",
+        parse=parse_ep_list,
+    )
+    etp_list: tuple[int, ...] | None = _where(
+        None,
+        "tensor-parallel size of the experts of every stage; default: --expert-tensor-parallel-size on all, or else "
+        "each stage's own tensor-parallel size",
+        "1,1,1",
+        keyword="vtp_etp_list",
+        parse=parse_etp_list,
     )
     data_parallel_size: int | None = _where(
         None, "replicas of every stage; needed with '--vtp-size-list auto' only", "N", type=int
@@ -241,6 +258,8 @@ class VtpConfig:
             )
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
+        self._check_list("ep_list", self.ep_list, "expert-parallel")
+        self._check_list("etp_list", self.etp_list, "expert tensor-parallel")
         if self.num_layer_list is not None and not self.layerwise_disaggregated:
             raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
         if self.dp_list is not None and self.data_parallel_size is not None:

@@ -44,6 +44,30 @@ def parse_dp_list(value: str | Sequence[int]) -> tuple[int, ...]:
     return _sizes(value, name="vtp_dp_list", what="data-parallel", example="1,2,2")
 
 
+def parse_ep_list(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read the expert-parallel size of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_ep_list("1,2")
+    (1, 2)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return _sizes(value, name="vtp_ep_list", what="expert-parallel", example="1,2,2")
+
+
+def parse_etp_list(value: str | Sequence[int]) -> tuple[int, ...]:
+    """Read the tensor-parallel size of the experts of every stage from a flag's text or from a sequence of integers.
+
+    >>> parse_etp_list((1, 1))
+    (1, 1)
+
+    Raises:
+        ConfigError: an entry is not a positive integer, or the list is empty.
+    """
+    return _sizes(value, name="vtp_etp_list", what="expert tensor-parallel", example="1,1,1")
+
+
 def parse_bridges(value: bool | str) -> bool | Literal["extended"]:
     """Read whether the plugin's bridges are asked for.
 

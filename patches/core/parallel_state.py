@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,12 +17,16 @@ from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
+from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group, place_in_experts, place_in_model
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
 _MODULE = "megatron.core.parallel_state"
-_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+_EXPERT_GROUPS = (
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+)
+_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", *_EXPERT_GROUPS)
 _PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
 _EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
 _EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
@@ -120,6 +125,8 @@ def _initialize(
     layout, own = session.planned.layout, session.planned.own
     options["tensor_model_parallel_size"] = layout.tp_sizes[own.stage]
     options["context_parallel_size"] = layout.cp_sizes[own.stage]
+    options["expert_model_parallel_size"] = layout.experts[own.stage].ep
+    options["expert_tensor_parallel_size"] = layout.experts[own.stage].tp
     options["pipeline_model_parallel_size"] = layout.num_stages
     if session.is_active:
         pipeline_groups = _make_groups(session.planned, host, writes, original, bound)
@@ -178,13 +185,13 @@ def _make_groups(
     if not planned.has_stock_ends:
         create_group = _without_embedding_groups(create_group)
     with (
-        writes["RankGenerator"].during(_planned_generator(layout, options)),
+        writes["RankGenerator"].during(_planned_generator(layout)),
         writes["create_group"].during(create_group),
         host.seen_world(options, world_size, writes["torch"].during),
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
-    if not layout.has_equal_replicas or len(set(planned.config.sites or ())) > 1:
+    if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
         _unite_replicas(planned, writes)
     return pipeline_groups
 
@@ -192,18 +199,24 @@ def _make_groups(
 def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> int:
     """Let Megatron count its groups as if all stages were like this rank's.
 
-    Where the stages' cp or dp sizes differ, the counts would differ between ranks. Megatron uses them to check the
-    world, and to count the expert model groups that make up the group of an optimizer instance. Both must agree on all
-    ranks, so there is one such group then, the world.
+    Where the stages' cp or dp sizes or copies of experts differ, the counts would differ between ranks. Megatron uses
+    them to check the world, and to count the expert model groups that make up the group of an optimizer instance. Both
+    must agree on all ranks, so there is one such group then, the world.
 
     Returns:
         The size of the world that Megatron is to see.
     """
     layout, own = planned.layout, planned.own
-    if layout.has_equal_replicas:
-        return layout.uniform_world_size(dist.get_rank())
-    options["context_parallel_size"] = 1
-    return layout.tp_sizes[own.stage] * layout.num_stages * int(options["expert_model_parallel_size"])
+    world_size = layout.uniform_world_size(dist.get_rank())
+    tp = layout.tp_sizes[own.stage]
+    if not layout.has_equal_replicas:
+        options["context_parallel_size"] = 1
+        world_size = tp * layout.num_stages
+    if not (layout.has_equal_replicas and layout.has_equal_experts):
+        # One copy of the experts in that world. Megatron only counts with these; the rank lists come from us.
+        options["expert_tensor_parallel_size"] = tp
+        options["expert_model_parallel_size"] = world_size // (tp * layout.num_stages)
+    return world_size
 
 
 def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
@@ -211,20 +224,22 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
 
     Between sites this also replaces groups that are right: in Megatron's, one sum crosses between the sites many times.
     """
-    layout, platform = planned.layout, planned.platform
+    layout, rank = planned.layout, dist.get_rank()
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    leaders_group = open_leaders_group(layout, platform, planned.config.timeout_s)
-    whole, shares = (
-        ModelGroup(
-            layout, dist.get_rank(), whole_stage_group=stage_group, leaders_group=leaders_group, has_shares=has_shares
-        )
-        for has_shares in (False, True)
+    make = functools.partial(
+        ModelGroup,
+        stage_leader=layout.leader(planned.own.stage),
+        whole_stage_group=stage_group,
+        leaders_group=open_leaders_group(layout, planned.platform, planned.config.timeout_s),
     )
-    whole.shares = shares
-    for name, group in zip(_GROUPS, (whole, shares), strict=True):
+    dense, experts = place_in_model(layout, rank), place_in_experts(layout, rank)
+    whole, shares, whole_experts = make(dense), make(dense, has_shares=True), make(experts)
+    whole.shares = whole_experts.shares = shares
+    for group in (whole, shares, whole_experts):
         # torch and Megatron look a group up in these tables; a ModelGroup is no group that torch made.
         writes["_pg_map"].put(_pg_map[stage_group], key=group)
         writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
+    for name, group in zip(_GROUPS, (whole, shares, whole_experts, whole_experts), strict=True):
         if hasattr(parallel_state, name):
             writes[name].put(group)
 
@@ -244,16 +259,15 @@ def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_s
             tensor_size=None if tensor_size == 1 else tensor_size,
             cp=int(options["context_parallel_size"]),
             order=str(options["order"]),
+            ep=int(options["expert_model_parallel_size"]),
+            etp=options["expert_tensor_parallel_size"],
         )
     return session.planned.statement()
 
 
-def _planned_generator(layout: PipelineLayout, options: dict[str, Any]) -> Callable[..., LayoutRankGenerator]:
+def _planned_generator(layout: PipelineLayout) -> Callable[..., LayoutRankGenerator]:
     """Return a stand-in for Megatron's class that gives the layout's rank lists."""
-    # Megatron's default is this stage's size, which differs between ranks: only a uniform list may name another.
-    expert_tp = options["expert_tensor_parallel_size"] if layout.is_uniform else None
-    ep = int(options["expert_model_parallel_size"])
-    generators = iter(rank_generators(layout, ep=ep, expert_tensor_parallel_size=expert_tp))
+    generators = iter(rank_generators(layout))
     # Megatron makes two: the dense generator first, then the expert one.
     return lambda **_sizes: next(generators)
 

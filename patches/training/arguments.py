@@ -194,6 +194,8 @@ def _prepare(
         tensor_size=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
     )
     config, layout = session.config, session.planned.layout
     learn_site(session, args.rank)
@@ -297,6 +299,10 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         vtp_size_list=list(layout.tp_sizes),
         vtp_cp_list=list(layout.cp_sizes),
         vtp_dp_list=list(layout.dp_sizes),
+        vtp_ep_list=[grid.ep for grid in layout.experts],
+        vtp_etp_list=[grid.tp for grid in layout.experts],
+        expert_model_parallel_size=layout.experts[stage].ep,
+        expert_tensor_parallel_size=layout.experts[stage].tp,
         tensor_model_parallel_size=layout.tp_sizes[stage],
         context_parallel_size=layout.cp_sizes[stage],
         pipeline_model_parallel_size=layout.num_stages,

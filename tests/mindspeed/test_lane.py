@@ -148,6 +148,8 @@ def test_two_lines_after_the_adaptor(tmp_path: Path) -> None:
 
 
 def test_a_refused_feature_names_its_flag() -> None:
-    code, output = start("1,2", "--optimize-send-recv-comm")
+    # On 0.16 MindSpeed's own code for --optimize-send-recv-comm imports a name that this Megatron has not.
+    flag = "--optimize-send-recv-comm" if host_name() == "0.12" else "--unaligned-linear"
+    code, output = start("1,2", flag)
     assert_one_line(code, output)
-    assert re.search(r"--optimize-send-recv-comm with --vtp-size-list 1,2; .*leave it out", output), output[-4000:]
+    assert re.search(rf"{flag} with --vtp-size-list 1,2; .*leave it out", output), output[-4000:]

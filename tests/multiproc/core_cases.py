@@ -65,6 +65,9 @@ class Case:
         mtp: layers of multi-token prediction; they need rotary positions.
         layout: Megatron's pipeline layout; empty shares out the layers evenly, and prediction is on the last stage.
         embedding_stages: stages that the script says hold the word embedding, with a layout; empty for those that do.
+        experts: one of the kinds in ``experts.py``; empty has none.
+        ep, etp: Megatron's expert-parallel size, and tensor-parallel size of the experts.
+        ep_list, etp_list: these sizes of every stage; empty means ``ep`` and ``etp`` on all.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         collects: these passes collect data other than the loss, which is the loss here.
@@ -119,6 +122,11 @@ class Case:
     mtp: int = 0
     layout: str = ""
     embedding_stages: tuple[int, ...] = ()
+    experts: str = ""
+    ep: int = 1
+    etp: int | None = None
+    ep_list: tuple[int, ...] = ()
+    etp_list: tuple[int, ...] = ()
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0
@@ -153,7 +161,9 @@ class Case:
 
     @property
     def is_uniform(self) -> bool:
-        return len(set(zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))) == 1
+        lists = (self.ep_list, self.etp_list)
+        is_equal = len(set(zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))) == 1
+        return is_equal and all(len(set(sizes)) <= 1 for sizes in lists)
 
     @property
     def num_layers(self) -> int:
@@ -223,6 +233,10 @@ def oracle_of(case: Case) -> Case:
         sequence_parallel=False,
         cp=1,
         cp_list=(),
+        ep=1,
+        etp=None,
+        ep_list=(),
+        etp_list=(),
         recompute=False,
         deallocate=False,
         num_evaluations=0,
@@ -240,9 +254,14 @@ def oracle_of(case: Case) -> Case:
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """One rank's local part of a parameter; ``dim`` is None where every tensor-parallel rank holds all of it."""
+    """One rank's local part of a parameter, the one of ``index`` among ``count``.
+
+    ``dim`` is None where every tensor-parallel rank holds all of it.
+    """
 
     dim: int | None
+    index: int
+    count: int
     tensor: torch.Tensor
 
 
@@ -318,24 +337,35 @@ def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
 
 
 def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.Tensor]:
-    whole: dict[str, torch.Tensor] = {}
+    found: dict[str, list[Part]] = {}
     for stage, (size, cp, dp) in enumerate(zip(case.sizes, case.cp_sizes, case.dp_sizes, strict=True)):
         for dp_rank in range(dp):
-            here = [r for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
-            copies = [[r for r in here if r.tp_rank == tp_rank] for tp_rank in range(size)]
-            assert [len(ranks) for ranks in copies] == [cp] * size
-            for members in zip(*copies, strict=True):
-                for name in members[0].weights:
-                    tensor = _join(name, [r.weights[name] for r in members])
-                    assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas differ in {name}"
-    return whole
+            here = [r.tp_rank for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
+            assert sorted(here) == sorted([*range(size)] * cp)
+    for rank in ranks:
+        for name, part in rank.weights.items():
+            found.setdefault(name, []).append(part)
+    return {name: _join(name, parts) for name, parts in found.items()}
 
 
 def _join(name: str, parts: Sequence[Part]) -> torch.Tensor:
-    if parts[0].dim is not None:
-        return torch.cat([part.tensor for part in parts], dim=parts[0].dim)
-    assert all(torch.equal(part.tensor, parts[0].tensor) for part in parts), f"copies of {name} differ in a stage"
-    return parts[0].tensor
+    """Put a parameter together from the parts of all ranks of all stages that have it."""
+    wholes = []
+    for count in {part.count for part in parts}:
+        copies: dict[int, torch.Tensor] = {}
+        for part in parts:
+            if part.count == count:
+                kept = copies.setdefault(part.index, part.tensor)
+                assert torch.equal(kept, part.tensor), f"copies of {name} differ"
+        assert sorted(copies) == list(range(count)), f"{name}: parts {sorted(copies)} of {count}"
+        if parts[0].dim is None:
+            assert all(torch.equal(copy, copies[0]) for copy in copies.values()), f"copies of {name} differ in a stage"
+            wholes.append(copies[0])
+        else:
+            wholes.append(torch.cat([copies[index] for index in range(count)], dim=parts[0].dim))
+    # Stages of different sizes can have the same parameter, such as a tied embedding.
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes), f"copies of {name} differ between stages"
+    return wholes[0]
 
 
 def defaults_first(cases: Sequence[Case], num_defaults: int) -> list[Any]:

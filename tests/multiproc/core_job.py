@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
+from tests.multiproc import experts
 from tests.multiproc.attentions import ATTENTIONS, layer_spec
 from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.multiproc.gathered_attention import chunk_positions
@@ -64,6 +66,8 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
         vtp_size_list=list(case.sizes),
         vtp_cp_list=case.cp_list or None,
         vtp_dp_list=case.dp_list or None,
+        vtp_ep_list=case.ep_list or None,
+        vtp_etp_list=case.etp_list or None,
         dp_mode=case.dp_mode,
         device="cpu",
         transport=case.transport,  # pyright: ignore[reportArgumentType]
@@ -104,6 +108,8 @@ def model_parallel(case: Case) -> Iterator[None]:
         pipeline_model_parallel_size=len(case.sizes),
         virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
         context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
         order=case.order,
         **({"get_embedding_ranks": lambda ranks: _embedding_ranks(case, ranks)} if case.layout else {}),
     )
@@ -141,6 +147,8 @@ class Trainer:
         self.micro_batch_size *= case.micro_batch_at(self.stage) // MICRO_BATCH
         self.config = _config(case)
         chunks = _chunks(case, self.config)
+        if case.experts:
+            experts.draw(_named_parts(chunks))
         if case.load:
             _load(chunks, case.load)
         if case.save:
@@ -178,6 +186,7 @@ class Trainer:
         ):
             setattr(self.config, name, None)
         del self.optimizer
+        experts.forget(self.model)
 
     def run(self) -> RankResult:
         """Train all steps."""
@@ -359,7 +368,6 @@ def _config(case: Case) -> TransformerConfig:
         batch_p2p_comm=case.batch_p2p,
         overlap_p2p_comm=case.overlap_p2p,
         variable_seq_lengths=case.varying_lengths,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
         deallocate_pipeline_outputs=case.deallocate,
         microbatch_group_size_per_vp_stage=case.vpp_group_size,
         calculate_per_token_loss=case.per_token_loss,
@@ -368,7 +376,12 @@ def _config(case: Case) -> TransformerConfig:
         # So much that it matters.
         **({"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5} if case.mtp else {}),
         **recompute,
-        **{"kv_channels": HIDDEN // HEADS, **attention.config},
+        **{
+            "kv_channels": HIDDEN // HEADS,
+            "moe_token_dispatcher_type": "alltoall",  # the default is refused with variable lengths, experts or not
+            **attention.config,
+            **experts.config_of(case),
+        },
     )
     vars(config).update(attention.attributes)
     return config
@@ -393,17 +406,16 @@ def _optimizer_config(case: Case) -> OptimizerConfig:
 
 
 def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
-    spec = layer_spec(case.attention, is_gathered=case.gathered_attention)
     return [
         GPTModel(
             config,
-            spec,
+            _layers(case, config, vp_stage),
             vocab_size=VOCAB,
             max_sequence_length=case.seq,
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=case.tied,
-            **({"mtp_block_spec": _mtp_spec(config, spec, vp_stage)} if case.mtp else {}),
+            **({"mtp_block_spec": _mtp_spec(config, _layers(case, config, vp_stage), vp_stage)} if case.mtp else {}),
             **ATTENTIONS[case.attention].model,
             **_of_chunk(vp_stage),
         )
@@ -421,6 +433,12 @@ def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
         return [ranks[stage] for stage in case.embedding_stages]
     with_prediction = [i for i, part in enumerate(case.layout.split("|")) if "m" in part]
     return sorted({ranks[0], *([ranks[-1]] if case.tied else []), *(ranks[stage] for stage in with_prediction)})
+
+
+def _layers(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
+    if case.experts:
+        return experts.block_spec(config, vp_stage)
+    return layer_spec(case.attention, is_gathered=case.gathered_attention)
 
 
 def _ends(case: Case) -> Iterator[tuple[int | None, bool, bool]]:
@@ -534,15 +552,21 @@ def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
 
 
 def _weights(model: list[Any]) -> dict[str, Part]:
-    """Give every parameter by a name that holds the layer's number in the whole model."""
-    weights = {}
+    """Give a copy of every parameter by a name that holds the layer's number in the whole model."""
+    return {name: replace(part, tensor=part.tensor.float().clone()) for name, (_, part) in _named_parts(model).items()}
+
+
+def _named_parts(model: list[Any]) -> dict[str, tuple[Any, Part]]:
+    """Give parameters, and what part of the whole they are, by a name that holds the layer's number in the model."""
+    parts = {}
     for chunk in map(_bare, model):
         for name, parameter in chunk.named_parameters():
             words = name.split(".")
             if words[:2] == ["decoder", "layers"]:
                 words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
+            words, index, count = experts.place_of(words, parameter)
             is_cut = getattr(parameter, "tensor_model_parallel", False)
-            weights[".".join(words)] = Part(
-                dim=parameter.partition_dim if is_cut else None, tensor=parameter.detach().float().clone()
-            )
-    return weights
+            dim = parameter.partition_dim if is_cut else None
+            part = Part(dim=dim, index=index, count=count, tensor=parameter.detach())
+            parts[".".join(words)] = parameter, part
+    return parts

@@ -50,7 +50,6 @@ def test_packed_samples_are_refused(script_pool: Pool, flag: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--num-experts", "2"),
         ("--num-layers-per-virtual-pipeline-stage", "1"),
         ("--decoder-first-pipeline-num-layers", "1"),
     ],
@@ -62,12 +61,14 @@ def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> 
 
 
 @pytest.mark.full
-def test_experts_on_stages_of_one_size(script_pool: Pool, tmp_path: Path) -> None:
-    """Losses, the routers' own included, and gradients are those of one process, from its checkpoint."""
+@pytest.mark.parametrize("sizes", ["1,1", "1,2"])
+def test_experts(script_pool: Pool, tmp_path: Path, sizes: str) -> None:
+    """Losses and gradients are those of one process, from its checkpoint."""
     # Megatron's local experts fail with fused activations and with biases.
     experts = ["--num-experts", "2", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
     experts += ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
     reference = train(script_pool, "1", [*experts, "--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    runs = train(script_pool, "1,1", [*U_SHAPE, *experts, "--load", str(tmp_path)])
+    experts += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"] if "2" in sizes else []
+    runs = train(script_pool, sizes, [*U_SHAPE, *experts, "--load", str(tmp_path)])
     assert_same_training(runs, reference, first=2)

@@ -141,13 +141,13 @@ def test_expert_groups_cover_every_stage(layout: PipelineLayout, ep: int) -> Non
     cp, dp = layout.stages[0].cp, layout.stages[0].dp
     if cp * dp % ep or (layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1 and ep != cp):
         return
-    expert = LayoutRankGenerator(layout, ep=ep, expert=True)
+    expert = LayoutRankGenerator(layout.with_experts(ep), expert=True)
     for token in ("tp", "ep", "dp", "tp-ep", "tp-ep-pp"):
         assert sorted(itertools.chain(*expert.get_ranks(token))) == list(range(layout.world_size)), token
     assert expert.get_ranks("tp") == LayoutRankGenerator(layout).get_ranks("tp")
     assert expert.get_ranks("pp") == LayoutRankGenerator(layout).get_ranks("pp")
     assert {len(group) for group in expert.get_ranks("tp-ep-pp")} == {sum(layout.tp_sizes) * ep}
-    last = model_parallel_groups(layout, ep)[-1]
+    last = model_parallel_groups(layout.with_experts(ep))[-1]
     assert sorted(last.ranks) == list(range(layout.world_size))
 
 

@@ -65,7 +65,7 @@ def test_uniform_groups_are_megatrons(tp: int, cp: int, pp: int, dp: int, ep: in
     expert = parallel_state.RankGenerator(
         tp=tp, ep=ep, dp=cp * dp // ep, pp=pp, cp=1, order=inject(MEGATRON_ORDER[order], after="ep"), gtp_remat=1
     )
-    ours = LayoutRankGenerator(layout), LayoutRankGenerator(layout, ep=ep, expert=True)
+    ours = LayoutRankGenerator(layout), LayoutRankGenerator(layout.with_experts(ep), expert=True)
     assert {t: ours[0].get_ranks(t) for t in DENSE_TOKENS} == {t: dense.get_ranks(t) for t in DENSE_TOKENS}
     assert {t: ours[1].get_ranks(t) for t in EXPERT_TOKENS} == {t: expert.get_ranks(t) for t in EXPERT_TOKENS}
     assert ours[0].get_gtp_ranks(1) == dense.get_gtp_ranks(1)
@@ -77,7 +77,7 @@ def test_explicit_expert_tp_of_a_uniform_layout(tp: int, etp: int, ep: int, pp: 
         tp=etp, ep=ep, dp=tp * dp // (etp * ep), pp=pp, cp=1, order="tp-cp-ep-gtp_remat-dp-pp", gtp_remat=1
     )
     layout = uniform(tp, 1, pp, dp, RankOrder.STAGE_MAJOR)
-    ours = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=etp)
+    ours = LayoutRankGenerator(layout.with_experts(ep, etp), expert=True)
     for token in EXPERT_TOKENS:
         assert ours.get_ranks(token) == expert.get_ranks(token), token
     assert ours.get_ranks("pp") == LayoutRankGenerator(layout).get_ranks("pp")
@@ -126,7 +126,7 @@ def test_uniform_creation_order_is_megatrons(
             order=MEGATRON_ORDER[order],
             create_gloo_process_groups=gloo,
         )
-    assert tuple(recorded) == model_parallel_groups(layout, ep, gloo=gloo)
+    assert tuple(recorded) == model_parallel_groups(layout.with_experts(ep), gloo=gloo)
 
 
 @pytest.mark.parametrize("order", list(RankOrder))
@@ -144,10 +144,10 @@ def test_unequal_creation_order_with_injected_generators(
     order: RankOrder,
 ) -> None:
     layout = PipelineLayout.from_sizes(sizes, world_size=sum(sizes) * cp * dp, cp=cp, order=order)
-    planned = model_parallel_groups(layout, ep)
+    planned = model_parallel_groups(layout.with_experts(ep))
     for rank in range(layout.world_size):
         recorded.clear()
-        generators = [LayoutRankGenerator(layout), LayoutRankGenerator(layout, ep=ep, expert=True)]
+        generators = [LayoutRankGenerator(layout), LayoutRankGenerator(layout.with_experts(ep), expert=True)]
         monkeypatch.setattr(parallel_state, "RankGenerator", lambda g=generators, **_: g.pop(0))
         tp = sizes[layout.stage_of(rank)]
         with fake_world(rank, layout.world_size):
@@ -172,7 +172,7 @@ def test_unequal_groups_by_hand() -> None:
     assert generator.get_ranks("dp") == [[0, 2], [1, 3], [4, 7], [5, 8], [6, 9]]
     assert generator.get_ranks("pp") == [[0, 4], [1, 5], [0, 6], [2, 7], [3, 8], [2, 9]]
     assert generator.get_ranks("tp-gtp_remat-pp") == [[0, 1, 4, 5, 6], [2, 3, 7, 8, 9]]
-    expert = LayoutRankGenerator(layout, ep=2, expert=True)
+    expert = LayoutRankGenerator(layout.with_experts(2), expert=True)
     assert expert.get_ranks("ep") == generator.get_ranks("dp")
     assert expert.get_ranks("tp-ep-pp") == [list(range(10))]
     assert expert.get_ranks("dp") == [[rank] for rank in range(10)]
@@ -278,16 +278,14 @@ def test_data_parallel_sizes_that_do_not_fit_are_refused(world_size: int, dp: li
 def test_expert_sizes_that_do_not_fit_are_refused() -> None:
     layout = PipelineLayout.from_sizes([1, 2], world_size=9)
     with pytest.raises(ConfigError, match="divides 3"):
-        LayoutRankGenerator(layout, ep=2, expert=True)
-    with pytest.raises(ConfigError, match="uniform"):
-        LayoutRankGenerator(layout, expert=True, expert_tensor_parallel_size=1)
+        LayoutRankGenerator(layout.with_experts(2), expert=True)
     with pytest.raises(ConfigError, match="got 0"):
-        LayoutRankGenerator(layout, ep=0, expert=True)
+        layout.with_experts(0)
     with pytest.raises(ConfigError, match=r"tp 2 \* ep 1 = 2 do not divide .* = 3 ranks"):
-        LayoutRankGenerator(PipelineLayout.from_sizes([3, 3], world_size=6), expert=True, expert_tensor_parallel_size=2)
+        PipelineLayout.from_sizes([3, 3], world_size=6, etp=2)
     replica_major = PipelineLayout.from_sizes([1, 2], world_size=12, order=RankOrder.REPLICA_MAJOR)
     with pytest.raises(ConfigError, match="expert dp size 2"):
-        LayoutRankGenerator(replica_major, ep=2, expert=True)
+        LayoutRankGenerator(replica_major.with_experts(2), expert=True)
     with pytest.raises(ConfigError, match="gtp_remat size 2"):
         LayoutRankGenerator(layout).get_gtp_ranks(2)
     with pytest.raises(ValueError, match="xp"):

@@ -179,11 +179,17 @@ def test_what_only_an_older_megatron_has_is_refused_there(rule: OptionRule) -> N
 
 
 def test_line_names_the_value(parser: argparse.ArgumentParser) -> None:
-    args = parser.parse_args(["--num-experts", "8", "--hierarchical-context-parallel-sizes", "2", "4", "--use-sharp"])
+    args = parser.parse_args(
+        ["--num-distributed-optimizer-instances", "8", "--hierarchical-context-parallel-sizes", "2", "4", "--use-sharp"]
+    )
     starts = [line.split(";")[0] for line in check_options(args, UNEQUAL)]
     assert starts == [
         f"{given} with --vtp-size-list 1,4"
-        for given in ("--hierarchical-context-parallel-sizes 2 4", "--num-experts 8", "--use-sharp")
+        for given in (
+            "--hierarchical-context-parallel-sizes 2 4",
+            "--num-distributed-optimizer-instances 8",
+            "--use-sharp",
+        )
     ]
 
 
@@ -221,7 +227,7 @@ def test_all_problems_are_one_error() -> None:
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
-    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 6
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 8
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
 
@@ -307,7 +313,7 @@ def model(**sizes: object) -> SimpleNamespace:
         ),
         (
             (4, 2),
-            {"num_experts": 4, "moe_ffn_hidden_size": 30},
+            {"num_experts": 4, "moe_ffn_hidden_size": 30, "sequence_parallel": True},
             "--moe-ffn-hidden-size 30; stage 0 has tensor-parallel size 4, which must divide it; use 28 or 32",
         ),
         (
@@ -341,8 +347,6 @@ def test_size_that_a_stage_cannot_cut(tp_sizes: tuple[int, ...], sizes: dict[str
         ((1, 4), {"num_query_groups": 3}),
         # One group is a divisor of every size, and 2 groups are spread over 4 ranks.
         ((2, 4), {"group_query_attention": True, "num_query_groups": 2}),
-        # Experts that are not cut do not ask for a size that stages share.
-        ((4, 2), {"num_experts": 4, "moe_ffn_hidden_size": 30, "expert_tensor_parallel_size": 1}),
         # Only the ends hold a vocabulary.
         ((2, 3, 2), {"padded_vocab_size": 256}),
         ((1, 4), {"seq_length": 50}),
@@ -350,6 +354,18 @@ def test_size_that_a_stage_cannot_cut(tp_sizes: tuple[int, ...], sizes: dict[str
 )
 def test_sizes_that_every_stage_can_cut(tp_sizes: tuple[int, ...], sizes: dict[str, object]) -> None:
     assert check_sizes(model(**sizes), OptionContext(tp_sizes=tp_sizes)) == ()
+
+
+def test_experts_are_cut_by_sizes_of_their_own() -> None:
+    """Experts that are not cut do not ask for a size that stages share."""
+    sizes = model(num_experts=4, moe_ffn_hidden_size=30, sequence_parallel=True, seq_length=8)
+    assert check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(4, 2))) == ()
+    (line,) = check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(1, 3)))
+    assert line == "--num-experts 4; stage 1 has expert-parallel size 3, which must divide it; use 3 or 6"
+    (line,) = check_sizes(model(), OptionContext(tp_sizes=(4, 2), ep_sizes=(1, 2)))
+    assert "the model has no experts" in line
+    (line,) = check_sizes(sizes, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True))
+    assert line.endswith("use --vtp-dp-mode multiplex")
 
 
 def test_sequence_is_cut_by_context_parallelism_too() -> None:

@@ -42,6 +42,8 @@ _NUMBERS = {
     "--tensor-model-parallel-size": "may be left out, or the largest size of the list",
     "--pipeline-model-parallel-size": "may be left out, or the number of stages",
     "--context-parallel-size": "of all stages; default 1",
+    "--expert-model-parallel-size": "of all stages; default 1",
+    "--expert-tensor-parallel-size": "of all stages; default: each stage's own tensor-parallel size",
     "--num-virtual-stages-per-pipeline-rank": "model chunks of every stage (interleaved schedule)",
     "--num-layers-per-virtual-pipeline-stage": "the same, counted in layers; needs --num-layers",
     "--num-layers": "of the model",
@@ -212,6 +214,8 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
         tensor_size=args.tensor_model_parallel_size,
         cp=cp,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        ep=args.expert_model_parallel_size or 1,
+        etp=args.expert_tensor_parallel_size,
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
+from vtp_plugin.layout.sizes import check_replica_major
 
 _AXES = ("tp", "gtp_remat", "cp", "ep", "dp", "pp")
 
@@ -27,10 +28,11 @@ class LayoutRankGenerator:
     expert generator cp = 1 and expert sizes of tp and dp.
 
     Tokens without "pp" give groups inside the stages, which partition the world. A token with "pp" and "tp" unites the
-    ranks of a replica over all stages; if cp or dp sizes differ, a rank is in several replicas, and the only group is
-    the world. With "pp" and without "tp", the higher ranks of a large stage have no partner in a small one, so a rank
-    of stage ``i`` represents all coordinates that equal its coordinates modulo the sizes of its stage. For "pp" these
-    groups are the pipeline groups of the layout; Megatron uses the first list that contains a rank.
+    ranks of a replica over all stages. If cp or dp sizes differ (or, for the expert generator, the numbers of copies of
+    the experts), a rank is in several replicas, and the only group is the world. With "pp" and without "tp", the higher
+    ranks of a large stage have no partner in a small one, so a rank of stage ``i`` represents all coordinates that
+    equal its coordinates modulo the sizes of its stage. For "pp" these groups are the pipeline groups of the layout;
+    Megatron uses the first list that contains a rank.
 
     A rank of a narrow stage must be in several pipeline groups: Megatron reads a rank's stage and the number of stages
     from its pipeline group, so every rank of a wide stage needs a group with a rank of each stage. A stage of T ranks
@@ -45,34 +47,28 @@ class LayoutRankGenerator:
     [[0, 2, 3], [1, 4, 5]]
     """
 
-    def __init__(
-        self,
-        layout: PipelineLayout,
-        *,
-        ep: int = 1,
-        expert: bool = False,
-        expert_tensor_parallel_size: int | None = None,
-    ) -> None:
-        """Check the sizes, and describe the ranks of every stage by axes.
+    def __init__(self, layout: PipelineLayout, *, expert: bool = False) -> None:
+        """Describe the ranks of every stage by axes.
 
         Args:
             layout: the stages.
-            ep: expert-parallel size; only the expert generator has that axis.
             expert: whether this is the generator of the expert groups.
-            expert_tensor_parallel_size: tensor-parallel size of the experts; None means each stage's own tp size,
-                and only a uniform layout may name another.
 
         Raises:
-            ConfigError: the expert sizes do not fit a stage, an explicit expert tp size meets unequal stages, or a
-                replica-major order meets an expert dp size that differs from the dense one.
+            ConfigError: a replica-major order meets other numbers of copies of the experts than of replicas.
         """
-        if not expert and (ep != 1 or expert_tensor_parallel_size is not None):
-            raise PlanError("the dense generator has no expert sizes")
+        if expert and layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1:
+            check_replica_major(
+                [(grid.tp, grid.ep, grid.dp) for grid in layout.experts],
+                [(grid.tp, grid.cp, grid.dp) for grid in layout.stages],
+            )
         self._layout = layout
-        tp_sizes = _expert_tp_sizes(layout, ep, expert_tensor_parallel_size) if expert else layout.tp_sizes
-        sizes = zip(range(layout.num_stages), tp_sizes, strict=True)
-        self.stages = [_expert_ranks(layout, *size, ep) if expert else _dense_ranks(layout, size[0]) for size in sizes]
-        self._widest = max(tp_sizes)
+        self._dense = LayoutRankGenerator(layout) if expert else None
+        self._has_equal_replicas = layout.has_equal_replicas and (not expert or layout.has_equal_experts)
+        ranks = _expert_ranks if expert else _dense_ranks
+        grids = layout.experts if expert else layout.stages
+        self.stages = [ranks(layout, stage) for stage in range(layout.num_stages)]
+        self._widest = max(grid.tp for grid in grids)
         axes = [axis for stage in self.stages for axis in stage.axes]
         self._axes = {"tp", "pp", *(axis.name for axis in axes if axis.length > 1)}
         self._lists: dict[frozenset[str], list[list[int]]] = {}
@@ -90,7 +86,10 @@ class LayoutRankGenerator:
         masked = token.split("-")
         if unknown := set(masked) - set(_AXES):
             raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {_AXES}")
-        if "pp" in masked and not self._layout.has_equal_replicas:
+        if self._dense is not None and set(masked) & self._axes == {"pp"}:
+            # Megatron asks that both have the same pipeline groups.
+            return self._dense.get_ranks("pp")
+        if "pp" in masked and not self._has_equal_replicas:
             return self._groups_over_replicas(masked)
         # Many tokens differ only in axes of length 1, and Megatron asks for some of them several times.
         axes = frozenset(masked) & self._axes
@@ -210,12 +209,13 @@ def _dense_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
     return _stage_ranks(layout, stage, dp=(grid.dp, layout.dp_stride(stage)), cp=(grid.cp, grid.tp), tp=(grid.tp, 1))
 
 
-def _expert_ranks(layout: PipelineLayout, stage: int, tp: int, ep: int) -> _StageRanks:
+def _expert_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
     """Factor a stage's ranks for the experts: expert tp fastest, then ep, then expert dp."""
-    grid = layout.stages[stage]
+    grid, expert = layout.stages[stage], layout.experts[stage]
+    block = expert.tp * expert.ep
     # With as many expert replicas as dense ones both are the same blocks, which need not be contiguous in the world.
-    stride = layout.dp_stride(stage) if tp * ep == grid.tp * grid.cp else tp * ep
-    return _stage_ranks(layout, stage, dp=(grid.size // (tp * ep), stride), ep=(ep, tp), tp=(tp, 1))
+    stride = layout.dp_stride(stage) if block == grid.tp * grid.cp else block
+    return _stage_ranks(layout, stage, dp=(expert.dp, stride), ep=(expert.ep, expert.tp), tp=(expert.tp, 1))
 
 
 def _stage_ranks(layout: PipelineLayout, stage: int, **axes: tuple[int, int]) -> _StageRanks:
@@ -223,42 +223,10 @@ def _stage_ranks(layout: PipelineLayout, stage: int, **axes: tuple[int, int]) ->
     return _StageRanks(layout.leader(stage), kept)
 
 
-def rank_generators(
-    layout: PipelineLayout, *, ep: int = 1, expert_tensor_parallel_size: int | None = None
-) -> tuple[LayoutRankGenerator, LayoutRankGenerator]:
+def rank_generators(layout: PipelineLayout) -> tuple[LayoutRankGenerator, LayoutRankGenerator]:
     """Return the dense and the expert generator; they are one object if the experts have the same sizes.
 
-    Arguments and errors are those of :class:`LayoutRankGenerator`.
+    Errors are those of :class:`LayoutRankGenerator`.
     """
-    dense = LayoutRankGenerator(layout)
-    expert = LayoutRankGenerator(layout, ep=ep, expert=True, expert_tensor_parallel_size=expert_tensor_parallel_size)
+    dense, expert = LayoutRankGenerator(layout), LayoutRankGenerator(layout, expert=True)
     return dense, dense if dense.stages == expert.stages else expert
-
-
-def _expert_tp_sizes(layout: PipelineLayout, ep: int, explicit: int | None) -> tuple[int, ...]:
-    """Return the expert tp size of every stage, after a check that the expert grid covers each stage."""
-    for name, size in (("ep", ep), ("tp", explicit)):
-        if size is not None and size < 1:
-            raise ConfigError(f"the expert {name} size must be a positive integer, got {size}: give at least 1")
-    if explicit is not None and not layout.is_uniform:
-        raise ConfigError(
-            f"expert tp size {explicit} with unequal stages (tp {','.join(map(str, layout.tp_sizes))}): an explicit "
-            "size needs a uniform layout; leave it out, and every stage uses its own tp size"
-        )
-    tp_sizes = layout.tp_sizes if explicit is None else (explicit,) * layout.num_stages
-    for stage, (grid, tp) in enumerate(zip(layout.stages, tp_sizes, strict=True)):
-        if grid.size % (tp * ep):
-            product = f"expert sizes whose product divides {grid.size}"
-            way_out = f"an ep size that divides {grid.cp * grid.dp}" if explicit is None else product
-            raise ConfigError(
-                f"expert sizes tp {tp} * ep {ep} = {tp * ep} do not divide the tp * cp * dp = {grid.tp} * {grid.cp} * "
-                f"{grid.dp} = {grid.size} ranks of stage {stage}: choose {way_out}"
-            )
-        expert_dp = grid.size // (tp * ep)
-        if layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1 and expert_dp != grid.dp:
-            raise ConfigError(
-                f"rank order {layout.order} needs the expert dp size {expert_dp} (= {grid.size} / {tp * ep}) to equal "
-                f"the dp size {grid.dp}, as in Megatron: set expert tp * ep to {grid.tp * grid.cp} on stage {stage}, "
-                f"or use the order {RankOrder.STAGE_MAJOR}"
-            )
-    return tp_sizes

@@ -16,11 +16,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
 from vtp_plugin.errors import LayoutError, PlanError
-from vtp_plugin.layout.sizes import check_list, check_positive, check_world, equal_dp
+from vtp_plugin.layout.sizes import (
+    check_experts,
+    check_list,
+    check_positive,
+    check_world,
+    equal_dp,
+    expert_copies,
+)
 from vtp_plugin.text_enum import TextEnum
 
 
@@ -63,6 +70,31 @@ class StageGrid:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGrid:
+    """How the ranks of one stage share the experts of its layers: ``tp * ep * dp`` ranks, tp changing fastest.
+
+    Attributes:
+        tp: tensor-parallel size of an expert (Megatron's etp).
+        ep: expert-parallel size: ranks that have different experts.
+        dp: expert-data-parallel size (edp): copies of every expert.
+    """
+
+    tp: int
+    ep: int
+    dp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCoord:
+    """Coordinates of one rank in the expert grid of its stage, all counted from 0."""
+
+    stage: int
+    tp_rank: int
+    ep_rank: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Coord:
     """Coordinates of one rank: its stage, and its rank along each axis of that stage's grid, all counted from 0."""
 
@@ -84,9 +116,11 @@ class PipelineLayout:
         stages: grid of every stage, first stage first.
         order: numbering of the ranks.
         first_rank: first rank of the pipeline, where it is a module among others.
+        experts: how every stage shares its experts; by default no rank of a replica has experts of its own.
 
     Raises:
-        ConfigError: there are no stages, or a replica-major order meets different cp or dp sizes.
+        ConfigError: there are no stages, or a replica-major order meets different cp or dp sizes; or expert sizes do
+            not fill a stage.
 
     >>> layout = PipelineLayout.from_sizes([1, 2], world_size=6)
     >>> layout.stage_ranks(1), layout.coord(5)
@@ -98,6 +132,7 @@ class PipelineLayout:
     stages: tuple[StageGrid, ...]
     order: RankOrder = RankOrder.STAGE_MAJOR
     first_rank: int = 0
+    experts: tuple[ExpertGrid, ...] = ()
     # First rank of every stage, without `first_rank`; in replica-major order relative to the data-parallel replica.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -111,6 +146,10 @@ class PipelineLayout:
                 f"the rank order {self.order} needs equal cp and dp sizes on all stages, got {sizes}: "
                 f"use the order {RankOrder.STAGE_MAJOR} or equal sizes"
             )
+        if not self.experts:
+            experts = tuple(ExpertGrid(grid.tp, 1, grid.cp * grid.dp) for grid in self.stages)
+            object.__setattr__(self, "experts", experts)
+        check_experts([(g.tp, g.ep, g.dp) for g in self.experts], [(g.tp, g.cp, g.dp) for g in self.stages])
         # Each stage has one contiguous block of ranks (per replica in replica-major order).
         blocks = [stage.tp * stage.cp if is_replica_major else stage.size for stage in self.stages]
         object.__setattr__(self, "_starts", tuple(accumulate(blocks[:-1], initial=0)))
@@ -124,6 +163,8 @@ class PipelineLayout:
         cp: int | Sequence[int] = 1,
         dp: Sequence[int] | None = None,
         order: RankOrder = RankOrder.STAGE_MAJOR,
+        ep: int | Sequence[int] = 1,
+        etp: int | Sequence[int] | None = None,
     ) -> PipelineLayout:
         """Lay out stages of the given sizes over a world.
 
@@ -134,10 +175,13 @@ class PipelineLayout:
             dp: data-parallel size of every stage; None gives all the same one, ``world_size`` over the sum of
                 ``tp * cp``.
             order: numbering of the ranks.
+            ep: expert-parallel size, one for all stages or one for each.
+            etp: tensor-parallel size of the experts, one for all stages or one for each; None is each stage's own tp.
 
         Raises:
             ConfigError: an entry or ``world_size`` is not a positive integer, the lists differ in length, the sizes do
-                not fit the world, or a replica-major order meets different cp or dp sizes.
+                not fit the world, expert sizes do not divide a stage, or a replica-major order meets different cp or dp
+                sizes.
 
         >>> PipelineLayout.from_sizes([1, 4, 4], world_size=18).stages[1]
         StageGrid(tp=4, cp=1, dp=2)
@@ -156,7 +200,21 @@ class PipelineLayout:
         check_list("data-parallel", dp_sizes, tp_sizes)
         stages = tuple(zip(tp_sizes, cp_sizes, dp_sizes, strict=True))
         check_world(stages, world_size)
-        return cls(tuple(StageGrid(*sizes) for sizes in stages), order)
+        return cls(tuple(StageGrid(*sizes) for sizes in stages), order).with_experts(ep, etp)
+
+    def with_experts(self, ep: int | Sequence[int], etp: int | Sequence[int] | None = None) -> PipelineLayout:
+        """Return the same stages with these sizes for their experts; arguments and errors as for :meth:`from_sizes`.
+
+        >>> PipelineLayout.from_sizes([1, 2], world_size=6).with_experts(2, 1).experts
+        (ExpertGrid(tp=1, ep=2, dp=1), ExpertGrid(tp=1, ep=2, dp=2))
+        """
+        ep_sizes = tuple(ep) if isinstance(ep, Sequence) else (ep,) * self.num_stages
+        etp_sizes = tuple(etp) if isinstance(etp, Sequence) else (etp,) * self.num_stages if etp else self.tp_sizes
+        check_list("expert-parallel", ep_sizes, self.tp_sizes)
+        check_list("expert tensor-parallel", etp_sizes, self.tp_sizes)
+        stages = [(grid.tp, grid.cp, grid.dp) for grid in self.stages]
+        sizes = zip(etp_sizes, ep_sizes, expert_copies(etp_sizes, ep_sizes, stages), strict=True)
+        return replace(self, experts=tuple(ExpertGrid(*one) for one in sizes))
 
     @property
     def world_size(self) -> int:
@@ -185,13 +243,25 @@ class PipelineLayout:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages have the same tp, cp and dp sizes, as stock Megatron requires."""
-        return len(set(self.stages)) == 1
+        """Whether all stages have the same tp, cp, dp and expert sizes, as stock Megatron requires."""
+        return len(set(self.stages)) == len(set(self.experts)) == 1
 
     @property
     def has_equal_replicas(self) -> bool:
         """Whether all stages have the same cp and dp sizes, so that every rank is in one replica only."""
         return len({(stage.cp, stage.dp) for stage in self.stages}) == 1
+
+    @property
+    def has_equal_experts(self) -> bool:
+        """Whether every stage has as many copies of its experts as the others."""
+        return len({grid.dp for grid in self.experts}) == 1
+
+    @property
+    def has_expert_groups(self) -> bool:
+        """Whether any stage cuts its experts in another way than the rest of its layers."""
+        return any(
+            (expert.tp, expert.ep) != (grid.tp, 1) for expert, grid in zip(self.experts, self.stages, strict=True)
+        )
 
     @property
     def num_pipeline_groups(self) -> int:
@@ -308,6 +378,20 @@ class PipelineLayout:
             for stage, grid in enumerate(self.stages)
             for rank in self.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
         )
+
+    def expert_coord(self, rank: int) -> ExpertCoord:
+        """Return the coordinates of a rank among those that share its stage's experts.
+
+        >>> PipelineLayout.from_sizes([1, 2], world_size=6, ep=[1, 2], etp=1).expert_coord(5)
+        ExpertCoord(stage=1, tp_rank=0, ep_rank=1, dp_rank=1)
+        """
+        stage = self.stage_of(rank)
+        grid, dense = self.experts[stage], self.stages[stage]
+        # Replicas of the stage need not be neighbours in the world.
+        outer, inner = divmod(rank - self.leader(stage), self.dp_stride(stage))
+        rest, tp_rank = divmod(outer * dense.tp * dense.cp + inner, grid.tp)
+        dp_rank, ep_rank = divmod(rest, grid.ep)
+        return ExpertCoord(stage, tp_rank, ep_rank, dp_rank)
 
     def dp_stride(self, stage: int) -> int:
         """Return the distance between the ranks of a stage at neighbouring dp ranks."""

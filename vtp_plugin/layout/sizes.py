@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError
@@ -79,3 +80,68 @@ def check_world(stages: Sequence[tuple[int, int, int]], world_size: int) -> None
             f"tp * cp * dp over the stages is {products} = {size} ranks, the world size is {world_size}: start {size} "
             "processes, or change the sizes"
         )
+
+
+def expert_copies(
+    etp_sizes: Sequence[int], ep_sizes: Sequence[int], stages: Sequence[tuple[int, int, int]]
+) -> tuple[int, ...]:
+    """Return how many copies of its experts every stage has.
+
+    Args:
+        etp_sizes: tensor-parallel size of the experts of every stage.
+        ep_sizes: expert-parallel size of every stage.
+        stages: tp, cp and dp size of every stage.
+
+    Raises:
+        ConfigError: the expert sizes do not divide a stage's ranks.
+
+    >>> expert_copies((1, 1), (1, 2), ((1, 1, 2), (2, 1, 2)))
+    (2, 2)
+    """
+    copies = []
+    for stage, (etp, ep, (tp, cp, dp)) in enumerate(zip(etp_sizes, ep_sizes, stages, strict=True)):
+        size = tp * cp * dp
+        if size % (etp * ep):
+            way_out = f"an ep size that divides {cp * dp}" if etp == tp else f"sizes whose product divides {size}"
+            raise LayoutError(
+                f"expert sizes tp {etp} * ep {ep} = {etp * ep} do not divide the tp * cp * dp = {tp} * {cp} * {dp} = "
+                f"{size} ranks of stage {stage}: choose {way_out}"
+            )
+        copies.append(size // (etp * ep))
+    return tuple(copies)
+
+
+def check_experts(experts: Sequence[tuple[int, int, int]], stages: Sequence[tuple[int, int, int]]) -> None:
+    """Refuse expert sizes that do not fill the stages.
+
+    Args:
+        experts: tensor-parallel, expert-parallel and expert-data-parallel size of every stage.
+        stages: tp, cp and dp size of every stage.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    for stage, (expert, dense) in enumerate(zip(experts, stages, strict=True)):
+        if math.prod(expert) != math.prod(dense):
+            shown = " * ".join(map(str, expert))
+            raise LayoutError(
+                f"the expert sizes tp * ep * dp = {shown} of stage {stage} do not fill its {math.prod(dense)} ranks; "
+                "make the product equal"
+            )
+
+
+def check_replica_major(experts: Sequence[tuple[int, int, int]], stages: Sequence[tuple[int, int, int]]) -> None:
+    """Refuse, in a replica-major order, other numbers of copies of the experts than of replicas, as Megatron does.
+
+    Arguments are those of :func:`check_experts`.
+
+    Raises:
+        ConfigError: a stage has other copies than replicas.
+    """
+    for stage, ((etp, ep, expert_dp), (tp, cp, dp)) in enumerate(zip(experts, stages, strict=True)):
+        if expert_dp != dp:
+            raise LayoutError(
+                f"rank order tp-cp-pp-dp needs the expert dp size {expert_dp} (= {tp * cp * dp} / {etp * ep}) to equal "
+                f"the dp size {dp}, as in Megatron: set expert tp * ep to {tp * cp} on stage {stage}, or use the order "
+                "tp-cp-dp-pp"
+            )

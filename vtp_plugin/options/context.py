@@ -13,6 +13,9 @@ class OptionContext:
         tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
         cp_sizes: Context-parallel size of every stage; empty for 1 on all stages.
         dp_sizes: Data-parallel size of every stage; empty for one size on all stages.
+        ep_sizes: Expert-parallel size of every stage; empty for 1 on all stages.
+        etp_sizes: Tensor-parallel size of the experts of every stage; empty for the stages' own ``tp_sizes``.
+        is_split: Replicas of stages with unequal data-parallel sizes share microbatches (``--vtp-dp-mode split``).
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
         is_u_shaped: The first stage holds both ends of the model.
@@ -22,6 +25,9 @@ class OptionContext:
     tp_sizes: tuple[int, ...]
     cp_sizes: tuple[int, ...] = ()
     dp_sizes: tuple[int, ...] = ()
+    ep_sizes: tuple[int, ...] = ()
+    etp_sizes: tuple[int, ...] = ()
+    is_split: bool = False
     forced: bool = False
     is_planned: bool = False
     is_u_shaped: bool = False
@@ -35,7 +41,8 @@ class OptionContext:
     @property
     def is_uniform(self) -> bool:
         """Whether all stages have the same sizes."""
-        return len(set(self.tp_sizes)) == 1 and not self.has_unequal_cp and not self.has_unequal_dp
+        lists = (self.tp_sizes, self.cp_sizes, self.dp_sizes, self.ep_sizes, self.etp_sizes)
+        return all(len(set(sizes)) <= 1 for sizes in lists)
 
     @property
     def has_unequal_cp(self) -> bool:
@@ -49,7 +56,7 @@ class OptionContext:
 
     @property
     def size_list(self) -> str:
-        """The lists of sizes as flags; those of equal cp or dp sizes are left out.
+        """The lists of sizes as flags; those of equal cp, dp or ep sizes are left out.
 
         >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
         '--vtp-size-list 1,4,4'
@@ -59,4 +66,5 @@ class OptionContext:
         lists = [("--vtp-size-list", self.tp_sizes)]
         lists += [("--vtp-cp-list", self.cp_sizes)] if self.has_unequal_cp else []
         lists += [("--vtp-dp-list", self.dp_sizes)] if self.has_unequal_dp else []
+        lists += [("--vtp-ep-list", self.ep_sizes)] if len(set(self.ep_sizes)) > 1 else []
         return " ".join(f"{flag} {','.join(map(str, sizes))}" for flag, sizes in lists)

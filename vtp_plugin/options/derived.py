@@ -39,7 +39,15 @@ class ScheduleOptions:
 
 
 def plan_layout(
-    config: VtpConfig, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str
+    config: VtpConfig,
+    *,
+    world_size: int,
+    pipeline_size: int,
+    tensor_size: int | None,
+    cp: int,
+    order: str,
+    ep: int = 1,
+    etp: int | None = None,
 ) -> PipelineLayout:
     """Make the layout from the plugin's lists and Megatron's sizes.
 
@@ -50,6 +58,8 @@ def plan_layout(
         tensor_size: Megatron's tensor size; None counts as not given.
         cp: Megatron's context-parallel size; with --vtp-cp-list, 1 counts as not given.
         order: Megatron's rank order.
+        ep: Megatron's expert-parallel size; with --vtp-ep-list, 1 counts as not given.
+        etp: Megatron's tensor-parallel size of the experts; None is each stage's own tensor-parallel size.
 
     Raises:
         ConfigError: the sizes contradict each other or the number of ranks.
@@ -73,9 +83,14 @@ def plan_layout(
         )
     if order not in _ORDERS:
         raise LayoutError(f"rank order {order!r} is unknown to the plugin; use one of {', '.join(_ORDERS)}")
-    cp_sizes = choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
     layout = PipelineLayout.from_sizes(
-        sizes, world_size=world_size, cp=cp_sizes, dp=config.dp_list, order=_ORDERS[order]
+        sizes,
+        world_size=world_size,
+        cp=choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes)),
+        dp=config.dp_list,
+        order=_ORDERS[order],
+        ep=choose_sizes(config.ep_list, ep, flag="--expert-model-parallel-size", list_flag="--vtp-ep-list") or 1,
+        etp=choose_sizes(config.etp_list, etp, flag="--expert-tensor-parallel-size", list_flag="--vtp-etp-list"),
     )
     dp = layout.stages[0].dp
     if config.data_parallel_size not in (None, dp):
@@ -142,6 +157,9 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
         tp_sizes=layout.tp_sizes,
         cp_sizes=layout.cp_sizes,
         dp_sizes=layout.dp_sizes,
+        ep_sizes=tuple(grid.ep for grid in layout.experts),
+        etp_sizes=tuple(grid.tp for grid in layout.experts),
+        is_split=replica_map(config, layout).is_split,
         forced=config.is_forced,
         is_planned=config.has_planned_schedule and layout.num_stages > 1,
         is_u_shaped=config.layerwise_disaggregated,
@@ -158,14 +176,35 @@ def choose_cp_sizes(cp_list: Sequence[int] | None, context_parallel_size: int, *
     Raises:
         ConfigError: both are given, and Megatron's is not the largest of the list.
     """
-    if cp_list is None:
-        return (context_parallel_size,) * num_stages
-    if context_parallel_size not in (1, max(cp_list)):
+    chosen = choose_sizes(cp_list, context_parallel_size, flag="--context-parallel-size", list_flag="--vtp-cp-list")
+    return chosen if isinstance(chosen, tuple) else (context_parallel_size,) * num_stages
+
+
+def choose_sizes(
+    sizes: Sequence[int] | None, size: int | None, *, flag: str, list_flag: str
+) -> tuple[int, ...] | int | None:
+    """Return the plugin's list if it is given, else Megatron's one size.
+
+    Args:
+        sizes: the list.
+        size: Megatron's; beside a list, 1 and None count as not given.
+        flag: gives Megatron's size.
+        list_flag: gives the list.
+
+    Raises:
+        ConfigError: both are given, and Megatron's is not the largest of the list.
+
+    >>> choose_sizes((1, 2), 1, flag="--context-parallel-size", list_flag="--vtp-cp-list")
+    (1, 2)
+    """
+    if sizes is None:
+        return size
+    if size not in (None, 1, max(sizes)):
         raise LayoutError(
-            f"--context-parallel-size {context_parallel_size} contradicts --vtp-cp-list "
-            f"{format_value(tuple(cp_list))}; leave it out or give the largest size of the list, {max(cp_list)}"
+            f"{flag} {size} contradicts {list_flag} {format_value(tuple(sizes))}; leave it out or give the largest "
+            f"size of the list, {max(sizes)}"
         )
-    return tuple(cp_list)
+    return tuple(sizes)
 
 
 def stage_boundaries(config: VtpConfig, num_stages: int) -> tuple[tuple[int, int], ...]:

@@ -112,7 +112,12 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
     Returns:
         One line for each list of other sizes, and for a planned schedule.
     """
-    lists = (("--vtp-cp-list", config.cp_list), ("--vtp-dp-list", config.dp_list))
+    lists = (
+        ("--vtp-cp-list", config.cp_list),
+        ("--vtp-dp-list", config.dp_list),
+        ("--vtp-ep-list", config.ep_list),
+        ("--vtp-etp-list", config.etp_list),
+    )
     problems = [
         f"{flag} {','.join(map(str, sizes))} needs stages: give --vtp-size-list, such as {','.join('1' * len(sizes))}"
         for flag, sizes in lists

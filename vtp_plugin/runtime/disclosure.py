@@ -25,6 +25,8 @@ SHARED_NAMES = frozenset(
         "vtp_size_list",
         "vtp_cp_list",
         "vtp_dp_list",
+        "vtp_ep_list",
+        "vtp_etp_list",
         "vtp_in_flight",
         "vtp_costs",
         "dp mode",

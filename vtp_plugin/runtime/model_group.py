@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,49 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.process_groups import open_group
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is among those that together hold each weight once.
+
+    Attributes:
+        index: the rank's place among them.
+        size: how many they are.
+        replica: which copy of the weights the rank has, from 0.
+    """
+
+    index: int
+    size: int
+    replica: int
+
+
+def place_in_model(layout: PipelineLayout, rank: int) -> Place:
+    """Give a rank's place among the ranks that hold the dense weights once.
+
+    >>> place_in_model(PipelineLayout.from_sizes([1, 2], world_size=4, dp=[2, 1]), 3)
+    Place(index=2, size=3, replica=0)
+    """
+    own = layout.coord(rank)
+    return Place(
+        sum(layout.tp_sizes[: own.stage]) + own.tp_rank,
+        sum(layout.tp_sizes),
+        own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank,
+    )
+
+
+def place_in_experts(layout: PipelineLayout, rank: int) -> Place:
+    """Give a rank's place among the ranks that hold the experts once.
+
+    >>> place_in_experts(PipelineLayout.from_sizes([1, 2], world_size=6, ep=[1, 2], etp=1), 5)
+    Place(index=2, size=3, replica=1)
+    """
+    own = layout.expert_coord(rank)
+    widths = [grid.tp * grid.ep for grid in layout.experts]
+    index = own.ep_rank * layout.experts[own.stage].tp + own.tp_rank
+    return Place(sum(widths[: own.stage]) + index, sum(widths), own.dp_rank)
+
+
 class ModelGroup(dist.ProcessGroup):
-    """Reduces over the stages. Each stage counts once, whatever its numbers of cp and dp ranks.
+    """Reduces over the stages. Each stage counts once, whatever its numbers of cp and dp ranks, or of expert copies.
 
     Stock Megatron has one model-parallel group per replica. If one replica of a small stage serves several of a large
     stage, its ranks would have to call such a reduction several times; here all ranks of the world call it once. A sum
@@ -32,9 +74,9 @@ class ModelGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        layout: PipelineLayout,
-        rank: int,
+        place: Place,
         *,
+        stage_leader: int,
         whole_stage_group: dist.ProcessGroup,
         leaders_group: dist.ProcessGroup | None,
         has_shares: bool = False,
@@ -42,18 +84,16 @@ class ModelGroup(dist.ProcessGroup):
         """Join the groups.
 
         Args:
-            layout: who is where.
-            rank: this rank.
+            place: this rank's.
+            stage_leader: first rank of this rank's stage.
             whole_stage_group: all ranks of this rank's stage.
             leaders_group: the first rank of every stage; None on other ranks.
             has_shares: replicas of a stage hold different numbers (distributed optimizer), so all count.
         """
         self.shares: ModelGroup | None = None
-        own = layout.coord(rank)
-        replica = layout.model_ranks(own.dp_rank, own.cp_rank)
-        super().__init__(replica.index(rank), len(replica))
-        self._counts = has_shares or own.dp_rank == own.cp_rank == 0
-        self._leader = layout.leader(own.stage)
+        super().__init__(place.index, place.size)
+        self._counts = has_shares or place.replica == 0
+        self._leader = stage_leader
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group
 

@@ -81,6 +81,12 @@ class PlannedRun:
         return 0 if self.config.layerwise_disaggregated else self.layout.num_stages - 1
 
     @property
+    def gradient_share(self) -> float:
+        """Copies of this rank's weights (cp * dp) over those of the stage with the loss, whose average counts."""
+        here, loss = self.layout.stages[self.own.stage], self.layout.stages[self.loss_stage]
+        return here.cp * here.dp / (loss.cp * loss.dp)
+
+    @property
     def replicas(self) -> ReplicaMap:
         """Which replicas of the stages work together."""
         return replica_map(self.config, self.layout)

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -118,20 +118,13 @@ class Session:
             self.platform.install()
         return self.platform
 
-    def plan(self, *, world_size: int, pipeline_size: int, tensor_size: int | None, cp: int, order: str) -> None:
-        """Make the layout; arguments as for :func:`~vtp_plugin.options.derived.plan_layout`.
+    def plan(self, **sizes: Any) -> None:
+        """Make the layout; arguments are Megatron's sizes, as for :func:`~vtp_plugin.options.derived.plan_layout`.
 
         Raises:
             ConfigError: the sizes contradict each other or the world, or the stages do not fit together.
         """
-        layout = plan_layout(
-            self.config,
-            world_size=world_size,
-            pipeline_size=pipeline_size,
-            tensor_size=tensor_size,
-            cp=cp,
-            order=order,
-        )
+        layout = plan_layout(self.config, **sizes)
         planned = PlannedRun(config=self.config, layout=layout, platform=self.choose_platform())
         planned.check()
         self._planned = planned

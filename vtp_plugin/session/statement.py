@@ -14,12 +14,12 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 
 def state_request(config: VtpConfig) -> dict[str, object]:
     """Say what this rank was started with, before any layout is known."""
-    sizes, cp_sizes, dp_sizes = config.size_list, config.cp_list, config.dp_list
+    sizes = config.size_list
+    lists = {name: getattr(config, name) for name in ("cp_list", "dp_list", "ep_list", "etp_list")}
     return {
         "vtp_plugin version": vtp_plugin.__version__,
         "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
-        "vtp_cp_list": ",".join(str(size) for size in cp_sizes) if cp_sizes else None,
-        "vtp_dp_list": ",".join(str(size) for size in dp_sizes) if dp_sizes else None,
+        **{f"vtp_{name}": ",".join(map(str, given)) if given else None for name, given in lists.items()},
         "sites": ",".join(config.sites or ()),
         "timeout_s": config.timeout_s,
         "vtp_bridges": config.bridges,
@@ -36,6 +36,8 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "rank order": layout.order.value,
         "vtp_cp_list": ",".join(str(size) for size in layout.cp_sizes),
         "vtp_dp_list": ",".join(str(size) for size in layout.dp_sizes),
+        "vtp_ep_list": ",".join(str(grid.ep) for grid in layout.experts),
+        "vtp_etp_list": ",".join(str(grid.tp) for grid in layout.experts),
         "dp mode": config.dp_mode,
         "transport": config.transport,
         "vtp_transport_threshold": config.transport_threshold_bytes,

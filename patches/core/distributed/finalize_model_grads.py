@@ -92,12 +92,9 @@ def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> N
 
     Megatron has divided it by the number of this stage's replicas.
     """
-    layout, own = planned.layout, planned.own
-    here, loss = layout.stages[own.stage], layout.stages[planned.loss_stage]
-    ratio = here.cp * here.dp / (loss.cp * loss.dp)
-    if ratio != 1.0:
+    if planned.gradient_share != 1.0:
         for chunk in model:
-            chunk.scale_gradients(ratio)  # pyright: ignore[reportCallIssue]
+            chunk.scale_gradients(planned.gradient_share)  # pyright: ignore[reportCallIssue]
 
 
 def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.nn.Module]) -> None:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.undo import Name, UndoStack
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
@@ -41,14 +42,57 @@ def records() -> tuple[PatchRecord, ...]:
             "parameter",
             remove_when="Megatron leaves out what the checkpoint does not hold",
         ),
+        PatchRecord(
+            id="P4d",
+            target=f"{_CLASS}.__init__",
+            build=wrap_with(_init),
+            why="every rank has an optimizer for experts with groups of their own where one stage has some; without "
+            "parameters it takes no steps, but its number of steps is stored for all stages",
+            remove_when="Megatron counts the steps of an optimizer without parameters, or stores none",
+        ),
     )
 
 
 def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first."""
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _begin(optimizer.optimizer)
-    return original(optimizer)
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return original(optimizer)
+    adam = optimizer.optimizer
+    if adam is None or not _is_empty(adam):
+        _begin(adam)
+        return original(optimizer)
+    with UndoStack().during(Name(optimizer, "optimizer"), _Stepped(adam)):
+        return original(optimizer)
+
+
+def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on."""
+    original(optimizer, *args, **kwargs)
+    adam = optimizer.optimizer
+    if isinstance(adam, torch.optim.Optimizer) and _is_empty(adam):
+        for group in adam.param_groups:
+            group.setdefault("step", 0)
+        adam.register_step_post_hook(_count)
+
+
+def _is_empty(adam: torch.optim.Optimizer) -> bool:
+    return not any(group["params"] for group in adam.param_groups)
+
+
+def _count(adam: torch.optim.Optimizer, *_: Any) -> None:
+    for group in adam.param_groups:
+        group["step"] += 1
+
+
+class _Stepped:
+    """An optimizer without parameters, with a state from which Megatron reads its number of steps."""
+
+    def __init__(self, adam: torch.optim.Optimizer) -> None:
+        self._adam = adam
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self._adam.state_dict()
+        return {**found, "state": {0: {"step": torch.tensor(float(found["param_groups"][0]["step"]))}}}
 
 
 def _begin(adam: torch.optim.Optimizer) -> None:
@@ -75,6 +119,9 @@ def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state
     for state in optimizer.optimizer.state.values():
         if "step" in state:
             state["step"] = torch.tensor(float(step))
+    if _is_empty(optimizer.optimizer):
+        for group in optimizer.optimizer.param_groups:
+            group["step"] = int(step)
 
 
 def _set_states(

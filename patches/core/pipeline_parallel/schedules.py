@@ -40,6 +40,14 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
                 "megatron.training.training:get_forward_backward_func",
             ),
         ),
+        PatchRecord(
+            id="H12",
+            target="megatron.core.pipeline_parallel.schedules:forward_step",
+            build=wrap_with(_forward_step, session),
+            why="it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, "
+            "but the gradients of all stages are averaged as those of the stage with the loss",
+            remove_when="Megatron knows stages with different numbers of replicas",
+        ),
     )
 
 
@@ -54,6 +62,23 @@ def _choose(
     if session.running.schedule_runner is None:
         return functools.partial(_run_stock, session, communicator, stock)
     return functools.partial(forward_backward, session, host)
+
+
+def _forward_step(
+    session: Session,
+    original: Callable[..., Any],
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: float,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run `forward_step`; other losses than the model's are scaled as on the stage with the loss."""
+    if session.is_planned:
+        # Megatron divides by this number, and multiplies by the context-parallel size of this stage.
+        num_microbatches *= session.planned.gradient_share
+    return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
 
 
 def _run_stock(

@@ -17,9 +17,10 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
     """Find the sizes of the model that a stage cannot cut by its parallel sizes.
 
     In this order: the attention heads; the query groups (a stage's size may be a multiple or a divisor of them); the
-    feed-forward sizes; the sequence length under sequence and context parallelism; a padded vocabulary that the user
-    fixes (on the first and the last stage, which hold the embedding and the output layer). Of a swiglu layer the plain
-    feed-forward size counts, since each gate is cut alone. Sizes that are not given are derived as Megatron does it.
+    feed-forward sizes; the number of experts, and what they ask of a stage; the sequence length under sequence and
+    context parallelism; a padded vocabulary that the user fixes (on the first and the last stage, which hold the
+    embedding and the output layer). Of a swiglu layer the plain feed-forward size counts, since each gate is cut alone.
+    Sizes that are not given are derived as Megatron does it.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
@@ -36,6 +37,7 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
         *_check_heads(args, context),
         *_check_query_groups(args, context),
         *_check_feed_forward(args, context),
+        *_check_experts(args, context),
         *_check_sequence(args, context),
         *_check_vocabulary(args, context),
     )
@@ -76,12 +78,33 @@ def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:
     yield from _check_multiple(name, value, _stages(context))
     if not _number(args, "num_experts"):
         return
-    expert_tp = _number(args, "expert_tensor_parallel_size")
-    stages = [(stage, expert_tp or size) for stage, size in _stages(context)]
+    stages = list(enumerate(context.etp_sizes or context.tp_sizes))
     expert = _number(args, "moe_ffn_hidden_size")
     yield from _check_multiple(f"--moe-ffn-hidden-size {expert}", expert, stages)
     shared = _number(args, "moe_shared_expert_intermediate_size")
     yield from _check_multiple(f"--moe-shared-expert-intermediate-size {shared}", shared, _stages(context))
+
+
+def _check_experts(args: object, context: OptionContext) -> Iterator[str]:
+    number = _number(args, "num_experts")
+    sizes = context.ep_sizes or (1,) * context.num_stages
+    if not number:
+        if max(sizes) > 1:
+            shown = ",".join(map(str, sizes))
+            yield f"expert-parallel sizes {shown}; the model has no experts; add --num-experts, or leave the sizes out"
+        return
+    yield from _check_multiple(f"--num-experts {number}", number, list(enumerate(sizes)), what="expert-parallel")
+    for stage, size in _stages(context):
+        if size > 1 and not getattr(args, "sequence_parallel", False):
+            yield (
+                f"--num-experts {number}; stage {stage} has tensor-parallel size {size}, where Megatron trains experts "
+                "with sequence parallelism only; add --sequence-parallel"
+            )
+    if context.is_split:
+        yield (
+            f"--num-experts {number} with --vtp-dp-mode split; a stage with fewer replicas routes larger microbatches, "
+            "and the losses of the routers are those of whole microbatches; use --vtp-dp-mode multiplex"
+        )
 
 
 def _feed_forward_size(args: object) -> tuple[int, str]:
@@ -137,7 +160,9 @@ def _is_shared(groups: int, size: int) -> bool:
     return groups % size == 0 or size % groups == 0
 
 
-def _check_multiple(name: str, value: int, stages: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _check_multiple(
+    name: str, value: int, stages: Sequence[tuple[int, int]], *, what: str = "tensor-parallel"
+) -> Iterator[str]:
     return _check(
         name,
         value,
@@ -145,17 +170,25 @@ def _check_multiple(name: str, value: int, stages: Sequence[tuple[int, int]]) ->
         fits=lambda value, size: value % size == 0,
         rule="which must divide it",
         nearest=_nearest_multiples(value, math.lcm(*(size for _, size in stages))),
+        what=what,
     )
 
 
 def _check(
-    name: str, value: int, stages: Sequence[tuple[int, int]], *, fits: _Fits, rule: str, nearest: tuple[int, ...]
+    name: str,
+    value: int,
+    stages: Sequence[tuple[int, int]],
+    *,
+    fits: _Fits,
+    rule: str,
+    nearest: tuple[int, ...],
+    what: str = "tensor-parallel",
 ) -> Iterator[str]:
     """Write one line for every stage that the value does not fit. A value of 0 is unknown and fits."""
     choices = " or ".join(str(choice) for choice in nearest) or "other sizes in --vtp-size-list"
     for stage, size in stages:
         if value and not fits(value, size):
-            yield f"{name}; stage {stage} has tensor-parallel size {size}, {rule}; use {choices}"
+            yield f"{name}; stage {stage} has {what} size {size}, {rule}; use {choices}"
 
 
 def _nearest_multiples(value: int, step: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.rule import (
     OptionRule,
+    Test,
     above,
     case,
     given,
@@ -36,6 +37,7 @@ _CLIPPING = "tests/multiproc/test_optimizer.py::test_inf_on_a_rank_that_leads_no
 _CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
 _RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
 _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
+_EXPERTS = "tests/multiproc/test_experts.py::test_experts"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
 _DEVICE = "tests/device/test_options.py"
 
@@ -43,6 +45,11 @@ _DEVICE = "tests/device/test_options.py"
 def _engine_on_cpu(args: object, context: OptionContext) -> bool:
     """Tell whether a run on CPUs asks for Transformer Engine; its row is the only one that looks at the device."""
     return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
+
+
+def _balances_by(kind: str) -> Test:
+    """Make a test for a loss of the routers; newer Megatrons take several kinds at once."""
+    return lambda value: value == kind or (isinstance(value, list) and kind in value)
 
 
 RULES: tuple[OptionRule, ...] = (
@@ -129,19 +136,48 @@ RULES: tuple[OptionRule, ...] = (
         case("--attention-dropout", above(0)),
     ),
     *supported("activations are computed again inside the stage", _OPTIONS, case("--recompute-granularity", given)),
-    *refused_unequal(
-        "logging the router losses sums over the pipeline group, which hangs between stages of different sizes",
+    *supported(
+        "every stage cuts its experts by its own sizes and sums their gradients over its own copies",
+        _EXPERTS,
         "--num-experts",
-        way_out="use a dense model or give every stage the same size",
-    ),
-    *refused_unequal(
-        "expert groups of stages of different sizes have not been run",
         case("--expert-model-parallel-size", above(1)),
-        "--overlap-moe-expert-parallel-comm",
+        case("--expert-tensor-parallel-size", given),
+        case("--moe-shared-expert-intermediate-size", given),
+        case("--moe-layer-freq", lambda value: value not in (None, 1)),
+        "--moe-token-dispatcher-type allgather",
+        "--moe-token-dispatcher-type alltoall",
+    ),
+    *supported(
+        "routers balance inside a stage, and their losses count as often as the model's",
+        _EXPERTS,
+        case("--moe-router-load-balancing-type aux_loss", _balances_by("aux_loss")),
+        case("--moe-router-load-balancing-type seq_aux_loss", _balances_by("seq_aux_loss")),
+        case("--moe-z-loss-coeff", given),
+        "--moe-router-enable-expert-bias",
+        case("--moe-expert-capacity-factor", given),
+    ),
+    *supported(
+        "the losses of the routers are summed inside each stage, then over the stages",
+        "tests/multiproc/test_experts_training.py::test_logged_router_losses",
+        "--moe-per-layer-logging",
+    ),
+    *refused_unequal_dp(
+        "the global loss is a running average over a stage's microbatches, whose number differs between the stages",
+        case("--moe-router-load-balancing-type global_aux_loss", _balances_by("global_aux_loss")),
+        way_out="use aux_loss or seq_aux_loss, or give every stage the same data-parallel size",
+    ),
+    *refused_unequal_dp(
+        "which tokens are dropped is decided among those of a replica, whose number differs between the stages",
+        case("--moe-expert-capacity-factor", given),
     ),
     *refused_unequal(
-        "one expert size on stages of different sizes gives the stages different numbers of expert replicas",
-        case("--expert-tensor-parallel-size", given),
+        "its dispatchers need CUDA (DeepEP, HybridEP), so no test here can run them",
+        "--moe-token-dispatcher-type flex",
+        way_out="use --moe-token-dispatcher-type alltoall or give every stage the same size",
+    ),
+    *refused_unequal(
+        "its schedule (combined_1f1b) overlaps two microbatches on CUDA streams, so no test here can run it",
+        "--overlap-moe-expert-parallel-comm",
     ),
     *supported(
         "the plugin copies and sums the word embedding between all stages that hold it, whatever their sizes",

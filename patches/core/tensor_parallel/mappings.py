@@ -1,0 +1,68 @@
+"""P12, CPU only: gathers and scattered sums of pieces of different sizes, which gloo does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.patching import PatchRecord, wrap_with
+
+_MODULE = "megatron.core.tensor_parallel.mappings"
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="P12",
+            target=f"{_MODULE}:_gather_along_first_dim",
+            build=wrap_with(_gather),
+            why="gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens",
+            remove_when="gloo gathers tensors of different sizes",
+        ),
+        PatchRecord(
+            id="P12b",
+            target=f"{_MODULE}:_reduce_scatter_along_first_dim",
+            build=wrap_with(_reduce_scatter),
+            why="as P12, on the way back",
+            remove_when="gloo scatters sums of different sizes",
+        ),
+    )
+
+
+def _gather(
+    original: Callable[..., torch.Tensor],
+    input_: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_split_sizes: Sequence[int] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Run `_gather_along_first_dim`; pieces of different sizes travel in boxes of the largest one."""
+    if output_split_sizes is None or group.size() == 1:
+        return original(input_, group, output_split_sizes, *args, **kwargs)
+    sizes = [int(size) for size in output_split_sizes]
+    box = input_.new_zeros((max(sizes), *input_.shape[1:]))
+    box[: len(input_)] = input_
+    boxes = [torch.empty_like(box) for _ in sizes]
+    dist.all_gather(boxes, box, group=group)
+    return torch.cat([box[:size] for box, size in zip(boxes, sizes, strict=True)])
+
+
+def _reduce_scatter(
+    original: Callable[..., torch.Tensor],
+    input_: torch.Tensor,
+    group: dist.ProcessGroup,
+    input_split_sizes: Sequence[int] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Run `_reduce_scatter_along_first_dim`; of pieces of different sizes each rank sums all and keeps its own."""
+    if input_split_sizes is None or group.size() == 1:
+        return original(input_, group, input_split_sizes, *args, **kwargs)
+    whole = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(whole, group=group)
+    return whole.split([int(size) for size in input_split_sizes])[group.rank()].clone()

@@ -1,0 +1,1 @@
+"""Patches of Megatron's mixtures of experts."""

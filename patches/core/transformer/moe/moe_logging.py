@@ -1,0 +1,69 @@
+"""H11: the router losses that are logged are summed over the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.session import PlannedRun, Session
+
+
+def records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H11",
+            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            build=wrap_with(_sync, session),
+            why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no "
+            "averages",
+            remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",
+        ),
+    )
+
+
+def _sync(
+    session: Session, original: Callable[..., None], tracker: Any, metric_names: Sequence[str], *args: Any, **kw: Any
+) -> None:
+    """Replace `MoEMetricsTracker._sync_metrics`: inside the stage first, then over the stages."""
+    if not session.is_active and session.planned.platform.name != "cpu":
+        original(tracker, metric_names, *args, **kw)
+        return
+    for name in metric_names:
+        entry = tracker.metrics.get(name)
+        if entry is None:
+            continue
+        if entry.reduce_group is not None:
+            dist.all_reduce(entry.values, group=entry.reduce_group)
+        if entry.avg_group is not None:
+            _average(entry.values, entry.avg_group)
+        if entry.needs_dp_avg:
+            _average(entry.values, parallel_state.get_data_parallel_group())
+        _sum_stages(session.planned, entry.values)
+
+
+def _average(values: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(values, group=group)
+    values /= group.size()
+
+
+def _sum_stages(planned: PlannedRun, values: torch.Tensor) -> None:
+    """Add what the stages have; it is equal on all ranks of a stage.
+
+    Megatron divides by the number of microbatches of the rank that logs. A stage with more replicas runs fewer, and has
+    averaged over more.
+    """
+    dp_sizes, own = planned.layout.dp_sizes, planned.own
+    is_equal = len(set(dp_sizes)) == 1
+    if not is_equal:
+        values *= dp_sizes[own.stage]
+    if own.tp_rank != 0:
+        values.zero_()
+    dist.all_reduce(values, group=parallel_state.get_model_parallel_group())
+    if not is_equal:
+        values /= dp_sizes[own.stage]

@@ -1,0 +1,54 @@
+"""Experts in pipelines with unequal stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.core_cases import DISTRIBUTED, Case, Runs, defaults_first
+from tests.multiproc.test_parity import check_parity
+
+
+def mixing(experts: str, *sizes: int, **fields: Any) -> Case:
+    return Case(sizes=sizes, experts=experts, has_bias=False, seq=12, sequence_parallel=max(sizes) > 1, **fields)
+
+
+OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+COUNTED = {"per_token_loss": True, "loss_tuple": 3, "masked": True}
+# The first ones run by default.
+CASES = [
+    mixing("balanced", 2, 1, dp=2, etp=1, ep_list=(2, 1), **OVERLAPPED),
+    mixing("biased", 1, 2, dp_list=(2, 1), ep_list=(2, 1), num_microbatches=4),
+    # One expert-parallel size, and experts that are as many copies on every stage.
+    mixing("plain", 1, 1),
+    mixing("balanced", 1, 2),
+    mixing("balanced", 1, 2, dp=2, ep=2),
+    mixing("gathered", 1, 2, dp=2, ep=2),
+    mixing("by sequence", 2, 1, dp=2, ep=2),
+    mixing("by batch", 1, 2, dp=2),
+    mixing("shared", 2, 1),
+    mixing("biased", 1, 2, dp=2, ep=2),
+    mixing("every second", 1, 2, layers_per_chunk=2),
+    mixing("capacity", 1, 2, dp=2, ep=2),
+    mixing("balanced", 3, 1, tied=True, **DISTRIBUTED),
+    # Other numbers of copies on every stage.
+    mixing("balanced", 1, 2, ep_list=(1, 2), etp_list=(1, 1), **DISTRIBUTED),
+    mixing("balanced", 2, 1, dp=2, etp=1, count_zeros=True, overlap_grad_reduce=True),
+    mixing("gathered", 1, 2, etp=1, ep_list=(1, 2)),
+    mixing("shared", 2, 3, etp=1, ep_list=(1, 3), **OVERLAPPED),
+    mixing("balanced", 1, 3, vpp=2, num_microbatches=4, ep_list=(1, 3), etp=1),
+    mixing("balanced", 1, 2, dp=2, ep=2, schedule="planned", **COUNTED),
+    mixing("balanced", 1, 2, layers=(1, 2, 1), etp=1),
+    mixing("balanced", 1, 2, layers=(1, 2, 1), ep_list=(1, 2), etp=1, **OVERLAPPED),
+    mixing("balanced", 1, 2, sites=("edge", "cloud"), etp=1, ep_list=(1, 2)),
+    # Replicas too.
+    mixing("balanced", 1, 2, dp_list=(2, 1), num_microbatches=4),
+    mixing("balanced", 1, 2, dp_list=(1, 2), ep_list=(1, 2), num_microbatches=4, **COUNTED, **DISTRIBUTED),
+    mixing("shared", 2, 1, dp_list=(1, 3), ep_list=(2, 3), etp=1, num_microbatches=3, **DISTRIBUTED),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(CASES, 2))
+def test_experts(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
