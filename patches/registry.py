@@ -72,12 +72,11 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     from vtp_plugin.patches.core.transformer.moe import moe_layer, moe_logging
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
-    adapting = (parallel_state, schedules, checkpointing)
+    adapting = (parallel_state, schedules, checkpointing, moe_logging)
     modules = (
         validation,
         build_tokenizer,
         moe_layer,
-        moe_logging,
         theoretical_memory_usage,
         vocab_utils,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,39 @@ from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
 from vtp_plugin.session import Session
+
+
+class RouterMetric(NamedTuple):
+    """Numbers that routers have noted for the log.
+
+    Attributes:
+        values: one for each layer of the model, summed over this rank's microbatches.
+        sum_group: its ranks have parts of them, to be added up; None if this rank has all.
+        mean_group: its ranks have different ones, to be averaged; None if there are none.
+        is_averaged: those of the replicas are averaged, too.
+    """
+
+    values: torch.Tensor
+    sum_group: dist.ProcessGroup | None
+    mean_group: dist.ProcessGroup | None
+    is_averaged: bool
+
+
+def noted_metrics(
+    noted: Mapping[str, Any], names: Iterable[str] | None, *, is_averaged: bool
+) -> Iterator[RouterMetric]:
+    """Yield what routers have noted where Megatron keeps it in plain dictionaries, up to 0.17.
+
+    Args:
+        noted: by name.
+        names: of what is wanted; None is all.
+        is_averaged: the family averages over the replicas.
+    """
+    for name in noted if names is None else names:
+        entry = noted[name]
+        group = entry.get("reduce_group")
+        has_replicas = group is None or entry.get("reduce_group_has_dp", False)
+        yield RouterMetric(entry["values"], group, entry.get("avg_group"), is_averaged and not has_replicas)
 
 
 class MegatronHost(ABC):
@@ -76,6 +109,14 @@ class MegatronHost(ABC):
     def group_records(self) -> tuple[PatchRecord, ...]:
         """Give records that lead sums over the model to our groups, beyond those of all families."""
         return ()
+
+    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
+        """Yield what routers have noted for the log, by the arguments of the function that H11 replaces."""
+        tracker, names = args[0], args[1] if len(args) > 1 else kwargs["metric_names"]
+        for name in names:
+            entry = tracker.metrics.get(name)
+            if entry is not None:
+                yield RouterMetric(entry.values, entry.reduce_group, entry.avg_group, entry.needs_dp_avg)
 
     @abstractmethod
     def exchange_record(self, session: Session) -> PatchRecord:

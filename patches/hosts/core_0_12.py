@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_type
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
+from vtp_plugin.patches.hosts.base import RouterMetric, noted_metrics
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
@@ -49,6 +50,10 @@ class Host(OlderHost):
         "U3": "the caller's chunk is known: the first one gets tokens, the last one labels and mask",
         "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
     }
+
+    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
+        names = args[0] if args else kwargs.get("track_names")
+        return noted_metrics(parallel_state.get_moe_layer_wise_logging_tracker(), names, is_averaged=False)
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
         return (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from vtp_plugin.patches.hosts.base import RouterMetric, noted_metrics
 from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
 
 
@@ -16,6 +18,7 @@ class Host(GroupedHost):
     moved = {
         "U3": "megatron.training.utils:get_batch_on_this_tp_rank",
         "U6": "megatron.training.utils:is_last_rank",
+        "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
     }
     absent = {
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
@@ -24,3 +27,9 @@ class Host(GroupedHost):
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
+
+    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        names = args[0] if args else kwargs.get("track_names")
+        return noted_metrics(get_moe_layer_wise_logging_tracker(), names, is_averaged=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.patches.hosts.base import MegatronHost
+from vtp_plugin.patches.hosts.base import MegatronHost, RouterMetric, noted_metrics
 from vtp_plugin.patching import PatchRecord, wrap_with
 
 
@@ -18,6 +18,7 @@ class OlderHost(MegatronHost):
     moved = {
         "H3": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
         "U6": "megatron.training.utils:is_last_rank",
+        "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
     }
     absent = {
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
@@ -35,6 +36,12 @@ class OlderHost(MegatronHost):
                 remove_when="Megatron 0.16 is no longer supported",
             ),
         )
+
+    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        names = args[0] if args else kwargs.get("track_names")
+        return noted_metrics(get_moe_layer_wise_logging_tracker(), names, is_averaged=True)
 
     def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
         return get_model_type(model), config

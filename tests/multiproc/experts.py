@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import zlib
 from collections.abc import Iterable
@@ -45,6 +46,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "capacity": {**_BALANCED, "moe_expert_capacity_factor": 4.0},
 }
 
+_HAS_CHUNKS = "vp_stage" in inspect.signature(get_gpt_decoder_block_spec).parameters
+
 
 def config_of(case: Case) -> dict[str, Any]:
     """Give the fields of the configuration for a case's experts."""
@@ -59,7 +62,8 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """Give the layers of a chunk, with experts where the configuration has them."""
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    chunk = {"vp_stage": vp_stage} if _HAS_CHUNKS else {}
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
 
 
 def place_of(words: list[str], parameter: Any) -> tuple[list[str], int, int]:
@@ -111,3 +115,7 @@ def forget(model: Iterable[Any]) -> None:
     logging: Any = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
         logging.destroy_moe_metrics_tracker()
+    for module in (parallel_state, sys.modules.get("megatron.core.transformer.moe.moe_utils")):
+        find = getattr(module, "get_moe_layer_wise_logging_tracker", None)  # up to 0.17
+        if find is not None:
+            find().clear()

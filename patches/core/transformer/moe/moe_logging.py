@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import PlannedRun, Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H11",
             target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
-            build=wrap_with(_sync, session),
+            build=wrap_with(_sync, session, host),
             why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no "
             "averages",
             remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",
@@ -27,24 +28,19 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _sync(
-    session: Session, original: Callable[..., None], tracker: Any, metric_names: Sequence[str], *args: Any, **kw: Any
-) -> None:
+def _sync(session: Session, host: MegatronHost, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace `MoEMetricsTracker._sync_metrics`: inside the stage first, then over the stages."""
     if not session.is_active and session.planned.platform.name != "cpu":
-        original(tracker, metric_names, *args, **kw)
+        original(*args, **kwargs)
         return
-    for name in metric_names:
-        entry = tracker.metrics.get(name)
-        if entry is None:
-            continue
-        if entry.reduce_group is not None:
-            dist.all_reduce(entry.values, group=entry.reduce_group)
-        if entry.avg_group is not None:
-            _average(entry.values, entry.avg_group)
-        if entry.needs_dp_avg:
-            _average(entry.values, parallel_state.get_data_parallel_group())
-        _sum_stages(session.planned, entry.values)
+    for metric in host.router_metrics(*args, **kwargs):
+        if metric.sum_group is not None:
+            dist.all_reduce(metric.values, group=metric.sum_group)
+        if metric.mean_group is not None:
+            _average(metric.values, metric.mean_group)
+        if metric.is_averaged:
+            _average(metric.values, parallel_state.get_data_parallel_group())
+        _sum_stages(session.planned, metric.values)
 
 
 def _average(values: torch.Tensor, group: dist.ProcessGroup) -> None:
