@@ -22,11 +22,11 @@ from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
 _MODULE = "megatron.core.parallel_state"
+_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
 _EXPERT_GROUPS = (
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
 )
-_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", *_EXPERT_GROUPS)
 _PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
 _EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
 _EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
@@ -52,6 +52,7 @@ _WRITTEN = (
         "an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and Megatron "
         "for its ranks",
     ),
+    (_MODULE, _EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
 )
 
 _Writes = Mapping[str, WriteRecord]
@@ -239,7 +240,8 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
         # torch and Megatron look a group up in these tables; a ModelGroup is no group that torch made.
         writes["_pg_map"].put(_pg_map[stage_group], key=group)
         writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
-    for name, group in zip(_GROUPS, (whole, shares, whole_experts, whole_experts), strict=True):
+    groups = (whole, shares, whole_experts, whole_experts)
+    for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):
             writes[name].put(group)
 

@@ -21,6 +21,7 @@ class Host(GroupedHost):
         "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
     }
     absent = {
+        "H4c12": "it has no such group",
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",
     }

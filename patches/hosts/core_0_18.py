@@ -9,3 +9,4 @@ class Host(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
+    absent = {"H4c12": "it has no such group"}

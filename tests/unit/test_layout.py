@@ -294,6 +294,37 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
         PipelineLayout(())
 
 
+def test_unequal_copies_of_experts_by_hand() -> None:
+    """Ranks 0 and 1 each have all experts; ranks 2 to 5 have two copies of each, in halves."""
+    layout = PipelineLayout.from_sizes([1, 2], world_size=6, ep=[1, 2], etp=1)
+    assert [grid.dp for grid in layout.experts] == [2, 2] and layout.has_equal_experts and layout.has_expert_groups
+    expert = LayoutRankGenerator(layout, expert=True)
+    assert expert.get_ranks("tp") == [[rank] for rank in range(6)]
+    assert expert.get_ranks("ep") == [[0], [1], [2, 3], [4, 5]]
+    assert expert.get_ranks("dp") == [[0, 1], [2, 4], [3, 5]]
+    assert expert.get_ranks("tp-ep-pp") == [[0, 2, 3], [1, 4, 5]]
+    # Without halves there are four copies beside two: no group holds each expert once, and sums take the world.
+    unequal = layout.with_experts(1, 1)
+    assert [grid.dp for grid in unequal.experts] == [2, 4] and not unequal.has_equal_experts
+    expert = LayoutRankGenerator(unequal, expert=True)
+    assert expert.get_ranks("dp") == [[0, 1], [2, 3, 4, 5]]
+    assert expert.get_ranks("tp-ep-pp") == [list(range(6))]
+    assert expert.get_ranks("pp") == LayoutRankGenerator(unequal).get_ranks("pp")
+    assert not PipelineLayout.from_sizes([1, 2], world_size=6).has_expert_groups
+    assert not PipelineLayout.from_sizes([1, 1], world_size=4, ep=[1, 2]).is_uniform
+
+
+@pytest.mark.parametrize("order", list(RankOrder))
+def test_places_in_the_experts_match_the_groups(order: RankOrder) -> None:
+    layout = PipelineLayout.from_sizes([2, 4], world_size=12, order=order)
+    layout = layout.with_experts([2, 4], 1) if order is RankOrder.STAGE_MAJOR else layout.with_experts([2, 2], [1, 2])
+    expert = LayoutRankGenerator(layout, expert=True)
+    for token, axis in (("tp", "tp_rank"), ("ep", "ep_rank"), ("dp", "dp_rank")):
+        for ranks in expert.get_ranks(token):
+            coords = [layout.expert_coord(rank) for rank in ranks]
+            assert [getattr(coord, axis) for coord in coords] == list(range(len(ranks))), (token, ranks)
+
+
 def test_describe_shows_stages_and_stays_short() -> None:
     text = describe_layout(PipelineLayout.from_sizes([1, 4], world_size=5000, order=RankOrder.REPLICA_MAJOR))
     lines = text.splitlines()

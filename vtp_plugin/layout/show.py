@@ -21,14 +21,23 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
         0   1   1   2  0-1    0-1
         1   2   1   2  2-5    2,4
     world size 6, rank order tp-cp-dp-pp, writer rank 5
+
+    Sizes of experts stand there where they are others than those of the stage:
+
+    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=3, ep=[1, 2], etp=1)))
+    stage  tp  cp  dp  etp  ep  edp  ranks  leaders
+        0   1   1   1    1   1    1  0      0
+        1   2   1   1    1   2    1  1-2    1
+    world size 3, rank order tp-cp-dp-pp, writer rank 2
     """
-    rows = [["stage", "tp", "cp", "dp", "ranks", "leaders"]]
-    for stage, grid in enumerate(layout.stages):
+    names = ["stage", "tp", "cp", "dp", *(["etp", "ep", "edp"] if layout.has_expert_groups else [])]
+    rows = [[*names, "ranks", "leaders"]]
+    for stage, (grid, expert) in enumerate(zip(layout.stages, layout.experts, strict=True)):
         leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
-        sizes = map(str, (stage, grid.tp, grid.cp, grid.dp))
-        rows.append([*sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
+        sizes = (stage, grid.tp, grid.cp, grid.dp, expert.tp, expert.ep, expert.dp)[: len(names)]
+        rows.append([*map(str, sizes), format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = [f"{{:>{width}}}" for width in widths[:4]] + [f"{{:<{widths[4]}}}", "{}"]
+    columns = [f"{{:>{width}}}" for width in widths[:-2]] + [f"{{:<{widths[-2]}}}", "{}"]
     lines = ["  ".join(columns).format(*row) for row in rows]
     writer_rank = layout.writer_rank if writer_rank is None else writer_rank
     return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
