@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
@@ -249,6 +250,19 @@ class MegatronHost(ABC):
     def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int]) -> Iterable[str]:
         """Say why Megatron could not save a checkpoint of stages of these tensor-parallel sizes as its options ask."""
         return ()
+
+    def problems_of_experts(self, layout: PipelineLayout, *, has_experts: bool) -> Iterable[str]:
+        """Say why this family cannot train experts on these stages.
+
+        Args:
+            layout: the stages.
+            has_experts: the model has experts, as far as is known.
+        """
+        if not self.is_newest and not layout.is_uniform and (has_experts or layout.has_expert_groups):
+            yield (
+                f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.19 "
+                "only; use that, or give every stage the same sizes"
+            )
 
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         """Say what of the call of `initialize_model_parallel` does not work beside a list of sizes."""

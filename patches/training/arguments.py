@@ -284,7 +284,11 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     """
     layout, replicas = session.planned.layout, session.planned.replicas
     refuse(
-        (*check_run(args, session.planned.option_context, replicas), *host.problems_of_saving(args, layout.tp_sizes))
+        (
+            *check_run(args, session.planned.option_context, replicas),
+            *host.problems_of_saving(args, layout.tp_sizes),
+            *host.problems_of_experts(layout, has_experts=bool(args.num_experts)),
+        )
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if args.hidden_size and args.seq_length and args.micro_batch_size:

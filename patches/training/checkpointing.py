@@ -211,24 +211,58 @@ def _require_loadable(
     """
     state, _, is_release, kind = result
     stored = _stored_arguments(result)
-    if stored is None or not session.is_planned or _stored_tp_sizes(stored) == session.planned.layout.tp_sizes:
+    if stored is None or not session.is_planned:
         return
-    wrote, runs = (
-        f"--vtp-size-list {','.join(map(str, sizes))}"
-        for sizes in (_stored_tp_sizes(stored), session.planned.layout.tp_sizes)
-    )
+    layout = session.planned.layout
+    here = (layout.tp_sizes, *zip(*((grid.ep, grid.tp) for grid in layout.experts), strict=True))
+    there = (_stored_tp_sizes(stored), *_stored_experts(stored))
+    if there == here:
+        return
+    wrote, runs = _shown(there), _shown(here)
     if kind is not None and kind.name == "LEGACY":
         raise ConfigError(
             f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that list can load it, not "
             f"{runs}; save it with --ckpt-format torch_dist"
         )
     is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
-    if args.use_distributed_optimizer and is_optimizer_loaded and not host.is_reshardable(state):
+    if not (args.use_distributed_optimizer and is_optimizer_loaded):
+        return
+    if not host.is_reshardable(state):
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
             f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
             "--no-load-optim"
         )
+    if getattr(args, "num_experts", None) and _has_expert_groups(there) != _has_expert_groups(here):
+        raise ConfigError(
+            f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
+            "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
+            "the weights with --no-load-optim"
+        )
+
+
+_Sizes = tuple[tuple[int, ...], ...]
+"""Tensor-parallel size of every stage, expert-parallel size, and tensor-parallel size of the experts."""
+
+
+def _has_expert_groups(sizes: _Sizes) -> bool:
+    return any((ep, etp) != (1, tp) for tp, ep, etp in zip(*sizes, strict=True))
+
+
+def _shown(sizes: _Sizes) -> str:
+    flags = ("--vtp-size-list", "--vtp-ep-list", "--vtp-etp-list")[: 3 if _has_expert_groups(sizes) else 1]
+    return " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in zip(flags, sizes, strict=False))
+
+
+def _stored_experts(stored: Any) -> tuple[tuple[int, ...], ...]:
+    etp = getattr(stored, "vtp_etp_list", None) or getattr(stored, "expert_tensor_parallel_size", None)
+    return (
+        _stored_sizes(stored, "vtp_ep_list", "expert_model_parallel_size", missing=1),
+        # Older checkpoints do not say; then the experts were cut as the rest.
+        _stored_sizes(stored, "vtp_etp_list", "expert_tensor_parallel_size", missing=1)
+        if etp
+        else _stored_tp_sizes(stored),
+    )
 
 
 def _stored_tp_sizes(stored: Any) -> tuple[int, ...]:

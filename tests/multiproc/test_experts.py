@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import host_name
 from tests.multiproc.core_cases import DISTRIBUTED, Case, Runs, defaults_first
 from tests.multiproc.test_parity import check_parity
+
+pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
 
 
 def mixing(experts: str, *sizes: int, **fields: Any) -> Case:

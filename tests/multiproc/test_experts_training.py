@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import host_name
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -18,6 +19,8 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.pool import Pool
+
+pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
 
 # Megatron's local experts fail with fused activations and with biases.
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
@@ -70,6 +73,15 @@ def test_logged_router_losses(script_pool: Pool, start: tuple[Path, list[ScriptR
     other = ["--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1"]
     again = train(script_pool, "2,1", [*EXPERTS, *other, *DISTRIBUTED, *BATCH, "--load", str(tmp_path)])
     assert_same_training(again, reference, first=1)
+
+
+def test_an_optimizer_without_experts_of_its_own_is_refused(
+    script_pool: Pool, start: tuple[Path, list[ScriptRun]]
+) -> None:
+    """Megatron gives experts an optimizer of their own in some layouts only, and one cannot load the other."""
+    command = arguments("1,2", extra=[*EXPERTS, *DISTRIBUTED, *BATCH, "--load", str(start[0])])
+    runs = launch(script_pool, num_ranks("1,2"), {"arguments": command})
+    assert_refused(runs, "--vtp-ep-list 2,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2 is asked for", "--no-load-optim")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError
 from vtp_plugin.hosts import HOSTS
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches import registry
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
@@ -125,3 +126,13 @@ def test_megatron_sees_another_world_and_nothing_else() -> None:
     assert seen.distributed.get_world_size() == 6
     assert seen.distributed.new_group is torch.distributed.new_group
     assert (seen.cuda, seen.Tensor) == (torch.cuda, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", [NEWEST, *OLDER])
+def test_experts_are_refused_where_they_were_not_run(name: str) -> None:
+    host, unequal = load_host(name), PipelineLayout.from_sizes((1, 2), world_size=3)
+    assert not list(host.problems_of_experts(unequal, has_experts=False))
+    assert not list(host.problems_of_experts(PipelineLayout.from_sizes((2, 2), world_size=4), has_experts=True))
+    for layout, has_experts in ((unequal, True), (unequal.with_experts(1, 1), False)):
+        problems = list(host.problems_of_experts(layout, has_experts=has_experts))
+        assert len(problems) == (name != NEWEST) and all(f"Megatron {name};" in problem for problem in problems)

@@ -362,7 +362,7 @@ def test_experts_are_cut_by_sizes_of_their_own() -> None:
     assert check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(4, 2))) == ()
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(1, 3)))
     assert line == "--num-experts 4; stage 1 has expert-parallel size 3, which must divide it; use 3 or 6"
-    (line,) = check_sizes(model(), OptionContext(tp_sizes=(4, 2), ep_sizes=(1, 2)))
+    (line,) = check_sizes(model(num_experts=None), OptionContext(tp_sizes=(4, 2), ep_sizes=(1, 2)))
     assert "the model has no experts" in line
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True))
     assert line.endswith("use --vtp-dp-mode multiplex")

@@ -60,10 +60,11 @@ def _writer(flags: Run) -> int:
 def _stages(flags: Run) -> Iterator[str]:
     """Write the table of the stages; in a long one, equal stages in a row are one line."""
     layout, sites = flags.layout, flags.sites
-    kinds = [(grid, sites[stage] if sites else "") for stage, grid in enumerate(layout.stages)]
+    kinds = [(grid, layout.experts[stage], sites[stage] if sites else "") for stage, grid in enumerate(layout.stages)]
     does_fold = layout.num_stages > _MAX_STAGES_UNFOLDED
     runs = groupby(range(layout.num_stages), key=lambda stage: kinds[stage] if does_fold else stage)
-    rows = [["stage", "site", "tp", "cp", "dp", "ranks", "leaders"]]
+    experts = ["etp", "ep", "edp"] if layout.has_expert_groups else []
+    rows = [["stage", "site", "tp", "cp", "dp", *experts, "ranks", "leaders"]]
     rows += [_row(layout, list(stages), sites) for _, stages in runs]
     if not sites:
         rows = [[name, *rest] for name, _, *rest in rows]
@@ -85,7 +86,9 @@ def _row(layout: PipelineLayout, stages: Sequence[int], sites: Sequence[str]) ->
     leaders = format_ranks(leader for stage in stages for leader in _leaders(layout, stage))
     name = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
     site = sites[stages[0]] if sites else ""
-    return [name, site, str(grid.tp), str(grid.cp), str(grid.dp), ranks, leaders]
+    expert = layout.experts[stages[0]]
+    sizes = [grid.tp, grid.cp, grid.dp, *([expert.tp, expert.ep, expert.dp] if layout.has_expert_groups else [])]
+    return [name, site, *map(str, sizes), ranks, leaders]
 
 
 def _leaders(layout: PipelineLayout, stage: int) -> list[int]:
@@ -158,6 +161,9 @@ def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
                 "tp": grid.tp,
                 "cp": grid.cp,
                 "dp": grid.dp,
+                "etp": layout.experts[stage].tp,
+                "ep": layout.experts[stage].ep,
+                "edp": layout.experts[stage].dp,
                 "ranks": list(layout.stage_ranks(stage)),
                 "leaders": _leaders(layout, stage),
             }
