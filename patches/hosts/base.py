@@ -49,8 +49,8 @@ def noted_metrics(
     for name in noted if names is None else names:
         entry = noted[name]
         group = entry.get("reduce_group")
-        has_replicas = group is None or entry.get("reduce_group_has_dp", False)
-        yield RouterMetric(entry["values"], group, entry.get("avg_group"), is_averaged and not has_replicas)
+        is_whole = group is None or entry.get("reduce_group_has_dp", False)
+        yield RouterMetric(entry["values"], group, entry.get("avg_group"), is_averaged and not is_whole)
 
 
 class MegatronHost(ABC):

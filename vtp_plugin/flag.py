@@ -1,0 +1,57 @@
+"""A flag of the command line, as a field of the configuration declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class FlagGroup(Enum):
+    """The groups of flags; the value is the title of the group in ``--help``."""
+
+    WHERE = "vtp_plugin: where (which ranks form which stage)"
+    WHAT = "vtp_plugin: what crosses (how tensors get from stage to stage)"
+    WHEN = "vtp_plugin: when (the order of a step)"
+    TRUST = "vtp_plugin: trust (a run over several sites)"
+    FAILURE = "vtp_plugin: what a run says, and failure (ranks that stop or do not come)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag on the command line.
+
+    Attributes:
+        name: as written on the command line.
+        group: its group in ``--help``.
+        help: what it does.
+        metavar: stands for its value in ``--help``; None for a switch.
+        keyword: of :func:`vtp_plugin.apply`; None if only the command line has it.
+        field: of :class:`VtpConfig`; None if it is read elsewhere.
+        type: turns one word into a value.
+        nargs: as for :meth:`argparse.ArgumentParser.add_argument`; so is `const`.
+        parse: turns the value of the flag or of the keyword into that of the field.
+        choices: the values that the field may have; empty for any value.
+    """
+
+    name: str
+    group: FlagGroup
+    help: str
+    metavar: str | None = None
+    keyword: str | None = None
+    field: str | None = None
+    type: Callable[[str], object] = str
+    nargs: str | None = None
+    const: object = None
+    parse: Callable[[Any], object] | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Name of its attribute among the parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def read(self, value: object) -> object:
+        """Return the value of the field for what was given; None stays None."""
+        return value if value is None or self.parse is None else self.parse(value)
