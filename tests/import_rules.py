@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"adaptor", "advance", "errors", "log", "svg", "text_enum", "undo"}),
-    frozenset({"failure", "hosts", "values"}),
+    frozenset({"failure", "flag", "hosts", "values"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "schedule"}),
@@ -55,6 +55,7 @@ PURE_PARTS = frozenset(
         "svg",
         "text_enum",
         "undo",
+        "flag",
         "values",
         "config",
         "layout",
