@@ -305,12 +305,13 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         vtp_dp_list=list(layout.dp_sizes),
         vtp_ep_list=[grid.ep for grid in layout.experts],
         vtp_etp_list=[grid.tp for grid in layout.experts],
-        expert_model_parallel_size=layout.experts[stage].ep,
-        expert_tensor_parallel_size=layout.experts[stage].tp,
         tensor_model_parallel_size=layout.tp_sizes[stage],
         context_parallel_size=layout.cp_sizes[stage],
         pipeline_model_parallel_size=layout.num_stages,
     )
+    if args.num_experts:
+        expert = layout.experts[stage]
+        vars(args).update(expert_model_parallel_size=expert.ep, expert_tensor_parallel_size=expert.tp)
 
 
 def _vocabulary_hint(layout: PipelineLayout, args: argparse.Namespace) -> str:

@@ -26,6 +26,7 @@ _PER_STAGE = (
     "data_parallel_size",
     "micro_batch_size",
     "eval_micro_batch_size",
+    "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "tensor_parallel_num_weight_shards",
     "expert_tensor_parallel_num_weight_shards",
@@ -254,14 +255,15 @@ def _shown(sizes: _Sizes) -> str:
     return " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in zip(flags, sizes, strict=False))
 
 
-def _stored_experts(stored: Any) -> tuple[tuple[int, ...], ...]:
-    etp = getattr(stored, "vtp_etp_list", None) or getattr(stored, "expert_tensor_parallel_size", None)
+def _stored_experts(stored: Any) -> _Sizes:
+    tp_sizes = _stored_tp_sizes(stored)
+    is_said = hasattr(stored, "vtp_etp_list") or (
+        len(set(tp_sizes)) == 1 and getattr(stored, "expert_tensor_parallel_size", None)
+    )
     return (
         _stored_sizes(stored, "vtp_ep_list", "expert_model_parallel_size", missing=1),
-        # Older checkpoints do not say; then the experts were cut as the rest.
-        _stored_sizes(stored, "vtp_etp_list", "expert_tensor_parallel_size", missing=1)
-        if etp
-        else _stored_tp_sizes(stored),
+        # A checkpoint of unequal stages that does not say has no experts.
+        _stored_sizes(stored, "vtp_etp_list", "expert_tensor_parallel_size", missing=1) if is_said else tp_sizes,
     )
 
 
