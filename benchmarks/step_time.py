@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py
 
+``--model moe`` has a mixture of 8 experts in every layer, in halves on the ranks of a stage.
+
 Variants, all with stages of size 2,2 and the same model: Megatron's own groups and communicator; the plugin forced on
 (transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). The variants take turns
 in every round, so that a slow minute of the machine hits all of them; printed are medians over all steps, and ratios.
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,17 @@ import torch.distributed as dist
 import vtp_plugin
 
 SIZES = [2, 2]
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": True,
+    "add_bias_linear": False,
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "Megatron": {},
     "plugin": {"force": True},
@@ -59,6 +73,7 @@ def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[f
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every variant in every round")
     parser.add_argument("--hidden-size", type=int, default=128)
@@ -79,8 +94,8 @@ def _timed(step: Callable[[], None]) -> float:
 
 def _print(options: argparse.Namespace, times_s: dict[str, list[float]]) -> None:
     print(
-        f"stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, {options.num_microbatches} "
-        f"microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
+        f"{options.model}, stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, "
+        f"{options.num_microbatches} microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
     )
     base_s = statistics.median(times_s["Megatron"])
     print(f"{'variant':15} {'median ms':>10} {'ratio':>7} {'ratio per round':>20}")
@@ -112,7 +127,9 @@ def _training(options: argparse.Namespace, settings: dict[str, object]) -> Itera
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(SIZES))
+    experts = EXPERTS if options.model == "moe" else {}
+    sizes = {name: experts[name] for name in experts if name.endswith("_parallel_size")}
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(SIZES), **sizes)
     try:
         model_parallel_cuda_manual_seed(1)
         config = TransformerConfig(
@@ -125,10 +142,11 @@ def _training(options: argparse.Namespace, settings: dict[str, object]) -> Itera
             pipeline_dtype=torch.float32,
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            **experts,
         )
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=experts.get("num_moe_experts")),
             vocab_size=512,
             max_sequence_length=options.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -164,6 +182,9 @@ def _training(options: argparse.Namespace, settings: dict[str, object]) -> Itera
     finally:
         # It refers to bound methods of Megatron's DDP, whose hooks refer back where Python's collector does not look.
         config.finalize_model_grads_func = config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+        for module in model.modules():
+            if hasattr(module, "token_dispatcher"):
+                vars(module.token_dispatcher).clear()  # tensors of the last step, with the way back to the weights
         parallel_state.destroy_model_parallel()
         vtp_plugin.revert()
 
