@@ -100,7 +100,7 @@ def test_a_shared_embedding_is_refused_between_stages_of_different_sizes(pool: P
     case = MimoCase(vision=Sizes(), language=Sizes(stage_tp=(1, 2)))
     first, *others = pool.run(case.world_size, "tests.multiproc.mimo_job:tie", {"case": case})
     assert first == "built"
-    assert all("the ends of a module with stages of tp 1,2, which hold different slices" in one for one in others)
+    assert all("stages of tp 1,2 hold different slices" in one for one in others)
 
 
 def test_nothing_comes_back_to_a_frozen_encoder(mimo_runs: MimoRuns, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What ``apply()`` takes: medians over fresh processes that have imported Megatron as a script does.
+
+    python benchmarks/apply_time.py
+    python benchmarks/apply_time.py --before "import mindspeed.megatron_adaptor"
+
+The second form, with MindSpeed and its Megatron on ``PYTHONPATH`` (without an NPU also ``tests/npu_stub``), measures
+beside MindSpeed's patches. Every process applies all records for the list 1,2 and takes them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+SCRIPT = """
+import sys, time
+sys.argv = ["script.py"]
+import vtp_plugin
+from vtp_plugin.api import choose_device
+choose_device("cpu")
+{before}
+import megatron.training.training
+begin_s = time.perf_counter()
+vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
+applied_s = time.perf_counter()
+records = sum(len(applied.records) for applied in vtp_plugin.api._Holder.session.applied)
+vtp_plugin.revert()
+print("MEASURED", applied_s - begin_s, time.perf_counter() - applied_s, records)
+"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", default="", help="what a script imports before Megatron")
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    found: list[list[float]] = []
+    for _ in range(options.repeat):
+        command = [sys.executable, "-c", SCRIPT.format(before=options.before)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        lines = [line for line in run.stdout.splitlines() if line.startswith("MEASURED")]
+        if not lines:
+            sys.exit(f"a process ended with {run.returncode}:\n{run.stderr[-3000:]}")
+        found.append([float(word) for word in lines[0].split()[1:]])
+    applied_s, reverted_s, records = (statistics.median(column) for column in zip(*found, strict=True))
+    print(
+        f"apply() {applied_s:.2f} s (longest {max(row[0] for row in found):.2f} s), revert() {reverted_s:.2f} s, "
+        f"{records:.0f} records, {options.repeat} processes"
+    )
+
+
+if __name__ == "__main__":
+    main()
