@@ -40,8 +40,8 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     module = session.modules.get(chunk.pp_group) if session.modules else None
     if module is not None and copies_embedding(chunk):
         raise ConfigError(
-            f"several stages of a module hold the word embedding, and stages of tp {module.sizes} hold different slices "
-            "of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
+            f"several stages of a module hold the word embedding, and stages of tp {module.sizes} hold different "
+            "slices of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
         )
     if session.is_planned:
         session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
