@@ -72,7 +72,7 @@ def _refuse(
         pytest.param("1,2", ["--vtp-sites", "edge"], ["'edge' names 1 sites", "2 stages"], id="sites"),
         pytest.param("1,2", ["--vtp-transport", "tcp"], ["transport 'tcp' is unknown"], id="transport"),
         pytest.param("1,2", ["--tp-comm-overlap"], ["--tp-comm-overlap with --vtp-size-list 1,2"], id="refused-option"),
-        pytest.param("1,2", ["--async-save"], ["--async-save with --vtp-size-list 1,2"], id="async-save"),
+        pytest.param("1,2", ["--logits-load-dir", "x"], ["--logits-load-dir x with --vtp-size-list 1,2"], id="logits"),
         pytest.param(
             "1,2",
             ["--num-attention-heads", "7", "--kv-channels", "8", "--tp-comm-overlap"],
