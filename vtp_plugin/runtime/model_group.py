@@ -35,11 +35,8 @@ def place_in_model(layout: PipelineLayout, rank: int) -> Place:
     Place(index=2, size=3, replica=0)
     """
     own = layout.coord(rank)
-    return Place(
-        sum(layout.tp_sizes[: own.stage]) + own.tp_rank,
-        sum(layout.tp_sizes),
-        own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank,
-    )
+    model = layout.model_ranks(own.dp_rank, own.cp_rank)
+    return Place(model.index(rank), len(model), own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank)
 
 
 def place_in_experts(layout: PipelineLayout, rank: int) -> Place:
