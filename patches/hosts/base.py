@@ -36,23 +36,6 @@ class RouterMetric(NamedTuple):
     is_averaged: bool
 
 
-def noted_metrics(
-    noted: Mapping[str, Any], names: Iterable[str] | None, *, is_averaged: bool
-) -> Iterator[RouterMetric]:
-    """Yield what routers have noted where Megatron keeps it in plain dictionaries, up to 0.17.
-
-    Args:
-        noted: by name.
-        names: of what is wanted; None is all.
-        is_averaged: the family averages over the replicas.
-    """
-    for name in noted if names is None else names:
-        entry = noted[name]
-        group = entry.get("reduce_group")
-        is_whole = group is None or entry.get("reduce_group_has_dp", False)
-        yield RouterMetric(entry["values"], group, entry.get("avg_group"), is_averaged and not is_whole)
-
-
 class MegatronHost(ABC):
     """What one family of Megatron versions does in its own way; the patches ask here.
 

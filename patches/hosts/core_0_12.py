@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from megatron.core.utils import get_model_type
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
-from vtp_plugin.patches.hosts.base import RouterMetric, noted_metrics
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
@@ -40,6 +39,7 @@ class Host(OlderHost):
     """Megatron 0.12."""
 
     name = "0.12"
+    averages_replicas = False
     moved = {
         **OlderHost.moved,
         "H5": "megatron.core.pipeline_parallel.p2p_communication:_communicate",
@@ -51,9 +51,8 @@ class Host(OlderHost):
         "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
     }
 
-    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
-        names = args[0] if args else kwargs.get("track_names")
-        return noted_metrics(parallel_state.get_moe_layer_wise_logging_tracker(), names, is_averaged=False)
+    def _noted(self) -> Mapping[str, Any]:
+        return parallel_state.get_moe_layer_wise_logging_tracker()
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
         return (

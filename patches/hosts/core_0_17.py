@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vtp_plugin.patches.hosts.base import RouterMetric, noted_metrics
 from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
+from vtp_plugin.patches.hosts.noted import NotedMetrics
 
 
-class Host(GroupedHost):
+class Host(NotedMetrics, GroupedHost):
     """Megatron 0.17."""
 
     name = "0.17"
@@ -28,9 +27,3 @@ class Host(GroupedHost):
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
-
-    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        names = args[0] if args else kwargs.get("track_names")
-        return noted_metrics(get_moe_layer_wise_logging_tracker(), names, is_averaged=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.patches.hosts.base import MegatronHost, RouterMetric, noted_metrics
+from vtp_plugin.patches.hosts.noted import NotedMetrics
 from vtp_plugin.patching import PatchRecord, wrap_with
 
 
-class OlderHost(MegatronHost):
+class OlderHost(NotedMetrics):
     """A family before 0.17."""
 
     needs_device_first = True
@@ -37,12 +37,6 @@ class OlderHost(MegatronHost):
                 remove_when="Megatron 0.16 is no longer supported",
             ),
         )
-
-    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        names = args[0] if args else kwargs.get("track_names")
-        return noted_metrics(get_moe_layer_wise_logging_tracker(), names, is_averaged=True)
 
     def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
         return get_model_type(model), config

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.store import Topic, part_of
@@ -215,7 +216,7 @@ def _require_loadable(
     if stored is None or not session.is_planned:
         return
     layout = session.planned.layout
-    here = (layout.tp_sizes, *zip(*((grid.ep, grid.tp) for grid in layout.experts), strict=True))
+    here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
     there = (_stored_tp_sizes(stored), *_stored_experts(stored))
     if there == here:
         return
@@ -234,7 +235,7 @@ def _require_loadable(
             f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
             "--no-load-optim"
         )
-    if getattr(args, "num_experts", None) and _has_expert_groups(there) != _has_expert_groups(here):
+    if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
         raise ConfigError(
             f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
             "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
@@ -242,20 +243,16 @@ def _require_loadable(
         )
 
 
-_Sizes = tuple[tuple[int, ...], ...]
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Tensor-parallel size of every stage, expert-parallel size, and tensor-parallel size of the experts."""
 
 
-def _has_expert_groups(sizes: _Sizes) -> bool:
-    return any((ep, etp) != (1, tp) for tp, ep, etp in zip(*sizes, strict=True))
-
-
 def _shown(sizes: _Sizes) -> str:
-    flags = ("--vtp-size-list", "--vtp-ep-list", "--vtp-etp-list")[: 3 if _has_expert_groups(sizes) else 1]
+    flags = ("--vtp-size-list", "--vtp-ep-list", "--vtp-etp-list")[: 3 if cuts_experts_apart(*sizes) else 1]
     return " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in zip(flags, sizes, strict=False))
 
 
-def _stored_experts(stored: Any) -> _Sizes:
+def _stored_experts(stored: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     tp_sizes = _stored_tp_sizes(stored)
     is_said = hasattr(stored, "vtp_etp_list") or (
         len(set(tp_sizes)) == 1 and getattr(stored, "expert_tensor_parallel_size", None)

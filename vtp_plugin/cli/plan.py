@@ -11,7 +11,7 @@ from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
-from vtp_plugin.layout.show import format_ranks
+from vtp_plugin.layout.show import format_ranks, size_names, size_texts
 from vtp_plugin.options.checks.batch import describe_batches
 
 _MAX_STAGES_UNFOLDED = 12
@@ -63,8 +63,7 @@ def _stages(flags: Run) -> Iterator[str]:
     kinds = [(grid, layout.experts[stage], sites[stage] if sites else "") for stage, grid in enumerate(layout.stages)]
     does_fold = layout.num_stages > _MAX_STAGES_UNFOLDED
     runs = groupby(range(layout.num_stages), key=lambda stage: kinds[stage] if does_fold else stage)
-    experts = ["etp", "ep", "edp"] if layout.has_expert_groups else []
-    rows = [["stage", "site", "tp", "cp", "dp", *experts, "ranks", "leaders"]]
+    rows = [["stage", "site", *size_names(layout), "ranks", "leaders"]]
     rows += [_row(layout, list(stages), sites) for _, stages in runs]
     if not sites:
         rows = [[name, *rest] for name, _, *rest in rows]
@@ -81,14 +80,11 @@ def _stages(flags: Run) -> Iterator[str]:
 
 def _row(layout: PipelineLayout, stages: Sequence[int], sites: Sequence[str]) -> list[str]:
     """Write a line of the table, for stages that are alike."""
-    grid = layout.stages[stages[0]]
     ranks = format_ranks(rank for stage in stages for rank in layout.stage_ranks(stage))
     leaders = format_ranks(leader for stage in stages for leader in _leaders(layout, stage))
     name = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
     site = sites[stages[0]] if sites else ""
-    expert = layout.experts[stages[0]]
-    sizes = [grid.tp, grid.cp, grid.dp, *([expert.tp, expert.ep, expert.dp] if layout.has_expert_groups else [])]
-    return [name, site, *map(str, sizes), ranks, leaders]
+    return [name, site, *size_texts(layout, stages[0]), ranks, leaders]
 
 
 def _leaders(layout: PipelineLayout, stage: int) -> list[int]:

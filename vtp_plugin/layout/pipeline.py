@@ -26,6 +26,7 @@ from vtp_plugin.layout.sizes import (
     check_list,
     check_positive,
     check_world,
+    cuts_experts_apart,
     equal_dp,
     expert_copies,
 )
@@ -169,6 +170,16 @@ class PipelineLayout:
         return tuple(stage.dp for stage in self.stages)
 
     @property
+    def ep_sizes(self) -> tuple[int, ...]:
+        """Expert-parallel size of every stage."""
+        return tuple(grid.ep for grid in self.experts)
+
+    @property
+    def etp_sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel size of the experts of every stage."""
+        return tuple(grid.tp for grid in self.experts)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all stages have the same tp, cp, dp and expert sizes, as stock Megatron requires."""
         return len(set(self.stages)) == len(set(self.experts)) == 1
@@ -186,9 +197,7 @@ class PipelineLayout:
     @property
     def has_expert_groups(self) -> bool:
         """Whether any stage cuts its experts in another way than the rest of its layers."""
-        return any(
-            (expert.tp, expert.ep) != (grid.tp, 1) for expert, grid in zip(self.experts, self.stages, strict=True)
-        )
+        return cuts_experts_apart(self.tp_sizes, self.ep_sizes, self.etp_sizes)
 
     @property
     def num_pipeline_groups(self) -> int:

@@ -30,17 +30,36 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
         1   2   1   1    1   2    1  1-2    1
     world size 3, rank order tp-cp-dp-pp, writer rank 2
     """
-    names = ["stage", "tp", "cp", "dp", *(["etp", "ep", "edp"] if layout.has_expert_groups else [])]
-    rows = [[*names, "ranks", "leaders"]]
-    for stage, (grid, expert) in enumerate(zip(layout.stages, layout.experts, strict=True)):
+    rows = [["stage", *size_names(layout), "ranks", "leaders"]]
+    for stage, grid in enumerate(layout.stages):
         leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
-        sizes = (stage, grid.tp, grid.cp, grid.dp, expert.tp, expert.ep, expert.dp)[: len(names)]
-        rows.append([*map(str, sizes), format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
+        sizes = size_texts(layout, stage)
+        rows.append([str(stage), *sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = [f"{{:>{width}}}" for width in widths[:-2]] + [f"{{:<{widths[-2]}}}", "{}"]
     lines = ["  ".join(columns).format(*row) for row in rows]
     writer_rank = layout.writer_rank if writer_rank is None else writer_rank
     return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
+
+
+def size_names(layout: PipelineLayout) -> tuple[str, ...]:
+    """Return the names of a stage's sizes; experts are named where they have sizes of their own.
+
+    >>> size_names(PipelineLayout.from_sizes([1, 2], world_size=3))
+    ('tp', 'cp', 'dp')
+    """
+    return ("tp", "cp", "dp", *(("etp", "ep", "edp") if layout.has_expert_groups else ()))
+
+
+def size_texts(layout: PipelineLayout, stage: int) -> tuple[str, ...]:
+    """Return the sizes of a stage, as texts in the order of :func:`size_names`.
+
+    >>> size_texts(PipelineLayout.from_sizes([1, 2], world_size=3), 1)
+    ('2', '1', '1')
+    """
+    grid, expert = layout.stages[stage], layout.experts[stage]
+    sizes = grid.tp, grid.cp, grid.dp, *((expert.tp, expert.ep, expert.dp) if layout.has_expert_groups else ())
+    return tuple(map(str, sizes))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

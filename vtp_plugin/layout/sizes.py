@@ -130,6 +130,21 @@ def check_experts(experts: Sequence[tuple[int, int, int]], stages: Sequence[tupl
             )
 
 
+def cuts_experts_apart(tp_sizes: Sequence[int], ep_sizes: Sequence[int], etp_sizes: Sequence[int]) -> bool:
+    """Tell whether any stage cuts its experts in another way than the rest of its layers.
+
+    Args:
+        tp_sizes: tensor-parallel size of every stage.
+        ep_sizes: expert-parallel size of every stage.
+        etp_sizes: tensor-parallel size of the experts of every stage.
+
+    >>> cuts_experts_apart((1, 2), (1, 1), (1, 2)), cuts_experts_apart((1, 2), (1, 2), (1, 1))
+    (False, True)
+    """
+    sizes = zip(tp_sizes, ep_sizes, etp_sizes, strict=True)
+    return any((etp, ep) != (tp, 1) for tp, ep, etp in sizes)
+
+
 def check_replica_major(experts: Sequence[tuple[int, int, int]], stages: Sequence[tuple[int, int, int]]) -> None:
     """Refuse, in a replica-major order, other numbers of copies of the experts than of replicas, as Megatron does.
 

@@ -92,9 +92,10 @@ def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> N
 
     Megatron has divided it by the number of this stage's replicas.
     """
-    if planned.gradient_share != 1.0:
+    share = planned.gradient_share
+    if share != 1.0:
         for chunk in model:
-            chunk.scale_gradients(planned.gradient_share)  # pyright: ignore[reportCallIssue]
+            chunk.scale_gradients(share)  # pyright: ignore[reportCallIssue]
 
 
 def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.nn.Module]) -> None:

@@ -75,9 +75,9 @@ def _forward_step(
     **kwargs: Any,
 ) -> Any:
     """Run `forward_step`; other losses than the model's are scaled as on the stage with the loss."""
-    if session.is_planned and session.planned.gradient_share != 1.0:
+    if session.is_planned and (share := session.planned.gradient_share) != 1.0:
         # Megatron divides by this number, and multiplies by the context-parallel size of this stage.
-        num_microbatches *= session.planned.gradient_share
+        num_microbatches *= share
     return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
 
 

@@ -1,0 +1,32 @@
+"""What routers note for the log, in the families before 0.18."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from vtp_plugin.patches.hosts.base import MegatronHost, RouterMetric
+
+
+class NotedMetrics(MegatronHost):
+    """A family whose routers note their numbers in plain dictionaries.
+
+    Attributes:
+        averages_replicas: the family averages the numbers over the replicas.
+    """
+
+    averages_replicas: ClassVar[bool] = True
+
+    def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
+        noted, names = self._noted(), args[0] if args else kwargs.get("track_names")
+        for name in noted if names is None else names:
+            entry = noted[name]
+            group = entry.get("reduce_group")
+            is_whole = group is None or entry.get("reduce_group_has_dp", False)
+            yield RouterMetric(entry["values"], group, entry.get("avg_group"), self.averages_replicas and not is_whole)
+
+    def _noted(self) -> Mapping[str, Any]:
+        """Return what was noted, by name."""
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return get_moe_layer_wise_logging_tracker()
