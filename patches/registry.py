@@ -121,9 +121,10 @@ def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """
     from vtp_plugin.patches.core.distributed import finalize_model_grads
     from vtp_plugin.patches.core.models.common.language_module import language_module
+    from vtp_plugin.patches.core.transformer import multi_latent_attention
 
     records = (*finalize_model_grads.records(session, host), *language_module.records(session, host))
-    return host.placed((host.exchange_record(session), *records))
+    return host.placed((host.exchange_record(session), *records, *multi_latent_attention.records(host)))
 
 
 def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:

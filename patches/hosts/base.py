@@ -19,6 +19,9 @@ from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
 from vtp_plugin.session import Session
 
+NO_PROJECTION = dict.fromkeys(("H14", "H14b"), "it has no such method; H14c refuses latent attention")
+"""What the families before 0.19 lack for latent attention."""
+
 
 class RouterMetric(NamedTuple):
     """Numbers that routers have noted for the log.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from vtp_plugin.patches.hosts.base import NO_PROJECTION
 from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
 from vtp_plugin.patches.hosts.noted import NotedMetrics
 
@@ -20,6 +21,7 @@ class Host(NotedMetrics, GroupedHost):
         "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
     }
     absent = {
+        **NO_PROJECTION,
         "H4c12": "it has no such group",
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",

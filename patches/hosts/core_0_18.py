@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vtp_plugin.patches.hosts.base import NO_PROJECTION
 from vtp_plugin.patches.hosts.grouped import GroupedHost
 
 
@@ -9,4 +10,4 @@ class Host(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
-    absent = {"H4c12": "it has no such group"}
+    absent = {**NO_PROJECTION, "H4c12": "it has no such group"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.utils import get_model_type
 
+from vtp_plugin.patches.hosts.base import NO_PROJECTION
 from vtp_plugin.patches.hosts.noted import NotedMetrics
 from vtp_plugin.patching import PatchRecord, wrap_with
 
@@ -21,6 +22,7 @@ class OlderHost(NotedMetrics):
         "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
     }
     absent = {
+        **NO_PROJECTION,
         "H4c12": "it has no such group",
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",

@@ -53,6 +53,12 @@ ATTENTIONS = {
         model={"position_embedding_type": "rope"},
         config_class=MLATransformerConfig,
     ),
+    "latent without ranks of queries": Attention(
+        config={**_LATENT, "q_lora_rank": None},
+        spec={"multi_latent_attention": True},
+        model={"position_embedding_type": "rope"},
+        config_class=MLATransformerConfig,
+    ),
     # Of 12 heads each 6 share keys and values; stages of 4 ranks hold them twice.
     "grouped": Attention(config={**_SHARP, "num_query_groups": 2}, model=_ROTARY),
     "one group": Attention(config={**_SHARP, "num_query_groups": 1}, model=_ROTARY),

@@ -15,6 +15,7 @@ def attending(attention: str, *sizes: int, **fields: Any) -> Case:
     return Case(sizes=sizes, attention=attention, **fields)
 
 
+FULL = pytest.mark.full
 CASES = [
     attending("grouped", 1, 4),
     pytest.param(attending("normed", 2, 1, seq=10, sequence_parallel=True), marks=pytest.mark.full),
@@ -36,12 +37,34 @@ def test_attention(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
 
+LATENT = [
+    attending("latent", 1, 2, gathered_attention=True),
+    *(
+        pytest.param(attending("latent", *sizes, gathered_attention=True, **fields), marks=FULL)
+        for sizes, fields in [
+            ((2, 3), {**DISTRIBUTED}),
+            ((4, 1), {"seq": 8, "sequence_parallel": True}),
+            ((1, 2), {"seq": 10, "sequence_parallel": True, "dp": 2, **DISTRIBUTED}),
+            ((2, 1), {"dp_list": (1, 2), "schedule": "planned", "num_microbatches": 4}),
+            ((1, 3), {"vpp": 2, "num_microbatches": 4, "recompute": True}),
+            ((2, 2), {"plugin": "forced"}),
+        ]
+    ),
+    pytest.param(attending("latent without ranks of queries", 2, 1, gathered_attention=True), marks=FULL),
+]
+
+
+@pytest.mark.parametrize("case", LATENT, ids=str)
+def test_latent_attention(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
+
+
 @pytest.mark.full
 def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
-    """Why it is refused: with Megatron's local layers stages of two ranks compute other gradients than those of one.
+    """Why H14 is needed: with Megatron's local layers stages of two ranks compute other gradients than those of one.
 
     The positional part of the keys is gathered from the ranks; in the backward pass each rank keeps what came from its
-    own heads, and nobody adds the others.
+    own heads, and nobody adds the others. The grid above has the same sizes with the plugin.
     """
     one = attending("latent", 1, 1, gathered_attention=True, plugin="stock", wants_weights=True)
     two = replace(one, sizes=(2, 2))

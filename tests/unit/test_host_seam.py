@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import PatchError
+from vtp_plugin.errors import ConfigError, PatchError
 from vtp_plugin.hosts import HOSTS
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches import registry
+from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patching import Record
@@ -119,6 +120,18 @@ def test_a_model_without_the_layers_of_its_u_is_refused(
         config = {"pipeline_model_parallel_layout": PipelineParallelLayerLayout.from_str(text, 2)}
     problems = " | ".join(load_host(name).problems_of_layers(layers, SimpleNamespace(**config)))
     assert (words in problems) if words else not problems
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_latent_attention_is_refused_where_it_was_not_run(name: str) -> None:
+    (record,) = multi_latent_attention.records(load_host(name))
+
+    class Layer:
+        def __init__(self, config: object) -> None:
+            raise AssertionError("Megatron's constructor ran")
+
+    with pytest.raises(ConfigError, match=f"multi_latent_attention with Megatron {name}; "):
+        record.build(Layer.__init__)(object(), None)
 
 
 def test_megatron_sees_another_world_and_nothing_else() -> None:

@@ -34,6 +34,7 @@ from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.options.table.show import format_markdown, format_table
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
+LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}
 FORCED = OptionContext(tp_sizes=(2, 2), forced=True)
 UNIFORM = OptionContext(tp_sizes=(2, 2))
 
@@ -326,6 +327,17 @@ def model(**sizes: object) -> SimpleNamespace:
             (1, 3),
             {"padded_vocab_size": 256},
             "--padded-vocab-size 256; stage 1 has tensor-parallel size 3, which must divide it; use 255 or 258",
+        ),
+        (
+            (1, 3),
+            {**LATENT, "q_lora_rank": 36, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 5},
+            "--kv-lora-rank 20 + --qk-pos-emb-head-dim 5 = 25; stage 1 has tensor-parallel size 3, which must divide "
+            "it; use 24 or 27",
+        ),
+        (
+            (2, 1),
+            {**LATENT, "q_lora_rank": 35, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 4},
+            "--q-lora-rank 35; stage 0 has tensor-parallel size 2, which must divide it; use 34 or 36",
         ),
         (
             (1, 2),

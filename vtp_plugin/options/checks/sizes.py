@@ -16,11 +16,11 @@ _Fits = Callable[[int, int], bool]
 def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
     """Find the sizes of the model that a stage cannot cut by its parallel sizes.
 
-    In this order: the attention heads; the query groups (a stage's size may be a multiple or a divisor of them); the
-    feed-forward sizes; the number of experts, and what they ask of a stage; the sequence length under sequence and
-    context parallelism; a padded vocabulary that the user fixes (on the first and the last stage, which hold the
-    embedding and the output layer). Of a swiglu layer the plain feed-forward size counts, since each gate is cut alone.
-    Sizes that are not given are derived as Megatron does it.
+    In this order: the attention heads; the query groups (a stage's size may be a multiple or a divisor of them); what
+    latent attention projects to; the feed-forward sizes; the number of experts, and what they ask of a stage; the
+    sequence length under sequence and context parallelism; a padded vocabulary that the user fixes (on the first and
+    the last stage, which hold the embedding and the output layer). Of a swiglu layer the plain feed-forward size
+    counts, since each gate is cut alone. Sizes that are not given are derived as Megatron does it.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
@@ -36,6 +36,7 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
     return (
         *_check_heads(args, context),
         *_check_query_groups(args, context),
+        *_check_latent(args, context),
         *_check_feed_forward(args, context),
         *_check_experts(args, context),
         *_check_sequence(args, context),
@@ -71,6 +72,17 @@ def _check_query_groups(args: object, context: OptionContext) -> Iterator[str]:
         # 1 group always fits. Above the heads there is none, and without heads there is no end to search up to.
         nearest=_nearest(groups, fits_all, range(groups + 1, (heads or groups) + 1)),
     )
+
+
+def _check_latent(args: object, context: OptionContext) -> Iterator[str]:
+    # Transformer Engine's layers are not cut here.
+    if not getattr(args, "multi_latent_attention", False) or getattr(args, "transformer_impl", "") != "local":
+        return
+    queries = _number(args, "q_lora_rank")
+    yield from _check_multiple(f"--q-lora-rank {queries}", queries, _stages(context))
+    keys, positions = _number(args, "kv_lora_rank"), _number(args, "qk_pos_emb_head_dim")
+    name = f"--kv-lora-rank {keys} + --qk-pos-emb-head-dim {positions} = {keys + positions}"
+    yield from _check_multiple(name, keys + positions, _stages(context))
 
 
 def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:

@@ -194,9 +194,9 @@ RULES: tuple[OptionRule, ...] = (
         "implementation for now', and nobody of us has run them on stages of different sizes",
         "--experimental-attention-variant gated_delta_net",
     ),
-    *refused_unequal(
-        "in multi_latent_attention.py the gradient of the keys' positional part depends on the size: a rank keeps what "
-        "comes from its own heads, and nobody adds the others",
+    *supported(
+        "heads are cut by each stage's size, and the gradient of the keys' positional part is summed over them",
+        "tests/multiproc/test_attention.py::test_latent_attention",
         "--multi-latent-attention",
     ),
     *refused_unequal(
