@@ -1,0 +1,136 @@
+"""Train the presets of tests/multiproc/presets.py on all their layouts, and write the table in docs/presets.md.
+
+python scripts/make_presets.py                     all presets; about six minutes on two idle cores
+python scripts/make_presets.py --only mixtral      one of them; the other rows stay
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.multiproc.presets import (  # noqa: E402
+    LAYOUTS,
+    NUM_SAVED,
+    NUM_STEPS,
+    PRESETS,
+    TRAINING,
+    UNIFORM,
+    Layout,
+    command,
+    go_on,
+    largest_difference,
+    start,
+)
+from tests.multiproc.script_cases import (  # noqa: E402
+    ScriptRun,
+    arguments,
+    assert_refused,
+    launch,
+    num_ranks,
+    train,
+)
+from tests.pool import Pool  # noqa: E402
+
+INTRO = f"""\
+# Models of today, as presets
+
+Small versions of public configurations, each trained through `megatron.training`, with flags alone, on four layouts. A
+layout goes on from the `torch_dist` checkpoint that a uniform run left after {NUM_SAVED} steps, optimizer included
+(`{UNIFORM.sizes}`, {UNIFORM.dp} replicas). A number is the largest relative difference from the uniform run, over the
+losses and gradient norms of the next {NUM_STEPS} steps, in fp32 on CPUs. `tests/multiproc/test_presets.py` allows 1e-5.
+"Refused" stands where the model's heads do not fit the sizes, with the flag that the refusal names.
+
+"""
+BEHIND = """
+Written by this command, which takes about six minutes on two idle cores:
+
+    python scripts/make_presets.py
+"""
+
+
+def measure(pool: Pool, names: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Train presets on every layout; yield what stands in their rows, by layout.
+
+    Args:
+        pool: of workers for scripts.
+        names: of the presets.
+    """
+
+    def run(sizes: str, extra: Sequence[str], dp: int) -> list[ScriptRun]:
+        return train(pool, sizes, extra, dp=dp)
+
+    for name in names:
+        preset = PRESETS[name]
+        cells: dict[str, str] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            reference = start(run, preset, Path(folder))
+            for title, layout in LAYOUTS.items():
+                if title in preset.not_run:
+                    words = arguments(layout.sizes, dp=layout.dp, extra=command(preset, layout))
+                    refused = launch(pool, num_ranks(layout.sizes, layout.dp), {"arguments": words})
+                    assert_refused(refused, preset.not_run[title])
+                    cells[title] = f"refused: `{preset.not_run[title]}`"
+                else:
+                    runs = go_on(run, preset, layout, Path(folder))
+                    cells[title] = f"{largest_difference(runs, reference):.1e}"
+                print(name, title, cells[title], flush=True)
+        yield name, cells
+
+
+def page(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """Write the page.
+
+    Args:
+        rows: by preset, what stands below every layout.
+    """
+    lines = ["| preset | small version of | " + " | ".join(LAYOUTS) + " |", "|---" * (2 + len(LAYOUTS)) + "|"]
+    for name, cells in rows.items():
+        lines.append(f"| `{name}` | {PRESETS[name].model} | " + " | ".join(cells[title] for title in LAYOUTS) + " |")
+    parts = [INTRO + "\n".join(lines), BEHIND, "## Layouts\n", *map(_layout_line, LAYOUTS.items())]
+    parts += ["\n## Flags of all presets\n", _fence(TRAINING), "\n## Flags of each preset\n"]
+    parts += [f"`{name}`:\n\n{_fence(preset.flags)}\n" for name, preset in PRESETS.items()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _layout_line(item: tuple[str, Layout]) -> str:
+    title, layout = item
+    words = ["--vtp-size-list", layout.sizes, *layout.flags]
+    text = f"* **{title}**: `{' '.join(words)}`"
+    text += f", {layout.dp} replicas" if layout.dp > 1 else ""
+    return text + f"; with experts `--sequence-parallel {' '.join(layout.expert_flags)}`"
+
+
+def _fence(words: str) -> str:
+    wrapped = textwrap.wrap(" ".join(words.split()), 116, break_on_hyphens=False)
+    return "\n".join(["```text", *wrapped, "```"])
+
+
+def known_rows(text: str) -> dict[str, dict[str, str]]:
+    """Read the rows of a page as :func:`page` wrote them."""
+    rows = re.findall(r"^\| `([\w.-]+)` \| [^|]+ \| (.*) \|$", text, re.MULTILINE)
+    return {name: dict(zip(LAYOUTS, cells.split(" | "), strict=True)) for name, cells in rows}
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PRESETS, nargs="+", help="presets to train")
+    names = parser.parse_args().only
+    path = ROOT / "docs" / "presets.md"
+    rows = known_rows(path.read_text()) if names else {}
+    with Pool(max_workers=8) as pool:
+        rows |= dict(measure(pool, names or PRESETS))
+    path.write_text(page({name: rows[name] for name in PRESETS}))
+
+
+if __name__ == "__main__":
+    main()

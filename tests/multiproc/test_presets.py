@@ -1,0 +1,75 @@
+"""Small versions of today's public models, on every layout, from a checkpoint of the uniform run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import ROOT, host_name
+from tests.multiproc.presets import LAYOUTS, PRESETS, command, go_on, largest_difference, start
+from tests.multiproc.script_cases import (
+    TOLERANCE,
+    ScriptRun,
+    arguments,
+    assert_refused,
+    launch,
+    losses,
+    num_ranks,
+    train,
+)
+from tests.pool import Pool
+
+pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
+
+DEFAULTS = {("qwen-2.5", "1,2"), ("qwen-3-moe", "1,2,2 U")}
+Start = Callable[[str], tuple[Path, list[ScriptRun]]]
+
+
+def _cases() -> Iterator[object]:
+    for name in PRESETS:
+        for layout in LAYOUTS:
+            marks = [] if (name, layout) in DEFAULTS else [pytest.mark.full]
+            yield pytest.param(name, layout, id=f"{name}-{layout}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def started(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Uniform runs and their checkpoints; each is made once."""
+    known: dict[str, tuple[Path, list[ScriptRun]]] = {}
+
+    def find(name: str) -> tuple[Path, list[ScriptRun]]:
+        if name not in known:
+            folder = tmp_path_factory.mktemp("preset")
+            known[name] = folder, start(_trainer(script_pool), PRESETS[name], folder)
+        return known[name]
+
+    return find
+
+
+def _trainer(pool: Pool) -> Callable[[str, Sequence[str], int], list[ScriptRun]]:
+    return lambda sizes, extra, dp: train(pool, sizes, extra, dp=dp)
+
+
+@pytest.mark.parametrize(("name", "layout"), list(_cases()))
+def test_preset(script_pool: Pool, started: Start, name: str, layout: str) -> None:
+    """Losses and gradient norms of five steps are those of the uniform run; where it does not fit, it is refused."""
+    preset, place = PRESETS[name], LAYOUTS[layout]
+    if layout in preset.not_run:
+        words = arguments(place.sizes, dp=place.dp, extra=command(preset, place))
+        refused = launch(script_pool, num_ranks(place.sizes, place.dp), {"arguments": words})
+        assert_refused(refused, preset.not_run[layout])
+        return
+    folder, reference = started(name)
+    assert losses(reference)[-1] < losses(reference)[0]
+    assert largest_difference(go_on(_trainer(script_pool), preset, place, folder), reference) <= TOLERANCE
+
+
+def test_the_page_has_all_presets_and_layouts() -> None:
+    """Which results stand there says the script that writes the page."""
+    text = (ROOT / "docs" / "presets.md").read_text()
+    for name, preset in PRESETS.items():
+        assert f"| `{name}` |" in text and preset.model in text
+        assert " ".join(preset.flags.split()) in " ".join(text.split()), name
+    assert f"| {' | '.join(LAYOUTS)} |" in text
