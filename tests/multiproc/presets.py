@@ -7,11 +7,21 @@ shared experts, dense first layers. Widths, lengths and numbers of layers, heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.multiproc.script_cases import ScriptRun, grad_norms, losses
+from tests.multiproc.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_refused,
+    grad_norms,
+    launch,
+    losses,
+    num_ranks,
+    train,
+)
+from tests.pool import Pool
 
 TRAINING = """
     --num-layers 4 --seq-length 18 --max-position-embeddings 18 --micro-batch-size 3 --global-batch-size 18
@@ -22,6 +32,12 @@ TRAINING = """
 """
 NUM_SAVED, NUM_STEPS = 5, 5
 EXPERTS = "--moe-token-dispatcher-type alltoall --moe-router-dtype fp32"
+# A stage's ranks cut the latent keys with their positional part: 20 + 4.
+LATENT = """--multi-latent-attention --num-attention-heads 12 --q-lora-rank 36 --kv-lora-rank 20 --qk-head-dim 6
+    --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm --rope-type yarn --rotary-scaling-factor 40"""
+
+# What Megatron without the plugin says of such a model on a CPU.
+STOCK_ERROR = "TypeError: DotProductAttention.__init__() got an unexpected keyword argument 'k_channels'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +65,14 @@ class Preset:
         model: whose public configuration it is a small version of.
         flags: its command line.
         has_experts: it needs sequence parallelism where a stage is tensor-parallel.
+        hooks: of the job that runs the script, with which it runs on a CPU.
         not_run: why a layout does not fit the model, by name: a part of the line that refuses it.
     """
 
     model: str
     flags: str
     has_experts: bool = False
+    hooks: tuple[str, ...] = ()
     not_run: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -105,6 +123,30 @@ PRESETS = {
             --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.02""",
         has_experts=True,
     ),
+    "deepseek-v2": Preset(
+        model="DeepSeek V2",
+        flags=f"""--hidden-size 64 {LATENT} --mscale 0.707 --mscale-all-dim 0.707
+            --ffn-hidden-size 204 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights {EXPERTS}
+            --moe-layer-freq ([0]*1+[1]*3) --num-experts 12 --moe-router-topk 4 --moe-ffn-hidden-size 30
+            --moe-shared-expert-intermediate-size 60 --moe-router-pre-softmax --moe-router-num-groups 6
+            --moe-router-group-topk 2 --moe-router-topk-scaling-factor 16
+            --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-3""",
+        has_experts=True,
+        hooks=("gathered_attention",),
+    ),
+    "deepseek-v3": Preset(
+        model="DeepSeek V3",
+        flags=f"""--hidden-size 192 {LATENT} --mscale 1.0 --mscale-all-dim 1.0
+            --ffn-hidden-size 204 --norm-epsilon 1e-6 --untie-embeddings-and-output-weights {EXPERTS}
+            --moe-layer-freq ([0]*2+[1]*2) --num-experts 12 --moe-router-topk 4 --moe-ffn-hidden-size 30
+            --moe-shared-expert-intermediate-size 30 --moe-router-score-function sigmoid
+            --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4
+            --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5
+            --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+            --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3""",
+        has_experts=True,
+        hooks=("gathered_attention",),
+    ),
 }
 
 
@@ -120,26 +162,25 @@ def command(preset: Preset, layout: Layout) -> list[str]:
     return [*words, *(layout.expert_flags if preset.has_experts else ())]
 
 
-Train = Callable[[str, Sequence[str], int], list[ScriptRun]]
-
-
-def start(train: Train, preset: Preset, folder: Path) -> list[ScriptRun]:
-    """Train on the uniform layout, and leave the checkpoint of the middle of the run.
-
-    Args:
-        train: runs a list with flags on a number of replicas.
-        preset: the model.
-        folder: of the checkpoint.
-    """
+def start(pool: Pool, preset: Preset, folder: Path) -> list[ScriptRun]:
+    """Train on the uniform layout, and leave the checkpoint of the middle of the run in a folder."""
     saving = ["--save", str(folder), "--save-interval", str(NUM_SAVED)]
-    runs = train(UNIFORM.sizes, [*command(preset, UNIFORM), *saving], UNIFORM.dp)
+    words = [*command(preset, UNIFORM), *saving]
+    runs = train(pool, UNIFORM.sizes, words, dp=UNIFORM.dp, hooks=list(preset.hooks))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(NUM_SAVED))
     return runs
 
 
-def go_on(train: Train, preset: Preset, layout: Layout, folder: Path) -> list[ScriptRun]:
+def go_on(pool: Pool, preset: Preset, layout: Layout, folder: Path) -> list[ScriptRun]:
     """Go on from the checkpoint on a layout."""
-    return train(layout.sizes, [*command(preset, layout), "--load", str(folder)], layout.dp)
+    words = [*command(preset, layout), "--load", str(folder)]
+    return train(pool, layout.sizes, words, dp=layout.dp, hooks=list(preset.hooks))
+
+
+def check_refused(pool: Pool, preset: Preset, layout: Layout, word: str) -> None:
+    """Check that a layout is refused on all ranks, in a line with a word."""
+    words = arguments(layout.sizes, dp=layout.dp, extra=command(preset, layout))
+    assert_refused(launch(pool, num_ranks(layout.sizes, layout.dp), {"arguments": words}), word)
 
 
 def largest_difference(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> float:

@@ -279,11 +279,16 @@ def _note_samples(facts: dict[str, Any]) -> Callable[[], None]:
     return after
 
 
-def _cut_sequences(facts: dict[str, Any]) -> None:
-    """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
+def _gather_attention(facts: dict[str, Any]) -> None:
+    """Give the script the attention of the tests."""
     for name in ("megatron.core.models.backends", "megatron.core.models.gpt.gpt_layer_specs"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name).DotProductAttention = GatheredAttention
+
+
+def _cut_sequences(facts: dict[str, Any]) -> None:
+    """Give the script the attention of the tests, and every rank its part of a sequence, as real scripts do."""
+    _gather_attention(facts)
     original = tensor_parallel.broadcast_data
 
     def broadcast_data(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -403,6 +408,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "note_samples": _note_samples,
     "old_device": _be_an_old_device,
+    "gathered_attention": _gather_attention,
     "context_parallel": _cut_sequences,
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,

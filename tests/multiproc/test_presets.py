@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.hosts import ROOT, host_name
-from tests.multiproc.presets import LAYOUTS, PRESETS, command, go_on, largest_difference, start
-from tests.multiproc.script_cases import (
-    TOLERANCE,
-    ScriptRun,
-    arguments,
-    assert_refused,
-    launch,
-    losses,
-    num_ranks,
-    train,
+from tests.multiproc.presets import (
+    LAYOUTS,
+    PRESETS,
+    STOCK_ERROR,
+    Layout,
+    check_refused,
+    command,
+    go_on,
+    largest_difference,
+    start,
 )
+from tests.multiproc.script_cases import TOLERANCE, ScriptRun, arguments, launch, losses
 from tests.pool import Pool
 
 pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
@@ -42,14 +43,10 @@ def started(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Star
     def find(name: str) -> tuple[Path, list[ScriptRun]]:
         if name not in known:
             folder = tmp_path_factory.mktemp("preset")
-            known[name] = folder, start(_trainer(script_pool), PRESETS[name], folder)
+            known[name] = folder, start(script_pool, PRESETS[name], folder)
         return known[name]
 
     return find
-
-
-def _trainer(pool: Pool) -> Callable[[str, Sequence[str], int], list[ScriptRun]]:
-    return lambda sizes, extra, dp: train(pool, sizes, extra, dp=dp)
 
 
 @pytest.mark.parametrize(("name", "layout"), list(_cases()))
@@ -57,13 +54,21 @@ def test_preset(script_pool: Pool, started: Start, name: str, layout: str) -> No
     """Losses and gradient norms of five steps are those of the uniform run; where it does not fit, it is refused."""
     preset, place = PRESETS[name], LAYOUTS[layout]
     if layout in preset.not_run:
-        words = arguments(place.sizes, dp=place.dp, extra=command(preset, place))
-        refused = launch(script_pool, num_ranks(place.sizes, place.dp), {"arguments": words})
-        assert_refused(refused, preset.not_run[layout])
+        check_refused(script_pool, preset, place, preset.not_run[layout])
         return
     folder, reference = started(name)
     assert losses(reference)[-1] < losses(reference)[0]
-    assert largest_difference(go_on(_trainer(script_pool), preset, place, folder), reference) <= TOLERANCE
+    assert largest_difference(go_on(script_pool, preset, place, folder), reference) <= TOLERANCE
+
+
+@pytest.mark.full
+def test_latent_attention_needs_an_attention_of_the_tests(script_pool: Pool) -> None:
+    """Without the plugin, on one rank, Megatron's local layers do not take it."""
+    words = arguments("1", extra=command(PRESETS["deepseek-v2"], Layout(sizes="1")))
+    at = words.index("--vtp-device")
+    del words[at : at + 4]
+    (run,) = launch(script_pool, 1, {"arguments": words, "how": "stock"})
+    assert run.exit_code == 1 and STOCK_ERROR in run.output
 
 
 def test_the_page_has_all_presets_and_layouts() -> None:

@@ -340,6 +340,12 @@ def model(**sizes: object) -> SimpleNamespace:
             "--q-lora-rank 35; stage 0 has tensor-parallel size 2, which must divide it; use 34 or 36",
         ),
         (
+            (2, 3),
+            {"hidden_size": 64, "mtp_num_layers": 1},
+            "--hidden-size 64 with --mtp-num-layers; stage 1 has tensor-parallel size 3, which must divide it; "
+            "use 63 or 66",
+        ),
+        (
             (1, 2),
             {"vocab_size": 257, "pad_vocab_size": False},
             "--vocab-size 257 with --no-pad-vocab-size; stage 1 has tensor-parallel size 2, which must divide it; "

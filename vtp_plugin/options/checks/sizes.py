@@ -18,9 +18,10 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
 
     In this order: the attention heads; the query groups (a stage's size may be a multiple or a divisor of them); what
     latent attention projects to; the feed-forward sizes; the number of experts, and what they ask of a stage; the
-    sequence length under sequence and context parallelism; a padded vocabulary that the user fixes (on the first and
-    the last stage, which hold the embedding and the output layer). Of a swiglu layer the plain feed-forward size
-    counts, since each gate is cut alone. Sizes that are not given are derived as Megatron does it.
+    hidden size where a stage predicts several tokens; the sequence length under sequence and context parallelism; a
+    padded vocabulary that the user fixes (on the first and the last stage, which hold the embedding and the output
+    layer). Of a swiglu layer the plain feed-forward size counts, since each gate is cut alone. Sizes that are not given
+    are derived as Megatron does it.
 
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``. Missing or empty sizes are not checked.
@@ -39,6 +40,7 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
         *_check_latent(args, context),
         *_check_feed_forward(args, context),
         *_check_experts(args, context),
+        *_check_prediction(args, context),
         *_check_sequence(args, context),
         *_check_vocabulary(args, context),
     )
@@ -117,6 +119,16 @@ def _check_experts(args: object, context: OptionContext) -> Iterator[str]:
             f"--num-experts {number} with --vtp-dp-mode split; a stage with fewer replicas routes larger microbatches, "
             "and the losses of the routers are those of whole microbatches; use --vtp-dp-mode multiplex"
         )
+
+
+def _check_prediction(args: object, context: OptionContext) -> Iterator[str]:
+    # A layer of multi-token prediction has a projection to the hidden size, which is cut. Where a layout places it is
+    # not known here.
+    if not _number(args, "mtp_num_layers") or getattr(args, "pipeline_model_parallel_layout", None):
+        return iter(())
+    stage = 0 if context.is_u_shaped else context.num_stages - 1
+    hidden = _number(args, "hidden_size")
+    return _check_multiple(f"--hidden-size {hidden} with --mtp-num-layers", hidden, [_stages(context)[stage]])
 
 
 def _feed_forward_size(args: object) -> tuple[int, str]:
