@@ -17,7 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"failure", "flag", "hosts", "values"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
-    frozenset({"boundary", "schedule"}),
+    frozenset({"boundary", "footprint", "schedule"}),
     frozenset({"options"}),
     frozenset({"runtime"}),
     frozenset({"session"}),
@@ -60,6 +60,7 @@ PURE_PARTS = frozenset(
         "config",
         "layout",
         "boundary",
+        "footprint",
         "schedule",
         "options",
     }

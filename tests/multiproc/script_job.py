@@ -39,6 +39,7 @@ from megatron.training import get_args
 import vtp_plugin
 from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
+from tests.multiproc.held_memory import held_memory
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
@@ -391,6 +392,20 @@ def _note_progress(facts: dict[str, Any]) -> Callable[[], None]:
     return after
 
 
+def _note_memory(facts: dict[str, Any]) -> None:
+    """Note what this rank holds of the model after a step."""
+    original = training.train_step
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        model = next(arg for arg in args if isinstance(arg, list) and hasattr(arg[0], "module"))
+        optimizer = next(arg for arg in args if hasattr(arg, "param_groups"))
+        facts["memory"] = held_memory(model, optimizer)
+        return result
+
+    training.train_step = noting
+
+
 def _fork_results_queue(facts: dict[str, Any]) -> None:
     """Fork the process behind a queue of saves. Megatron's default, a fresh interpreter, takes a core four seconds.
 
@@ -413,6 +428,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
     "note_progress": _note_progress,
+    "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,
     "watch_edge": leak_watch.watch_edge,

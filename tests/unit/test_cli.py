@@ -121,6 +121,8 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "    1   2   1   2  2-5    2,4\n"
         "    2   2   1   2  6-9    6,8\n"
         "world size 10, rank order tp-cp-dp-pp, writer rank 9 (reports the loss)\n"
+        "memory of a rank: give --num-layers, --hidden-size, --num-attention-heads, --vocab-size, "
+        "--max-position-embeddings to see it\n"
         "What crosses: activations [S, B, H] (sequence, batch, hidden); give --seq-length, --micro-batch-size and "
         "--hidden-size to see bytes.\n"
         "Gradients of the same shape come back. S[0:1/4] is the first quarter of the sequence; a part without S has "
@@ -136,6 +138,31 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "  rank 2 -> rank 6: the whole tensor\n"
         "  rank 3 -> rank 7: the whole tensor\n"
         "  gradients come back: the same parts over the same links\n"
+    )
+
+
+def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
+    """Two layers, of 2 * 8 weights in norms, 4 * 64 in attention and 2 * 96 between, and two ends of 8 * 8."""
+    model = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--ffn-hidden-size", "12"]
+    model += ["--vocab-size", "5", "--make-vocab-size-divisible-by", "4", "--position-embedding-type", "rope"]
+    model += ["--normalization", "RMSNorm", "--disable-bias-linear", "--bf16"]
+    lines = output_of("plan", "--vtp-size-list", "1,2", *model).splitlines()
+    assert lines[4:7] == [
+        "memory of a rank  parameters    weights  gradients  optimizer",
+        "stage 0                  528  1.031 KiB  2.062 KiB  6.188 KiB",
+        "stage 1                  280  560 bytes  1.094 KiB  3.281 KiB",
+    ]
+    memory = json.loads(output_of("plan", "--vtp-size-list", "1,2", *model, "--json"))["memory"]
+    assert memory[2] == {
+        "rank": 2,
+        "num_parameters": 280,
+        "weight_bytes": 560,
+        "gradient_bytes": 1120,
+        "optimizer_bytes": 3360,
+    }
+    odd = ["--optimizer", "lion", "--pipeline-model-parallel-layout", "Et|tL"]
+    assert "memory of a rank: not known with --pipeline-model-parallel-layout, --optimizer lion" in output_of(
+        "plan", "--vtp-size-list", "1,2", *model, *odd
     )
 
 

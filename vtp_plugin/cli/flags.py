@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.cli import model_flags
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.footprint.state import Footprint, footprints
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers
@@ -76,6 +78,7 @@ class Run:
         is_sharded: ranks of a stage hold slices of the sequence.
         global_batch_size: samples of a step; None if the flag is missing.
         num_microbatches: of a step, in one copy of the pipeline; None if a flag is missing.
+        memory: what every rank holds, or why that is not known.
     """
 
     config: VtpConfig
@@ -88,6 +91,7 @@ class Run:
     is_sharded: bool
     global_batch_size: int | None
     num_microbatches: int | None
+    memory: tuple[Footprint, ...] | str
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -121,6 +125,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     for name, text in _SWITCHES.items():
         group.add_argument(name, action="store_true", help=text)
     group.add_argument("--pipeline-model-parallel-layout", metavar="LAYOUT", help="another way to say --num-layer-list")
+    model_flags.add_model_flags(parser)
     group = parser.add_argument_group("Of this command")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks; default: the fewest that fit")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -161,6 +166,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         is_sharded=args.sequence_parallel,
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
+        memory=_memory(args, config, layout, num_chunks),
     )
 
 
@@ -185,7 +191,8 @@ def check_unknown(words: Sequence[str]) -> None:
 
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
-    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *_OTHERS
+    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
+    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS
 
 
 def num_typos(word: str, other: str) -> int:
@@ -217,6 +224,18 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
         ep=args.expert_model_parallel_size or 1,
         etp=args.expert_tensor_parallel_size,
     )
+
+
+def _memory(
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int
+) -> tuple[Footprint, ...] | str:
+    is_u_shaped = config.layerwise_disaggregated
+    if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
+        return reason
+    parts = config.num_layer_list if is_u_shaped else None
+    chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
+    model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
+    return footprints(model, training, layout, chunks)
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
+from vtp_plugin.cli.memory import memory_as_json, memory_lines
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.show import format_ranks, size_names, size_texts
@@ -20,10 +21,12 @@ _MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
 Keys of --json: world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
-ranks, leaders; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and
-of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes (null where unknown)
-and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known), before and after
-(collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a replica."""
+ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes and optimizer_bytes of every rank, or a
+text that says what is missing; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes
+(of a channel), and of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes
+(null where unknown) and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known),
+before and after (collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a
+replica."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("plan", _as_json(flags, views))
         return
-    head, sums = [*_stages(flags), *_tensor(flags)], [*_buffers(views), *_traffic(flags, views)]
+    head, sums = [*_stages(flags), *memory_lines(flags), *_tensor(flags)], [*_buffers(views), *_traffic(flags, views)]
     lines: list[str] = []
     # If it is too long for a terminal, first leave out the messages of each boundary, then the end.
     for is_short in (False, True):
@@ -165,6 +168,7 @@ def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
             }
             for stage, grid in enumerate(layout.stages)
         ],
+        "memory": memory_as_json(flags),
         "boundaries": [view.as_json() for view in views],
         "traffic": [
             {"from": source, "to": target, "tensors": share, "bytes": num_bytes}

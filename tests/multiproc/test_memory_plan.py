@@ -1,0 +1,67 @@
+"""What ``plan`` says that a rank holds, against what the ranks of a run hold, to the last byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.hosts import host_name
+from tests.multiproc.presets import LAYOUTS, PRESETS, command
+from tests.multiproc.script_cases import arguments, train
+from tests.pool import Pool
+from vtp_plugin.cli import main
+
+pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
+
+COLUMNS = ("num_parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes")
+ONE_STEP = ["--train-iters", "1"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+BUCKETS = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
+ODD = ["--hidden-size", "60", "--ffn-hidden-size", "156"]
+
+
+def preset(name: str, layout: str, *extra: str, full: bool = True) -> Any:
+    place = LAYOUTS[layout]
+    words = [*command(PRESETS[name], place), *extra]
+    marks = [pytest.mark.full] if full else []
+    return pytest.param(place.sizes, words, place.dp, PRESETS[name].hooks, id=f"{name}-{layout}", marks=marks)
+
+
+def plain(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) -> Any:
+    return pytest.param(sizes, extra, dp, (), id=name, marks=[pytest.mark.full] if full else [])
+
+
+CASES = [
+    preset("deepseek-v3", "1,2 dp 2", full=False),
+    preset("deepseek-v2", "1,2,2 U", "--bf16"),
+    preset("llama-3", "2,3", "--bf16", "--grad-reduce-in-bf16"),
+    preset("qwen-2.5", "1,2 dp 2", "--ddp-bucket-size", "30000"),
+    preset("qwen-3", "1,2,2 U", "--fp16", "--initial-loss-scale", "1024"),
+    preset("qwen-3-moe", "1,2,2 U"),
+    preset("mixtral", "2,3", "--bf16"),
+    plain("momentum", "2,1", "--optimizer", "sgd", "--bf16"),
+    plain("tied-biases", "1,2", *ODD, full=False),
+    plain("tied-buckets", "2,1", *ODD, *BUCKETS, dp=2),
+    plain("spread-groups", "1,4", "--group-query-attention", "--num-query-groups", "2", "--bf16"),
+    plain("interleaved", "2,1", *ODD, *DISTRIBUTED, "--num-virtual-stages-per-pipeline-rank", "2", dp=2),
+    plain("replicas", "1,2", *BUCKETS, "--use-tp-pp-dp-mapping", "--untie-embeddings-and-output-weights", dp=3),
+    plain("stages", "1,2,1", "--num-layers", "5", "--decoder-first-pipeline-num-layers", "1", *DISTRIBUTED),
+    plain("prediction", "1,2", "--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "extra", "dp", "hooks"), CASES)
+def test_plan_counts_every_byte(
+    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int, hooks: Any
+) -> None:
+    words = [*arguments(sizes, dp=dp, extra=extra), *ONE_STEP, "--vtp-data-parallel-size", str(dp)]
+    main(["plan", "--json", *words])
+    planned = json.loads(capsys.readouterr().out)["memory"]
+    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=[*hooks, "note_memory"])
+    held = [run.facts["memory"] for run in runs]
+    assert len(planned) == len(held) > 1
+    for rank, (wanted, found) in enumerate(zip(held, planned, strict=True)):
+        assert {name: found[name] for name in COLUMNS} == {name: wanted[name] for name in COLUMNS}, f"rank {rank}"

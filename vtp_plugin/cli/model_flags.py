@@ -1,0 +1,234 @@
+"""Flags of Megatron's that say what a rank holds, and the model that they describe."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
+from vtp_plugin.footprint.state import Training
+from vtp_plugin.layout.pipeline import PipelineLayout
+
+NUMBERS = {
+    "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",
+    "--num-query-groups": "with --group-query-attention",
+    "--kv-channels": "default: the hidden size over the heads",
+    "--ffn-hidden-size": "default: as in Megatron",
+    "--vocab-size": "of the tokenizer; it is padded",
+    "--make-vocab-size-divisible-by": "default 128",
+    "--padded-vocab-size": "instead of --vocab-size",
+    "--max-position-embeddings": "of a learned position embedding",
+    "--num-experts": "of a layer",
+    "--moe-ffn-hidden-size": "of an expert",
+    "--moe-shared-expert-intermediate-size": "of all shared experts of a layer together",
+    "--q-lora-rank": "with --multi-latent-attention, as the next four",
+    "--kv-lora-rank": "default 32",
+    "--qk-head-dim": "default 128",
+    "--qk-pos-emb-head-dim": "default 64",
+    "--v-head-dim": "default 128",
+    "--mtp-num-layers": "layers of multi-token prediction",
+    "--decoder-first-pipeline-num-layers": "layers of the first stage",
+    "--decoder-last-pipeline-num-layers": "layers of the last stage",
+    "--ddp-bucket-size": "elements of a gradient bucket, with --overlap-grad-reduce",
+}
+SWITCHES = {
+    "--group-query-attention": "heads share keys and values",
+    "--swiglu": "gated feed-forward layers",
+    "--disable-bias-linear": "linear layers without biases",
+    "--add-qkv-bias": "but queries, keys and values with one",
+    "--qk-layernorm": "norms of queries and keys",
+    "--untie-embeddings-and-output-weights": "the output layer has weights of its own",
+    "--multi-latent-attention": "DeepSeek's attention",
+    "--use-distributed-optimizer": "replicas share the state of the optimizer",
+    "--overlap-grad-reduce": "gradients are summed in buckets",
+    "--grad-reduce-in-bf16": "gradients of 2 bytes, with --bf16",
+    "--accumulate-allreduce-grads-in-fp32": "gradients of 4 bytes, with --fp16",
+}
+TEXTS = {
+    "--normalization": "LayerNorm, the default, or RMSNorm",
+    "--position-embedding-type": "learned_absolute, the default, has weights",
+    "--moe-layer-freq": "which layers have experts: every N-th, or a pattern such as ([0]*1+[1]*3)",
+    "--optimizer": "adam, the default, or sgd",
+    "--vocab-file": "of the tokenizer; not read, give --vocab-size",
+}
+# Weights, buffers or optimizer state are others with these.
+_NOT_MODELLED = (
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--ddp-num-buckets"),
+    *(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        "--experimental-attention-variant",
+        "--heterogeneous-layers-config-path",
+    ),
+    *("--heterogeneous-layers-config-encoded-json", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
+    *("--is-hybrid-model", "--moe-latent-size", "--moe-shared-expert-gate", "--mtp-standalone"),
+    *("--mtp-use-repeated-layer", "--mtp-detach-heads", "--mtp-hybrid-override-pattern", "--no-pad-vocab-size"),
+    *("--num-distributed-optimizer-instances", "--optimizer-cpu-offload", "--overlap-param-gather-with-optimizer-step"),
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer", "--fp8-param-gather"),
+    *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
+)
+_NUM_MOMENTS = {"adam": 2, "sgd": 1}
+_LATENT_DEFAULTS = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    group = parser.add_argument_group("Megatron's flags that say what a rank holds")
+    for name, text in NUMBERS.items():
+        group.add_argument(name, type=int, metavar="N", help=text)
+    for name, text in SWITCHES.items():
+        group.add_argument(name, action="store_true", help=text)
+    for name, text in TEXTS.items():
+        group.add_argument(name, metavar="TEXT", help=text)
+
+
+def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
+    """Say why the memory of a rank is not known; empty if it is.
+
+    Args:
+        args: parsed; ``unknown`` holds the words that no flag declares.
+        lacks_parts: the run is a U-shape, and the layers of its parts were not given.
+    """
+    given = {word.partition("=")[0] for word in args.unknown}
+    if args.pipeline_model_parallel_layout:
+        given.add("--pipeline-model-parallel-layout")
+    odd = [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
+    if (args.optimizer or "adam") not in _NUM_MOMENTS:
+        odd.append(f"--optimizer {args.optimizer}")
+    if odd:
+        return f"not known with {', '.join(odd)}"
+    needed = {
+        "--num-layers": args.num_layers,
+        "--hidden-size": args.hidden_size,
+        "--num-attention-heads": args.num_attention_heads,
+        "--vocab-size": args.vocab_size or args.padded_vocab_size,
+    }
+    if _has_positions(args):
+        needed["--max-position-embeddings"] = args.max_position_embeddings
+    if lacks_parts:
+        needed["--num-layer-list"] = None
+    missing = [flag for flag, value in needed.items() if not value]
+    return f"give {', '.join(missing)} to see it" if missing else ""
+
+
+def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
+    """Give the model that the flags describe."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    multiple = (args.make_vocab_size_divisible_by or 128) * layout.vocab_multiple()
+    return Model(
+        num_layers=args.num_layers,
+        num_predicting=args.mtp_num_layers or 0,
+        hidden=hidden,
+        heads=heads,
+        groups=(args.num_query_groups or 1) if args.group_query_attention else heads,
+        kv_channels=args.kv_channels or hidden // heads,
+        ffn=_feed_forward(args),
+        vocab=args.padded_vocab_size or -(-args.vocab_size // multiple) * multiple,
+        num_positions=args.max_position_embeddings if _has_positions(args) else 0,
+        is_gated=args.swiglu,
+        has_bias=not args.disable_bias_linear,
+        has_qkv_bias=args.add_qkv_bias,
+        has_norm_bias=args.normalization != "RMSNorm",
+        has_query_norm=args.qk_layernorm,
+        is_tied=not args.untie_embeddings_and_output_weights,
+        latent=_latent(args) if args.multi_latent_attention else None,
+        experts=_experts(args) if args.num_experts else None,
+    )
+
+
+def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
+    """Give how the flags keep the model while it is trained."""
+    is_half = args.bf16 or args.fp16
+    has_half_gradients = args.grad_reduce_in_bf16 if args.bf16 else is_half
+    # Megatron's default; only the first stage has more than one bucket.
+    first = layout.stages[0]
+    bucket_size = args.ddp_bucket_size or max(40_000_000, 1_000_000 * first.dp * first.cp)
+    return Training(
+        weight_itemsize_bytes=2 if is_half else 4,
+        gradient_itemsize_bytes=2 if has_half_gradients and not args.accumulate_allreduce_grads_in_fp32 else 4,
+        num_moments=_NUM_MOMENTS[args.optimizer or "adam"],
+        is_distributed=args.use_distributed_optimizer,
+        bucket_size=bucket_size if args.overlap_grad_reduce else None,
+    )
+
+
+def read_chunks(
+    args: argparse.Namespace, num_stages: int, num_chunks: int, u_layers: Sequence[int] | None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Give the model chunks of every stage.
+
+    Args:
+        args: parsed.
+        num_stages: of the pipeline.
+        num_chunks: of every stage.
+        u_layers: number of layers of every part of a U-shape; None without one.
+
+    Raises:
+        ConfigError: the layers cannot be shared out.
+    """
+    if u_layers is not None:
+        return u_chunks(u_layers)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    return plain_chunks(args.num_layers, num_stages, num_chunks, first=first, last=last)
+
+
+def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Read ``--moe-layer-freq``: a period, or an expression of lists of 0 and 1.
+
+    Raises:
+        ConfigError: the text is neither, or has another number of layers.
+
+    >>> expert_layers("2", 3), expert_layers("([0]*1+[1]*2)", 3)
+    ((True, False, True), (False, True, True))
+    """
+    try:
+        value = _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        value = 0
+    pattern = value if isinstance(value, list) else [i % value == 0 for i in range(num_layers)] if value else []
+    if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
+        raise ConfigError(
+            f"--moe-layer-freq {text}; it is a period, or a pattern of 0 and 1 for all {num_layers} layers; "
+            "give one such as 2 or ([0]*1+[1]*3)"
+        )
+    return tuple(map(bool, pattern))
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Compute whole numbers, lists of them, and their sums and products."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [number for number in map(_evaluate, node.elts) if isinstance(number, int)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            return left * right
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+    raise ValueError(ast.dump(node))
+
+
+def _has_positions(args: argparse.Namespace) -> bool:
+    return (args.position_embedding_type or "learned_absolute") == "learned_absolute"
+
+
+def _feed_forward(args: argparse.Namespace) -> int:
+    # As Megatron derives it.
+    gated = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+    return args.ffn_hidden_size or (gated if args.swiglu else 4 * args.hidden_size)
+
+
+def _latent(args: argparse.Namespace) -> Latent:
+    sizes = {name: getattr(args, name) or default for name, default in _LATENT_DEFAULTS.items()}
+    return Latent(q_lora_rank=args.q_lora_rank or 0, **sizes)
+
+
+def _experts(args: argparse.Namespace) -> Experts:
+    return Experts(
+        number=args.num_experts,
+        ffn=args.moe_ffn_hidden_size or _feed_forward(args),
+        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        layers=expert_layers(args.moe_layer_freq or "1", args.num_layers),
+    )

@@ -1,0 +1,173 @@
+"""A GPT as its sizes say it, and which of its layers a model chunk holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.u_layers import layers_of_chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Sizes of multi-latent attention, in Megatron's names.
+
+    Attributes:
+        q_lora_rank: 0 if queries are projected at once.
+        kv_lora_rank: of keys and values.
+        qk_head_dim: channels of a head's keys without those of the position.
+        qk_pos_emb_head_dim: channels of the position.
+        v_head_dim: channels of a head's values.
+    """
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts of the layers that have some.
+
+    Attributes:
+        number: in a layer.
+        ffn: feed-forward size of an expert.
+        shared_ffn: of all shared experts of a layer together; 0 without.
+        layers: whether a layer has experts, by its number in the model.
+    """
+
+    number: int
+    ffn: int
+    shared_ffn: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Sizes of the whole model.
+
+    Attributes:
+        num_layers: without those of multi-token prediction.
+        num_predicting: layers of multi-token prediction, on the last stage.
+        hidden: width between the layers.
+        heads: attention heads.
+        groups: of query heads that share keys and values.
+        kv_channels: of a head.
+        ffn: feed-forward size of a layer without experts.
+        vocab: padded size of the vocabulary.
+        num_positions: of a learned position embedding; 0 without.
+        is_gated: a feed-forward layer has a second input projection (SwiGLU).
+        has_bias: of all linear layers.
+        has_qkv_bias: of the projection to queries, keys and values.
+        has_norm_bias: norms have a bias (LayerNorm; RMSNorm has none).
+        has_query_norm: queries and keys, or the latent ones, are normed.
+        is_tied: the output layer uses the word embedding.
+        latent: multi-latent attention.
+        experts: None without.
+    """
+
+    num_layers: int
+    num_predicting: int
+    hidden: int
+    heads: int
+    groups: int
+    kv_channels: int
+    ffn: int
+    vocab: int
+    num_positions: int
+    is_gated: bool
+    has_bias: bool
+    has_qkv_bias: bool
+    has_norm_bias: bool
+    has_query_norm: bool
+    is_tied: bool
+    latent: Latent | None = None
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The part of a model that Megatron builds as one module.
+
+    Attributes:
+        layers: numbers of its layers.
+        is_first: it has the embedding.
+        is_last: it has the head, and the layers of multi-token prediction.
+        is_whole: the pipeline has one stage, so no weight is shared between stages.
+    """
+
+    layers: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    is_whole: bool
+
+
+def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
+    """Give the chunks of every stage of a U-shape.
+
+    Args:
+        layers: number of layers of the edge's first part, of every cloud stage, and of the edge's last part.
+
+    >>> [[chunk.layers for chunk in chunks] for chunks in u_chunks((1, 2, 1))]
+    [[(0,), (3,)], [(1, 2), ()]]
+    """
+    stages = range(len(layers) - 1)
+    return tuple(
+        tuple(
+            Chunk(
+                layers=tuple(layers_of_chunk(layers, stage=stage, chunk=chunk)),
+                is_first=(stage, chunk) == (0, 0),
+                is_last=(stage, chunk) == (0, 1),
+                is_whole=False,
+            )
+            for chunk in (0, 1)
+        )
+        for stage in stages
+    )
+
+
+def plain_chunks(
+    num_layers: int, num_stages: int, num_chunks: int = 1, *, first: int | None = None, last: int | None = None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Give the chunks of every stage where the first chunks of all stages precede their second ones.
+
+    Args:
+        num_layers: of the model.
+        num_stages: of the pipeline.
+        num_chunks: of every stage.
+        first: layers of the first stage, where it has others than the stages between.
+        last: layers of the last stage, likewise.
+
+    Raises:
+        ConfigError: the layers cannot be shared out evenly.
+
+    >>> [[chunk.layers for chunk in chunks] for chunks in plain_chunks(4, 2, 2)]
+    [[(0,), (2,)], [(1,), (3,)]]
+    >>> [chunk.layers for (chunk,) in plain_chunks(4, 3, first=1, last=1)]
+    [(0,), (1, 2), (3,)]
+    """
+    given = [number for number in (first, last) if number is not None]
+    rest, num_rest = num_layers - sum(given), num_stages - len(given)
+    if rest < 0 or (rest % num_rest if num_rest else rest):
+        raise ConfigError(f"--num-layers {num_layers}; {rest} layers for {num_rest} stages; give every stage as many")
+    counts = [rest // num_rest if num_rest else 0] * num_stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    if any(count % num_chunks for count in counts):
+        raise ConfigError(f"stages of {counts} layers; each has {num_chunks} chunks; give every chunk as many layers")
+    chunks: list[list[Chunk]] = [[] for _ in range(num_stages)]
+    start = 0
+    for chunk in range(num_chunks):
+        for stage, count in enumerate(counts):
+            layers = tuple(range(start, start + count // num_chunks))
+            start += len(layers)
+            is_last = (stage, chunk) == (num_stages - 1, num_chunks - 1)
+            chunks[stage].append(
+                Chunk(layers=layers, is_first=not stage + chunk, is_last=is_last, is_whole=num_stages == 1)
+            )
+    return tuple(map(tuple, chunks))
