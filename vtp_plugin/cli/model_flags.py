@@ -76,7 +76,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     group = parser.add_argument_group("Megatron's flags that say what a rank holds")
     for name, text in NUMBERS.items():
-        group.add_argument(name, type=int, metavar="N", help=text)
+        # A run refuses expert sizes without experts. Here the model may not be given at all.
+        default = argparse.SUPPRESS if name == "--num-experts" else None
+        group.add_argument(name, type=int, metavar="N", help=text, default=default)
     for name, text in SWITCHES.items():
         group.add_argument(name, action="store_true", help=text)
     for name, text in TEXTS.items():
@@ -133,7 +135,7 @@ def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
         has_query_norm=args.qk_layernorm,
         is_tied=not args.untie_embeddings_and_output_weights,
         latent=_latent(args) if args.multi_latent_attention else None,
-        experts=_experts(args) if args.num_experts else None,
+        experts=_experts(args) if getattr(args, "num_experts", None) else None,
     )
 
 
