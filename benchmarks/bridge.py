@@ -7,6 +7,11 @@ As in ``benchmarks.boundary``: links of 200 Mbit/s each way per rank toward the 
 (network namespaces; needs root), one start time for all ranks, the last finisher counts, both bridges take turns in
 every round, medians. The floor is the bytes on the busiest link of the plugin's plan over the goodput of one link,
 which is measured in the same run.
+
+    python -m benchmarks.bridge --colocated
+
+Modules on the same four ranks, over loopback without a limit: the plugin's communicator as it is by default, with
+``extended=True``, and the backend's bare all-gather of the same tensor.
 """
 
 from __future__ import annotations
@@ -34,10 +39,11 @@ from vtp_plugin.api import choose_device
 from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
 from vtp_plugin.boundary.check import egress_bytes, ingress_bytes
-from vtp_plugin.bridge import BridgeCommunicator
+from vtp_plugin.bridge import BridgeCommunicator, ColocatedBridgeCommunicator
 
 _NAMES = ["tp", "cp", "pp", "dp"]
 _BATCH, _WIDTH = 12, 256
+_COLOCATED = ("bare", "default", "extended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +107,16 @@ def main() -> None:
     """Measure all pairs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two pairs, 4 MiB, three rounds")
+    parser.add_argument("--colocated", action="store_true", help="modules on the same ranks")
     parser.add_argument("--mbit", type=float, default=200.0, help="rate of a link, each way")
     options = parser.parse_args()
     choose_device("cpu")
     pairs = PAIRS[:1] + PAIRS[2:3] if options.quick else PAIRS
     sizes_bytes = (4 * MIB,) if options.quick else (MIB, 4 * MIB, 16 * MIB)
     rounds = 3 if options.quick else 5
+    if options.colocated:
+        _print_colocated(sizes_bytes, 3 * rounds)
+        return
     print("| modules | MiB | stock ms | ours ms | floor ms | ours / floor | stock / ours |")
     print("|---|---|---|---|---|---|---|")
     for pair in pairs:
@@ -160,6 +170,51 @@ def _cross(bridge: Any, share: torch.Tensor | None) -> None:
         bridge.recv_forward()
     else:
         bridge.send_forward(share)
+
+
+def _print_colocated(sizes_bytes: tuple[int, ...], num_rounds: int) -> None:
+    """Measure a fan-in over four ranks in place, and print a table."""
+    print("| MiB | all-gather ms | default ms | extended ms | default / all-gather | extended / all-gather |")
+    print("|---|---|---|---|---|---|")
+    times_s = run_ranks((2, 2), None, partial(_measure_colocated, sizes_bytes=sizes_bytes, num_rounds=num_rounds))
+    for size_bytes in sizes_bytes:
+        bare_s, default_s, extended_s = (times_s[size_bytes][name] for name in _COLOCATED)
+        print(
+            f"| {size_bytes / MIB:g} | {1e3 * bare_s:.1f} | {1e3 * default_s:.1f} | {1e3 * extended_s:.1f} | "
+            f"{default_s / bare_s:.2f} | {extended_s / bare_s:.2f} |",
+            flush=True,
+        )
+
+
+def _measure_colocated(stages: Stages, sizes_bytes: tuple[int, ...], num_rounds: int) -> dict[int, dict[str, float]]:
+    """Time dp 4 -> tp 4 on four ranks; each has a quarter of the batch, and all get all of it. Collective."""
+    world = sum(stages.sizes)
+    grids = [HyperCommGrid(shape, _NAMES, 0) for shape in ([1, 1, 1, world], [world, 1, 1, 1])]
+    axes = {"b": 0, "s": 1, "h": 2}
+    bridges = {
+        "default": ColocatedBridgeCommunicator(*grids, dim_mapping=axes),
+        "extended": ColocatedBridgeCommunicator(*grids, dim_mapping=axes, extended=True, src_sequence="plain"),
+    }
+    times_s: dict[tuple[int, str], list[float]] = {}
+    for num_round in range(-1, num_rounds):
+        for size_bytes in sizes_bytes:
+            share = torch.ones(_BATCH // world, size_bytes // (4 * _BATCH * _WIDTH), _WIDTH)
+            acts = {name: partial(bridge.communicate, share) for name, bridge in bridges.items()}
+            acts["bare"] = partial(_all_gather, share, world)
+            for name, act in acts.items():
+                seconds = stages.time(act)
+                if num_round >= 0:
+                    times_s.setdefault((size_bytes, name), []).append(seconds)
+    return {
+        size_bytes: {name: statistics.median(times_s[size_bytes, name]) for name in _COLOCATED}
+        for size_bytes in sizes_bytes
+    }
+
+
+def _all_gather(share: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    whole = torch.empty(num_ranks * len(share), *share.shape[1:])
+    dist.all_gather_into_tensor(whole, share)
+    return whole
 
 
 def _goodput(stages: Stages, num_rounds: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +77,18 @@ class BridgeCase:
         ]
 
 
-def cross(cases: Sequence[BridgeCase], is_stock: bool = False) -> list[str]:
+def cross(cases: Sequence[BridgeCase]) -> list[str]:
     """Carry out all cases, one after another; return what went wrong on this rank."""
-    vtp_plugin.apply(device="cpu", bridges=not is_stock)
     init_gloo()
-    try:
+    with _applied():
         return [f"{one}: {problem}" for one in cases for problem in _cross(one)]
+
+
+@contextmanager
+def _applied() -> Iterator[None]:
+    vtp_plugin.apply(device="cpu", bridges=True)
+    try:
+        yield
     finally:
         vtp_plugin.revert()
 

@@ -19,6 +19,7 @@ from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
 from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, intersect
 from vtp_plugin.errors import ConfigError, PlanError
 
@@ -263,3 +264,38 @@ def test_tokens_cannot_be_cut_in_zigzag() -> None:
     end = BridgeEnd(ranks=(((0,), (1,)),), sequence=SequenceCut.ZIGZAG)
     with pytest.raises(ConfigError, match="zig-zag"):
         BridgeSpec.between("a -> b", end, BridgeEnd(ranks=(((2,),),)), num_dims=2)
+
+
+@SETTINGS
+@given(exchanges(), st.integers(1, 5))
+def test_portions_arrive_before_they_are_swapped_and_each_row_is_swapped_once(
+    exchange: tuple[Sizes, Sizes, list[np.ndarray]], elements_per_portion: int
+) -> None:
+    src, dst, units = exchange
+    spec = spec_of(src, dst, units[0].ndim)
+    plan = spec.plan(shape_of(units))
+    for rank in plan.finish.ranks:
+        holding = Holding(rank=rank, boxes=plan.dst.boxes_of(rank))
+        messages = cut_into_portions(
+            plan.receives_of(rank), lambda one: one.num_elements * MIN_PORTION_BYTES // elements_per_portion
+        )
+        for source in plan.src.ranks:
+            # Both ends of a link must have one order of its messages.
+            ours = [one for one in messages if one.src == source]
+            sent = cut_into_portions(
+                plan.sends_of(source), lambda one: one.num_elements * MIN_PORTION_BYTES // elements_per_portion
+            )
+            assert ours == [one for one in sent if one.dst == rank]
+        arrived = np.zeros(holding.local_shape, int)
+        left = list(swaps(messages, lambda box, holding=holding: local_slices(box, holding)[0].start))
+        given_away = np.zeros(len(arrived), int)
+        for number, message in enumerate(messages, 1):
+            for box in message.boxes:
+                arrived[local_slices(box, holding)] += 1
+            while left and left[0].num_arrived <= number:
+                swap = left.pop(0)
+                assert (arrived[swap.start : swap.stop] == 1).all()
+                given_away[swap.start : swap.stop] += 1
+        event(f"{min(len(messages), 12)} messages")
+        assert not left
+        assert (given_away == arrived[:, 0, 0]).all() and arrived.max(initial=1) == 1

@@ -18,38 +18,25 @@ from vtp_plugin.boundary.arrange import (
     Picture,
     arrange,
 )
+from vtp_plugin.boundary.marks import (
+    LEGEND_STEP,
+    LETTER_WIDTH,
+    STYLE,
+    TITLE_LETTER_WIDTH,
+    Point,
+    heads,
+    legend_entry,
+    path,
+)
 from vtp_plugin.boundary.plan import CollectiveKind
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
 
-_LEGEND_STEP = 24
-_SAMPLE_WIDTH = 30  # of a mark in the legend
-# There is no font to measure with: a letter is at most this many pixels wide.
-_TITLE_LETTER_WIDTH, _LETTER_WIDTH = 10, 7
 _TEXT_COLUMNS = 78  # of a line of the title
 
-Point = tuple[int, int]
 Area = tuple[float, float, float, float]
 """Left, top, right and bottom."""
-
-_STYLE = """\
-text.stage { font-size: 14px; font-weight: bold; text-anchor: middle; }
-text.rank { font-size: 14px; font-weight: bold; fill: #ffffff; text-anchor: middle; }
-text.place { fill: #ffffff; text-anchor: middle; }
-text.middle { text-anchor: middle; }
-text.site { font-weight: bold; text-anchor: middle; }
-rect.frame { fill: #737b85; fill-opacity: 0.1; stroke: #737b85; stroke-opacity: 0.6; }
-rect.member { fill: #4a6fa5; }
-rect.leader { fill: #b4540a; }
-rect.hidden { fill: #4a6fa5; fill-opacity: 0.65; }
-path.site { stroke: #737b85; stroke-width: 1.5; }
-path.many { stroke-dasharray: 5 4; }
-path { fill: none; stroke-linejoin: round; }
-path.transfer { stroke: #d9730d; stroke-width: 2.5; marker-end: url(#transfer-head); }
-path.finish { stroke: #5b82bd; stroke-width: 1.5; marker-end: url(#finish-head); }
-path.transfer-head { fill: #d9730d; }
-path.finish-head { fill: #5b82bd; }"""
 
 
 def draw_pipeline(
@@ -94,17 +81,17 @@ def draw_pipeline(
         head_height=len(head) * LINE_HEIGHT,
     )
     legend = _legend(picture)
-    body = [f"<defs>{_arrow_head('transfer', 5)}{_arrow_head('finish', 6)}</defs>"]
+    body = [heads()]
     body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
     body += [*_headers(picture), *_rows(picture), *_arrows(picture, is_u_shaped)]
     for index, (kind, text) in enumerate(legend):
-        body += _legend_entry(picture.bottom + index * _LEGEND_STEP, kind, text)
+        body += legend_entry(picture.bottom + index * LEGEND_STEP, kind, text)
     # The most that each text can take; a mark of the legend takes as much as six letters.
-    widths = [(_TITLE_LETTER_WIDTH if kind else _LETTER_WIDTH) * len(text) for text, kind in head]
-    widths += [_LETTER_WIDTH * (len(text) + 6) for _, text in legend]
+    widths = [(TITLE_LETTER_WIDTH if kind else LETTER_WIDTH) * len(text) for text, kind in head]
+    widths += [LETTER_WIDTH * (len(text) + 6) for _, text in legend]
     width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
-    height = picture.bottom + len(legend) * _LEGEND_STEP + MARGIN // 2
-    return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=_STYLE, body=body)
+    height = picture.bottom + len(legend) * LEGEND_STEP + MARGIN // 2
+    return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=STYLE, body=body)
 
 
 def _arrows(picture: Picture, is_u_shaped: bool) -> Iterator[str]:
@@ -160,7 +147,7 @@ def _headers(picture: Picture) -> Iterable[str]:
             left, right = picture.frame_lefts[members[0]], picture.frame_lefts[members[-1]]
             right += picture.frame_width(members[-1])
             yield svg.text((left + right) // 2, y - 32, f"site {site}", "site")
-            yield _path([(left, y - 18), (left, y - 25), (right, y - 25), (right, y - 18)], "site")
+            yield path([(left, y - 18), (left, y - 25), (right, y - 25), (right, y - 18)], "site")
 
 
 def _rows(picture: Picture) -> Iterable[str]:
@@ -217,9 +204,9 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
             points = [start, (right, start[1]), (right, bottom), (left, bottom), (left, end[1]), end]
         lines.append(points)
         if picture.is_shown(src) and picture.is_shown(dst):
-            yield _path(points, "transfer", f"rank {src} to rank {dst}")
+            yield path(points, "transfer", f"rank {src} to rank {dst}")
         else:
-            yield _path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
+            yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
 
 
 def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: bool) -> Iterator[str]:
@@ -244,7 +231,7 @@ def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: boo
             heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
             places = [(middle, y) for y in heights]
         for x, y in places:
-            half = _LETTER_WIDTH * len(text) / 2
+            half = LETTER_WIDTH * len(text) / 2
             area = (x - half, y - 11, x + half, y + 4)
             if area in taken:  # by the same words: a replica that shares the arrows of this one
                 break
@@ -290,9 +277,9 @@ def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
         start = (left, top + low)
         for box_top in dict.fromkeys(picture.box(rank)[1] for rank in others):
             end = (left, box_top + entry)
-            yield _path([start, (turn, start[1]), (turn, end[1]), end], "finish")
+            yield path([start, (turn, start[1]), (turn, end[1]), end], "finish")
         if finish.kind is CollectiveKind.ALL_GATHER:
-            yield _path([(turn, start[1]), start], "finish")
+            yield path([(turn, start[1]), start], "finish")
         yield "</g>"
 
 
@@ -307,24 +294,3 @@ def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
         kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.boundaries if one.has_finish}))
         entries.append(("finish", f"{kinds} inside the stage after the transfers"))
     return tuple(entries)
-
-
-def _legend_entry(top: int, kind: str, text: str) -> Iterable[str]:
-    left, right = MARGIN, MARGIN + _SAMPLE_WIDTH
-    if kind in ("leader", "hidden"):
-        yield svg.element("rect", kind=f"sample {kind}", x=left, y=top, width=_SAMPLE_WIDTH, height=14, rx=3)
-    else:
-        yield _path([(left, top + 7), (right, top + 7)], f"sample {kind}")
-    yield svg.text(right + 12, top + 11, text)
-
-
-def _arrow_head(kind: str, size: int) -> str:
-    """Define the arrow head of a kind of path, `size` line widths long."""
-    triangle = svg.element("path", kind=f"{kind}-head", d="M 0 0 L 10 5 L 0 10 z")
-    box = {"viewBox": "0 0 10 10", "refX": 9, "refY": 5, "markerWidth": size, "markerHeight": size, "orient": "auto"}
-    return svg.element("marker", triangle, id=f"{kind}-head", **box)
-
-
-def _path(points: Sequence[Point], kind: str, title: str = "") -> str:
-    corners = "M " + " L ".join(f"{x} {y}" for x, y in points)
-    return svg.element("path", svg.title_of(title) if title else "", kind=kind, d=corners)

@@ -17,28 +17,66 @@ from vtp_plugin.layout.show import format_ranks
 
 _MAX_TRANSFERS_SHOWN = 4
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_DIMENSIONS = "SBH"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryView:
+@dataclass(frozen=True, kw_only=True)
+class PlansView:
+    """Plans of both directions.
+
+    Attributes:
+        forward: plan of the activations.
+        backward: plan of the gradients.
+        itemsize_bytes: of one element of the plans; None if the shape is unknown: the plans then use a small one.
+        dimensions: names of the plans' dimensions.
+    """
+
+    forward: BoundaryPlan
+    backward: BoundaryPlan
+    itemsize_bytes: int | None
+    dimensions: tuple[str, ...] = ("S", "B", "H")
+
+    def num_bytes(self, transfer: Transfer) -> int | None:
+        """Return the size of a message; None if the size of the tensor is unknown."""
+        return None if self.itemsize_bytes is None else transfer.num_elements * self.itemsize_bytes
+
+    def share(self, transfer: Transfer) -> Fraction:
+        """Return the part of the whole tensor that a message carries."""
+        return Fraction(transfer.num_elements, math.prod(self.forward.src.shape))
+
+    def directions(self) -> dict[str, object]:
+        """Return both plans for JSON."""
+        return {"forward": self._direction(self.forward), "backward": self._direction(self.backward)}
+
+    def _direction(self, plan: BoundaryPlan) -> dict[str, object]:
+        return {
+            "before": _collective(plan.start),
+            "transfers": [
+                {
+                    "src": t.src,
+                    "dst": t.dst,
+                    "share": float(self.share(t)),
+                    "bytes": self.num_bytes(t),
+                    "boxes": [[list(interval) for interval in box] for box in t.boxes],
+                }
+                for t in plan.transfers
+            ],
+            "after": _collective(plan.finish),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryView(PlansView):
     """A boundary of the first replica and its plans; the other replicas cross alike.
 
     Attributes:
         boundary: of the first replica.
         reason: why this strategy was chosen.
         num_replicas: number of replicas that cross alike.
-        forward: plan of the activations.
-        backward: plan of the gradients.
-        itemsize_bytes: of one number of the tensor; None if its shape is unknown: the plans then use a small one.
     """
 
     boundary: PipelineBoundary
     reason: str
     num_replicas: int
-    forward: BoundaryPlan
-    backward: BoundaryPlan
-    itemsize_bytes: int | None
 
     @property
     def name(self) -> str:
@@ -59,14 +97,6 @@ class BoundaryView:
         choice = self.boundary.strategy, self.reason
         return choice, self.num_replicas, transfers, self.forward.finish.kind, len(src), len(dst)
 
-    def num_bytes(self, transfer: Transfer) -> int | None:
-        """Return the size of a message; None if the size of the tensor is unknown."""
-        return None if self.itemsize_bytes is None else transfer.num_elements * self.itemsize_bytes
-
-    def share(self, transfer: Transfer) -> Fraction:
-        """Return the part of the whole tensor that a message carries."""
-        return Fraction(transfer.num_elements, math.prod(self.forward.src.shape))
-
     def as_json(self) -> dict[str, object]:
         """Return the entry of the boundary in the output of ``plan --json``."""
         return {
@@ -77,24 +107,7 @@ class BoundaryView:
             "num_replicas": self.num_replicas,
             "probe_shape": None if self.itemsize_bytes is not None else list(self.forward.src.shape),
             "hccl_buffer_bytes": self.buffer_bytes,
-            "forward": self._direction(self.forward),
-            "backward": self._direction(self.backward),
-        }
-
-    def _direction(self, plan: BoundaryPlan) -> dict[str, object]:
-        return {
-            "before": _collective(plan.start),
-            "transfers": [
-                {
-                    "src": t.src,
-                    "dst": t.dst,
-                    "share": float(self.share(t)),
-                    "bytes": self.num_bytes(t),
-                    "boxes": [[list(interval) for interval in box] for box in t.boxes],
-                }
-                for t in plan.transfers
-            ],
-            "after": _collective(plan.finish),
+            **self.directions(),
         }
 
 
@@ -132,11 +145,10 @@ def _view(flags: Run, alike: Sequence[PipelineBoundary]) -> BoundaryView:
     )
 
 
-def explain(view: BoundaryView, flags: Run) -> Iterator[str]:
+def explain(view: PlansView) -> Iterator[str]:
     """Write lines that say which rank sends which part to which rank, in one replica."""
-    boundary = view.boundary
-    if view.num_replicas > 1:
-        yield f"{view.num_replicas} replicas cross alike; here {boundary.replica_name}"
+    if isinstance(view, BoundaryView) and view.num_replicas > 1:
+        yield f"{view.num_replicas} replicas cross alike; here {view.boundary.replica_name}"
     yield from _collective_lines(view.forward.start, "first")
     yield from _transfers(view)
     yield from _collective_lines(view.forward.finish, "then")
@@ -148,7 +160,7 @@ def explain(view: BoundaryView, flags: Run) -> Iterator[str]:
     yield "gradients come back: " + ", ".join(text for text in (start, messages, finish) if text)
 
 
-def _transfers(view: BoundaryView) -> Iterator[str]:
+def _transfers(view: PlansView) -> Iterator[str]:
     """Write one line for each message, without the middle of a long list, and one for their sum."""
     transfers = view.forward.transfers
     lines = [f"rank {transfer.src} -> rank {transfer.dst}: {_part(view, transfer)}" for transfer in transfers]
@@ -160,7 +172,7 @@ def _transfers(view: BoundaryView) -> Iterator[str]:
         yield f"together {format_bytes(total)} for each microbatch over {len(transfers)} links"
 
 
-def _part(view: BoundaryView, transfer: Transfer) -> str:
+def _part(view: PlansView, transfer: Transfer) -> str:
     """Describe the content of a message."""
     share, size = view.share(transfer), view.num_bytes(transfer)
     what = "the whole tensor" if share == 1 else f"{share} of the tensor"
@@ -169,10 +181,10 @@ def _part(view: BoundaryView, transfer: Transfer) -> str:
     return what + where + ("" if size is None else f", {format_bytes(size)}")
 
 
-def _slice(box: Box, view: BoundaryView) -> str:
+def _slice(box: Box, view: PlansView) -> str:
     """Write the dimensions that a box cuts: `S[0:512]`, or `S[0:1/4]` if the length is unknown."""
     parts: list[str] = []
-    for name, (start, stop), length in zip(_DIMENSIONS, box, view.forward.src.shape, strict=True):
+    for name, (start, stop), length in zip(view.dimensions, box, view.forward.src.shape, strict=True):
         if (start, stop) == (0, length):
             continue
         ends = (start, stop) if view.itemsize_bytes is not None else (Fraction(start, length), Fraction(stop, length))
@@ -185,6 +197,7 @@ def _collective_lines(collective: Collective, when: str) -> Iterator[str]:
     for group in collective.groups[:1]:
         root, others = group[0], format_ranks(group[1:])
         text = {
+            CollectiveKind.SUM: f"ranks {format_ranks(group)} add up what they have",
             CollectiveKind.GATHER: f"rank {root} gathers the slices of ranks {others}",
             CollectiveKind.BROADCAST: f"rank {root} hands the whole on to ranks {others} (broadcast)",
             CollectiveKind.SCATTER: f"rank {root} hands their slices to ranks {others} (scatter)",

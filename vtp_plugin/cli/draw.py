@@ -6,15 +6,18 @@ import argparse
 from pathlib import Path
 
 from vtp_plugin.boundary.draw import draw_pipeline
+from vtp_plugin.cli.bridges import add_bridge_flag, bridge_picture, read_modules, view_bridges
 from vtp_plugin.cli.flags import add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
 
-_KEYS = "Keys of --json: output (file), num_stages, world_size, num_replicas."
+_KEYS = """\
+Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, world_size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_run_flags(parser)
+    add_bridge_flag(parser)
     parser.add_argument_group("Of the picture").add_argument(
         "--output", type=Path, required=True, metavar="FILE.svg", help="file to write"
     )
@@ -24,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Draw and write."""
     check_ending(options.output, {".svg": "picture"})
+    if options.bridge is not None:
+        _draw_bridges(options)
+        return
     flags = read_run(options)
     layout, output = flags.layout, options.output
     picture = draw_pipeline(
@@ -39,3 +45,13 @@ def run(options: argparse.Namespace) -> None:
         print_json("draw", {"output": str(output), **counts, "num_replicas": max(layout.dp_sizes)})
     else:
         print(f"wrote {output}")
+
+
+def _draw_bridges(options: argparse.Namespace) -> None:
+    modules = read_modules(options)
+    write_file(options.output, bridge_picture(modules, view_bridges(options, modules)))
+    if options.json:
+        counts = {"num_modules": len(modules), "world_size": modules[-1].ranks.stop}
+        print_json("draw", {"output": str(options.output), **counts})
+    else:
+        print(f"wrote {options.output}")

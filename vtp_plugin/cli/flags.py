@@ -60,7 +60,7 @@ _SWITCHES = {
     "--bf16": "2 bytes for each number; without --bf16 and --fp16 4",
     "--fp16": "as --bf16",
 }
-_OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches")
+_OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches", "--bridge")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
+from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.memory import memory_as_json, memory_lines
 from vtp_plugin.cli.parser import print_json
@@ -26,17 +27,22 @@ text that says what is missing; boundaries: upstream, downstream, strategy, reas
 (of a channel), and of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes
 (null where unknown) and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known),
 before and after (collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a
-replica."""
+replica. With --bridge: world_size; modules: name, tp, cp, pp, dp, ranks, bridge_ranks; bridges: src, dst, num_units (of
+the batch), unit_samples, forward and backward as above, with boxes of S, units and H."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_run_flags(parser)
+    add_bridge_flag(parser)
     parser.epilog = _KEYS
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
+    if options.bridge is not None:
+        _print_bridges(options)
+        return
     flags = read_run(options)
     views = view_boundaries(flags)
     if options.json:
@@ -52,6 +58,15 @@ def run(options: argparse.Namespace) -> None:
     else:
         lines[_MAX_LINES - 1 :] = [f"... {len(lines) - _MAX_LINES + 1} more lines; --json has everything"]
     print("\n".join(lines))
+
+
+def _print_bridges(options: argparse.Namespace) -> None:
+    modules = read_modules(options)
+    views = view_bridges(options, modules)
+    if options.json:
+        print_json("plan", bridges_as_json(modules, views))
+    else:
+        print("\n".join(bridge_lines(modules, views)))
 
 
 def _writer(flags: Run) -> int:
@@ -123,7 +138,7 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
         if flags.rules.is_open(flags.layout, first.boundary.upstream, first.boundary.downstream):
             yield "  a run tries rank0 too when it starts, and takes the faster one; --vtp-transport-threshold decides"
         if not is_short:
-            yield from (f"  {line}" for line in explain(first, flags))
+            yield from (f"  {line}" for line in explain(first))
 
 
 def _buffers(views: Sequence[BoundaryView]) -> Iterator[str]:

@@ -24,12 +24,16 @@ class Platform:
             streams.
         gathers_by_messages: whether the ranks of a stage swap slices by messages, not by the backend's all-gather.
             Gloo's all-gather takes up to five times as long as messages (``benchmarks/finish.py``).
+        orders_by_peer: whether a message waits only for earlier ones of its group from the same sender to the same
+            receiver (gloo). Elsewhere the messages of two ranks, or of a whole group, are one queue for both
+            directions.
     """
 
     name: PlatformName
     backend: BackendName
     host_blocking_wait = False
     gathers_by_messages = False
+    orders_by_peer = False
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

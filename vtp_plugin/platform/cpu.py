@@ -28,6 +28,7 @@ class CpuPlatform(Platform):
     backend: BackendName = "gloo"
     host_blocking_wait = True
     gathers_by_messages = True
+    orders_by_peer = True
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -35,7 +35,15 @@ class BatchAxes:
         >>> BatchAxes(num_dims=3, order=(1, 2, 0)).from_plan(torch.zeros(8, 2, 4)).shape
         torch.Size([4, 8, 2])
         """
-        if self.num_dims == 2:
-            return tensor.squeeze(-1).t().contiguous()
-        places = [self.order.index(axis) for axis in range(3)]
-        return tensor.permute(places).contiguous()
+        turned = tensor.permute(self.memory_order)
+        return (turned.squeeze(-1) if self.num_dims == 2 else turned).contiguous()
+
+    @property
+    def memory_order(self) -> tuple[int, int, int]:
+        """Dimensions of a plan in the order in which a module's dense tensor has them, the slowest first.
+
+        >>> BatchAxes(num_dims=3, order=(1, 2, 0)).memory_order, BatchAxes(num_dims=2).memory_order
+        ((2, 0, 1), (1, 0, 2))
+        """
+        rows, batch, depth = (self.order.index(axis) for axis in range(3))
+        return (1, 0, 2) if self.num_dims == 2 else (rows, batch, depth)

@@ -26,7 +26,7 @@ class BridgeGroups:
     Attributes:
         spec: the direction.
         messages: all ranks of both ends.
-        pieces: ranks that swap slices by messages.
+        pieces: the same, where ranks swap slices by messages: no two of them do so in both directions.
         gather: ranks that swap slices by the backend's all-gather, where they are not all of a replica's.
     """
 
@@ -52,7 +52,7 @@ def open_bridge_groups(
     """
 
     def group_of(ranks: Sequence[int], what: str) -> dist.ProcessGroup | None:
-        key = f"{what} {list(ranks)}"
+        key = f"{what}: {list(ranks)}"
         if key not in cache:
             cache[key] = open_group(ranks, platform=platform, timeout_s=timeout_s, description=what)
         return cache[key]
@@ -60,12 +60,13 @@ def open_bridge_groups(
     def groups_of(spec: BridgeSpec) -> BridgeGroups:
         require_valid(spec.probe)
         require_valid(spec.plan_header(spec.header_length))
-        messages, pieces, gather = group_of(spec.participants, spec.name), None, None
-        for ranks in spec.gathering_groups:
-            if platform.gathers_by_messages:
-                pieces = group_of(ranks, f"{spec.name}, finish") or pieces
-            elif not any(set(ranks) == set(replica) for replica in spec.dst_end.replicas):
+        # Who sends forward receives backward, and the finishes are inside either end: no pair sends for two purposes.
+        name = spec.name.rpartition(",")[0] if platform.orders_by_peer else spec.name
+        messages, gather = group_of(spec.participants, name), None
+        for ranks in () if platform.gathers_by_messages else spec.gathering_groups:
+            if not any(set(ranks) == set(replica) for replica in spec.dst_end.replicas):
                 gather = group_of(ranks, f"{spec.name}, finish") or gather
+        pieces = messages if platform.gathers_by_messages else None
         return BridgeGroups(spec=spec, messages=messages, pieces=pieces, gather=gather)
 
     return groups_of(forward), groups_of(forward.reversed())

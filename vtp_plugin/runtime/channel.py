@@ -215,6 +215,7 @@ class Channel:
             position=position,
             peer=peer,
             is_batched=form.is_batched,
+            in_portions=self._platform.gathers_by_messages,
         )
 
     def _post_tensor(self, receive: RecvWork, whole: Shape) -> None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.memory import Widths, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.portions import Swap
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import PlanError
-from vtp_plugin.runtime.work import TimedWaits, ranks_text
+from vtp_plugin.runtime.work import Finish, TimedWaits, ranks_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,49 +126,35 @@ class StageCollectives:
         )
 
     def post_finish(
-        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str
-    ) -> Callable[[], None]:
-        """Prepare the plan's finish inside the receiving stage; return a function that runs it once all has landed.
+        self,
+        plan: BoundaryPlan,
+        landed: torch.Tensor,
+        tensor: torch.Tensor,
+        position: str,
+        swaps_of: Callable[[int], Sequence[Swap]],
+    ) -> Finish:
+        """Prepare the plan's finish inside the receiving stage, to be run as the messages come.
 
         Args:
             plan: of the exchange.
             landed: memory that the transfers fill.
             tensor: memory to complete: the same, except on the root of a scatter.
             position: for error messages.
+            swaps_of: says what a rank of the group passes on, where slices are swapped by messages.
         """
-        arriving = self._post_pieces(plan, tensor)
-        return functools.partial(self._finish, plan, landed, tensor, arriving, position)
-
-    def _post_pieces(self, plan: BoundaryPlan, tensor: torch.Tensor) -> list[dist.Work]:
-        """Post the receives of an all-gather by messages, before anyone waits, so that no sender ever blocks."""
-        ranks = plan.finish.group_of(self.rank)
-        has_messages = plan.finish.kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None
-        if ranks is None or not has_messages or not tensor.numel():
-            return []
-        self._open_finishes.append(tensor)
-        pieces = _pieces(tensor, ranks)
-        sources = [rank for rank in _others(ranks, self.rank, -1) if len(pieces[rank])]
-        works = [dist.irecv(pieces[rank], rank, self.pieces_group) for rank in sources]
-        return [work for work in works if work is not None]
-
-    def _send_pieces(self, tensor: torch.Tensor, ranks: tuple[int, ...], arriving: list[dist.Work]) -> None:
-        """Complete a tensor by messages to all others; each rank holds one even cut of the rows."""
-        # Messages carry no tags: a channel's finishes must run in the order in which their receives were posted.
-        if self._open_finishes.popleft() is not tensor:
-            raise PlanError(f"{self.name}: receives are waited for out of order")
-        piece = _pieces(tensor, ranks)[self.rank]
-        sends = [dist.isend(piece, rank, self.pieces_group) for rank in _others(ranks, self.rank, 1) if len(piece)]
-        for work in (*sends, *arriving):
-            assert work is not None
-            work.wait()
-
-    def _finish(
-        self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, arriving: list[dist.Work], position: str
-    ) -> None:
-        """Run the finish; arguments as for :meth:`post_finish`, with the receives from :meth:`_post_pieces`."""
         ranks = plan.finish.group_of(self.rank)
         if ranks is None or not tensor.numel():
-            return
+            return _AtEnd(_nothing)
+        kind = plan.finish.kind
+        if kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None:
+            timed = functools.partial(self._run, kind, ranks, position)
+            return _Swapping(self.name, ranks, tensor, swaps_of, self.pieces_group, timed, self._open_finishes)
+        return _AtEnd(functools.partial(self._finish, plan, landed, tensor, position))
+
+    def _finish(self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
+        """Run a collective of the backend; arguments as for :meth:`post_finish`."""
+        ranks = plan.finish.group_of(self.rank)
+        assert ranks is not None
         kind, root, group = plan.finish.kind, ranks[0], self.stage_group
         if kind is CollectiveKind.BROADCAST:
             self._run(kind, ranks, position, lambda: dist.broadcast(tensor, root, group))
@@ -177,14 +164,11 @@ class StageCollectives:
                 holding = plan.lands_in(root)
                 parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
             self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
+        elif kind is CollectiveKind.ALL_GATHER:
+            index = ranks.index(self.rank)
+            self._run(kind, ranks, position, lambda: _all_gather_rows(tensor, index, len(ranks), group))
         else:
-            if kind is not CollectiveKind.ALL_GATHER:
-                raise PlanError(f"{position}: finish {kind}: it completes nothing")
-            if self.pieces_group is not None:
-                self._run(kind, ranks, position, lambda: self._send_pieces(tensor, ranks, arriving))
-            else:
-                index = ranks.index(self.rank)
-                self._run(kind, ranks, position, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+            raise PlanError(f"{position}: finish {kind}: it completes nothing")
 
     def _run(self, kind: str, ranks: Sequence[int], position: str, run: Callable[[], object]) -> None:
         """Run a collective, timed."""
@@ -195,10 +179,76 @@ class StageCollectives:
             run()
 
 
-def _pieces(tensor: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Cut a tensor evenly along the rows: each rank's piece, as a view."""
-    cuts = even_cuts(len(tensor), len(ranks))
-    return {rank: tensor[start:stop] for rank, (start, stop) in zip(ranks, cuts, strict=True)}
+@dataclass(frozen=True, slots=True)
+class _AtEnd:
+    """A finish that starts when all has come."""
+
+    complete: Callable[[], None]
+
+    def advance(self, num_arrived: int) -> None:
+        """Do nothing yet."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Swapping:
+    """An all-gather by messages: what has come goes on to the others of the stage at once.
+
+    The receives are posted before anyone waits, so that no sender ever blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        tensor: torch.Tensor,
+        swaps_of: Callable[[int], Sequence[Swap]],
+        group: dist.ProcessGroup,
+        timed: Callable[[Callable[[], object]], None],
+        open_finishes: deque[torch.Tensor],
+    ) -> None:
+        """Post the receives: each rank's portions in the order in which they come to it."""
+        self._name, self._ranks, self._tensor, self._group = name, ranks, tensor, group
+        self._timed, self._open = timed, open_finishes
+        self._rank = dist.get_rank()
+        self._left = deque(swaps_of(self._rank))
+        self._works: list[dist.Work | None] = []
+        self._has_begun = False
+        sources = _others(ranks, self._rank, -1)
+        known = {rank: swaps_of(rank) for rank in sources}
+        for index in range(max(map(len, known.values()))):
+            for rank in sources:
+                for swap in known[rank][index : index + 1]:
+                    self._works.append(dist.irecv(tensor[swap.start : swap.stop], rank, group))
+        self._open.append(tensor)
+
+    def advance(self, num_arrived: int) -> None:
+        """Pass on what so many messages have brought."""
+        self._begin()
+        while self._left and self._left[0].num_arrived <= num_arrived:
+            swap = self._left.popleft()
+            self._timed(functools.partial(self._send, self._tensor[swap.start : swap.stop]))
+
+    def complete(self) -> None:
+        """Wait until all ranks have all."""
+        self._begin()
+        self._timed(self._wait)
+
+    def _begin(self) -> None:
+        # Messages carry no tags: a channel's finishes must run in the order in which their receives were posted.
+        if not self._has_begun and self._open.popleft() is not self._tensor:
+            raise PlanError(f"{self._name}: receives are waited for out of order")
+        self._has_begun = True
+
+    def _send(self, piece: torch.Tensor) -> None:
+        self._works += [dist.isend(piece, rank, self._group) for rank in _others(self._ranks, self._rank, 1)]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
 
 
 def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:

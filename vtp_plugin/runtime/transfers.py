@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.memory import Widths, local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
+from vtp_plugin.boundary.portions import Swap, cut_into_portions, swaps
 from vtp_plugin.boundary.side import Shape
-from vtp_plugin.boundary.spread import Holding
+from vtp_plugin.boundary.spread import Holding, num_rows
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit, require_allowed
@@ -49,7 +51,11 @@ class Parcel:
         position: boundary, direction and number, for error messages.
         peer: who is waited for.
         is_batched: coalesce the messages into one call of the backend.
+        in_portions: large messages are cut, so that the ranks of the receiving stage swap what has come while the rest
+            is under way.
         widths: length of every unit of the plan's second dimension; None if the plan counts elements.
+        memory_order: dimensions of the plan as they are in the memory of tensors and messages, the slowest first; each
+            transfer has one box then, and there is no start or finish. None is the plan's own order.
     """
 
     plan: BoundaryPlan
@@ -58,14 +64,36 @@ class Parcel:
     position: str
     peer: str
     is_batched: bool = False
+    in_portions: bool = False
     widths: Widths | None = None
+    memory_order: tuple[int, ...] | None = None
 
-    def messages(self, transfers: Sequence[Transfer]) -> list[Transfer]:
-        """Leave out what needs no message: units that have no length, which both sides know, and a rank's own part."""
+    def messages(self, transfers: Sequence[Transfer]) -> Sequence[Transfer]:
+        """List the messages of some transfers of one rank, in their order.
+
+        What needs none is left out: units that have no length, which both sides know, and a rank's own part.
+        """
         found = [one for one in transfers if one.src != one.dst]
+        if self.widths is not None:
+            found = [one for one in found if any(self.widths[slice(*one.boxes[0][1])])]
+        return cut_into_portions(found, self._bytes_of) if self.in_portions else found
+
+    def as_in_memory(self, piece: torch.Tensor) -> torch.Tensor:
+        """View a piece as messages have it."""
+        return piece if self.memory_order is None else piece.permute(self.memory_order)
+
+    def swaps_of(self, rank: int) -> tuple[Swap, ...]:
+        """Say what a rank passes on in the plan's finish, and when; the same on all ranks of its group."""
+        holding = Holding(rank=rank, boxes=self.plan.dst.boxes_of(rank))
+        messages = self.messages(self.plan.receives_of(rank))
+        return swaps(messages, lambda box: local_slices(box, holding)[0].start)
+
+    def _bytes_of(self, transfer: Transfer) -> int:
         if self.widths is None:
-            return found
-        return [one for one in found if any(self.widths[slice(*one.boxes[0][1])])]
+            return transfer.num_elements * self.dtype.itemsize
+        depth = math.prod(stop - start for start, stop in transfer.boxes[0][2:])
+        length = sum(self.widths[slice(*transfer.boxes[0][1])])
+        return num_rows(transfer.boxes) * length * depth * self.dtype.itemsize
 
 
 _Message = tuple[Callable[..., "dist.Work | None"], torch.Tensor, int]
@@ -165,35 +193,47 @@ class Transfers:
         local = self._stage.start(plan, tensor.detach(), parcel.position, parcel.widths)
         holding = plan.sent_from(self._rank)
         transfers = parcel.messages(plan.sends_of(self._rank))
-        pieces = [_packed([local[local_slices(box, holding, parcel.widths)] for box in t.boxes]) for t in transfers]
+        pieces = [
+            _packed([parcel.as_in_memory(local[local_slices(box, holding, parcel.widths)]) for box in t.boxes])
+            for t in transfers
+        ]
         return [(dist.isend, piece, t.dst) for piece, t in zip(pieces, transfers, strict=True)]
 
     def _incoming(self, parcel: Parcel) -> tuple[list[_Message], Callable[[Sequence[dist.Work]], Landing]]:
         """Allocate what arrives at this rank, and say what to do once its messages are posted."""
         plan, dtype = parcel.plan, parcel.dtype
         held = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
-        tensor = self._empty(local_shape(held, parcel.widths), dtype)
+        tensor = self._allocated(local_shape(held, parcel.widths), parcel)
         holding = plan.lands_in(self._rank)
         # An alias: the tensor itself may require a gradient when its memory is filled.
         memory = tensor.detach() if holding == held else self._empty(holding.local_shape, dtype)
         transfers = parcel.messages(plan.receives_of(self._rank))
         buffers: list[torch.Tensor] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for transfer in transfers:
-            targets = [memory[local_slices(box, holding, parcel.widths)] for box in transfer.boxes]
+            copies.append([])
+            targets = [parcel.as_in_memory(memory[local_slices(box, holding, parcel.widths)]) for box in transfer.boxes]
             if len(targets) == 1 and targets[0].is_contiguous():
                 buffers.append(targets[0])
                 continue
             # Backends take dense memory only: what is not one block of the tensor lands in a buffer first.
             lengths = [len(target) for target in targets]
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
-            copies += zip(targets, buffers[-1].split(lengths), strict=True)
+            copies[-1] += zip(targets, buffers[-1].split(lengths), strict=True)
 
         def land(works: Sequence[dist.Work]) -> Landing:
-            finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position)
+            finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position, parcel.swaps_of)
             return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
 
         return [(dist.irecv, buffer, t.src) for buffer, t in zip(buffers, transfers, strict=True)], land
+
+    def _allocated(self, shape: Shape, parcel: Parcel) -> torch.Tensor:
+        """Return uninitialised memory, seen as the plan has it."""
+        order = parcel.memory_order
+        if order is None:
+            return self._empty(shape, parcel.dtype)
+        memory = self._empty(tuple(shape[dim] for dim in order), parcel.dtype)
+        return memory.permute([order.index(dim) for dim in range(len(order))])
 
     def warm_up(self, plan: BoundaryPlan, *, is_batched: bool = False) -> None:
         """Send one element along every transfer of a plan, one after another in the plan's order.

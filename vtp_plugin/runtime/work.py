@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,19 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.disclosure import first_line
 from vtp_plugin.runtime.monitor import Monitor
+
+
+class Finish(Protocol):
+    """What the ranks of a stage do together with what lands in it."""
+
+    def advance(self, num_arrived: int) -> None:
+        """Note that so many messages of this rank have come."""
+        ...
+
+    def complete(self) -> None:
+        """Return when the tensor is complete."""
+        ...
+
 
 WaitFor = Callable[[Sequence[dist.Work]], None]
 
@@ -144,15 +159,15 @@ class Landing:
     Attributes:
         tensor: complete after :meth:`wait`.
         works: the backend's handles of this rank's receives.
-        copies: pairs of a part of the tensor and the dense buffer that its message fills.
+        copies: for each message, pairs of a part of the tensor and the dense buffer that it fills.
         finish: the collective inside the stage.
         wait_for: waits for the handles and keeps the time.
     """
 
     tensor: torch.Tensor
     works: Sequence[dist.Work]
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    finish: Callable[[], None]
+    copies: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    finish: Finish
     wait_for: WaitFor
 
     def wait(self) -> torch.Tensor:
@@ -161,11 +176,18 @@ class Landing:
         Raises:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
-        if self.works:
-            self.wait_for(self.works)
-        for target, piece in self.copies:
-            target.copy_(piece)
-        self.finish()
+        each = zip([[work] for work in self.works], [[one] for one in self.copies], strict=False)
+        # Without messages there is no handle, and a coalesced call has one for all of them.
+        parts = list(each) if len(self.works) == len(self.copies) else [(list(self.works), list(self.copies))]
+        num_arrived = 0
+        for works, copies in parts:
+            if works:
+                self.wait_for(works)
+            for target, piece in chain.from_iterable(copies):
+                target.copy_(piece)
+            num_arrived += len(copies)
+            self.finish.advance(num_arrived)
+        self.finish.complete()
         return self.tensor
 
 

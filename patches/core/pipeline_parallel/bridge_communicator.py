@@ -78,6 +78,8 @@ class _OverChannels:
     dest_grid_broadcast_pg: dist.ProcessGroup | None
     src_grid_broadcast_ranks: list[int]
     dest_grid_broadcast_ranks: list[int]
+    src_tp_leaders: list[int]
+    dest_tp_leaders: list[int]
     _bridge_pg_cache: ClassVar[dict[str, Any]]
     _broadcast_pg_cache: ClassVar[dict[str, Any]]
 
@@ -180,11 +182,20 @@ class _OverChannels:
         return cls._broadcast_pg_cache[key]
 
     @classmethod
-    def _get_or_create_bridge_pg(cls, ranks: list[int]) -> dist.ProcessGroup | None:
-        key = str(sorted(ranks))
-        if key not in cls._bridge_pg_cache:
-            cls._bridge_pg_cache[key] = dist.new_group(sorted(ranks))
-        return cls._bridge_pg_cache[key]
+    def _get_or_create_bridge_pg(cls, ranks: list[int]) -> None:
+        """Open no group: nothing crosses in Megatron's."""
+
+    @property
+    def bridge_pg(self) -> dist.ProcessGroup | None:
+        """Megatron's group of the leaders, which carries nothing. The first use opens it, on all ranks together."""
+        leaders = sorted({*self.src_tp_leaders, *self.dest_tp_leaders})
+        if str(leaders) not in self._bridge_pg_cache:
+            self._bridge_pg_cache[str(leaders)] = dist.new_group(leaders)
+        return self._bridge_pg_cache[str(leaders)]
+
+    @bridge_pg.setter
+    def bridge_pg(self, group: None) -> None:
+        """Let Megatron's constructor set it."""
 
     def build_comm_map(self, src_tp_leaders: list[int], dest_tp_leaders: list[int]) -> None:
         """Fill `comm_map` as Megatron does; where the replicas do not divide, by what they have in common."""
