@@ -15,22 +15,45 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 
-def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, torch.Tensor] | None:
-    """Read a microbatch ``[B, S]`` on tensor-parallel rank 0 and share it inside the stage; None on middle stages."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return None
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> dict[str, torch.Tensor]:
+    """Read a microbatch ``[B, S]`` on tensor-parallel rank 0 and share it inside the stage.
+
+    Middle stages need none of it, but the lengths of packed samples.
+    """
+    is_end, is_packed = is_first_or_last_pipeline_stage(vp_stage), has_packed_samples()
+    if not is_end and not is_packed:
+        return {}
     is_reader = parallel_state.get_tensor_model_parallel_rank() == 0
     data = next(data_iterator) if is_reader else None
-    batch = tensor_parallel.broadcast_data(["tokens", "labels", "position_ids"], data, torch.int64)
-    batch |= tensor_parallel.broadcast_data(["loss_mask"], data, torch.float32)
-    return batch
+    batch = {}
+    if is_end:
+        batch |= tensor_parallel.broadcast_data(["tokens", "labels", "position_ids"], data, torch.int64)
+        batch |= tensor_parallel.broadcast_data(["loss_mask"], data, torch.float32)
+    if is_packed:
+        batch |= tensor_parallel.broadcast_data(["cu_seqlens", "max_seqlen"], data, torch.int32)
+    return flatten_batch_for_packed_sequences(batch)
+
+
+def has_packed_samples() -> bool:
+    """Tell whether the samples of a row do not see each other."""
+    return get_args().sft or get_args().dataloader_inter_document_masking
+
+
+def packed_params(batch: dict[str, torch.Tensor]) -> PackedSeqParams | None:
+    """Tell the attention where samples end."""
+    if "cu_seqlens" not in batch:
+        return None
+    ends, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"])
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -44,10 +67,9 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple:
     """Run one microbatch through this rank's part of the model."""
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    if batch is None:
-        return model(None, None, None), partial(loss_func, None)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(loss_func, batch["loss_mask"])
+    tokens, positions, labels = (batch.get(name) for name in ("tokens", "position_ids", "labels"))
+    output = model(tokens, positions, None, labels=labels, packed_seq_params=packed_params(batch))
+    return output, partial(loss_func, batch.get("loss_mask"))
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple:
@@ -66,12 +88,15 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
+        context_parallel_size=args.context_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
 
     def is_built_here() -> bool:
-        return is_first_or_last_pipeline_stage(vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
+        is_needed = is_first_or_last_pipeline_stage(vp_stage) or has_packed_samples()
+        return is_needed and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, num_samples, is_built_here, config).build()
 
 

@@ -77,7 +77,7 @@ HOSTS = (
         below="0.13",
         pythons=("3.10", "3.11"),
         torch="==2.7.1",
-        untried="multi-token prediction, and the whole grids of options",
+        untried="multi-token prediction, packed samples, and the whole grids of options",
         needs_all=False,
     ),
     Host(
@@ -86,7 +86,8 @@ HOSTS = (
         below="0.17",
         pythons=("3.11", "3.10", "3.12"),
         torch=">=2.6,<2.7",
-        untried="Megatron 0.15 beyond the core grids, multi-token prediction, and the whole grids of options",
+        untried="Megatron 0.15 beyond the core grids, multi-token prediction, packed samples, and the whole grids of "
+        "options",
     ),
     Host(
         name="0.17",
@@ -94,7 +95,7 @@ HOSTS = (
         below="0.18",
         pythons=("3.12", "3.13"),
         torch=">=2.6,<3",
-        untried="multi-token prediction, hangs, and the whole grids of options",
+        untried="multi-token prediction, packed samples, hangs, and the whole grids of options",
     ),
     Host(
         name="0.18",
@@ -102,7 +103,7 @@ HOSTS = (
         below="0.19",
         pythons=("3.12", "3.13"),
         torch=">=2.6,<3",
-        untried="multi-token prediction, hangs, and the whole grids of options",
+        untried="multi-token prediction, packed samples, hangs, and the whole grids of options",
     ),
     Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )

@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -301,6 +302,19 @@ def _cut_sequences(facts: dict[str, Any]) -> None:
     tensor_parallel.broadcast_data = broadcast_data
 
 
+def _pack_samples(facts: dict[str, Any]) -> None:
+    """Give the script the attention of the tests, and documents that are shorter than a sequence."""
+    _gather_attention(facts)
+    gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 8
+
+
+def _use_own_cache(facts: dict[str, Any]) -> Callable[[], None]:
+    """Keep what Hugging Face's libraries store out of the user's home."""
+    folder = tempfile.mkdtemp(prefix="vtp-hf-")
+    os.environ |= {"HF_HOME": folder, "HF_HUB_OFFLINE": "1"}
+    return lambda: shutil.rmtree(folder, ignore_errors=True)
+
+
 def _be_an_old_device(facts: dict[str, Any]) -> None:
     """Have Megatron believe in a device before Blackwell, where tensor parallelism needs an environment variable."""
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
@@ -425,6 +439,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "old_device": _be_an_old_device,
     "gathered_attention": _gather_attention,
     "context_parallel": _cut_sequences,
+    "packed_samples": _pack_samples,
+    "own_cache": _use_own_cache,
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
     "note_progress": _note_progress,

@@ -24,6 +24,7 @@ from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches, own_batches
 from vtp_plugin.options.checks.layer_file import check_layer_file
+from vtp_plugin.options.checks.packed import check_packed
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
@@ -504,3 +505,26 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.Argume
     assert not [pair for pair in pairs if num_typos(*pair) <= MAX_TYPOS]
     own = {"--world-size", "--json", "--output", "--num-microbatches"} | {flag.name for flag in VTP_FLAGS}
     assert set(known_flags()) - own < theirs, "no flag is declared that Megatron does not have"
+
+
+@pytest.mark.parametrize(
+    ("flag", "sizes", "context", "words"),
+    [
+        ("sft", {"micro_batch_size": 2}, UNEQUAL, "--micro-batch-size 2 with --sft; "),
+        ("dataloader_inter_document_masking", {"micro_batch_size": 2}, OptionContext(tp_sizes=(4,)), ""),
+        ("dataloader_inter_document_masking", {"micro_batch_size": 1}, UNEQUAL, ""),
+        (
+            "dataloader_inter_document_masking",
+            {"micro_batch_size": 1},
+            OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)),
+            "--dataloader-inter-document-masking with --vtp-size-list 1,1 --vtp-cp-list 1,2; ",
+        ),
+        ("sft", {}, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True), "--sft with --vtp-dp-mode split; "),
+    ],
+)
+def test_packed_samples_are_single_rows_with_one_cp_size(
+    flag: str, sizes: dict[str, int], context: OptionContext, words: str
+) -> None:
+    problems = check_packed(SimpleNamespace(**{flag: True}, **sizes), context)
+    assert [problem.startswith(words) for problem in problems] == [True] * bool(words)
+    assert not check_packed(SimpleNamespace(**sizes), context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.layer_file import check_layer_file
+from vtp_plugin.options.checks.packed import check_packed
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.check import check_options
@@ -28,4 +29,10 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     """
     # Megatron itself refuses batches that do not fit equal data-parallel sizes, on all ranks alike.
     batches = () if replicas.is_equal else check_batches(args, replicas)
-    return (*check_options(args, context), *check_sizes(args, context), *check_layer_file(args, context), *batches)
+    return (
+        *check_options(args, context),
+        *check_sizes(args, context),
+        *check_layer_file(args, context),
+        *check_packed(args, context),
+        *batches,
+    )

@@ -506,11 +506,15 @@ RULES: tuple[OptionRule, ...] = (
         "--reset-attention-mask",
     ),
     *supported("the loss mask stays inside the stage that reads it", _OPTIONS, "--eod-mask-loss"),
-    *refused_unequal(
-        "packed sequences need their lengths on every stage, which has not been run on unequal stages",
-        "--sft",
+    *supported(
+        "every stage reads the lengths of the samples itself, so microbatches are single rows of one cp size",
+        "tests/multiproc/test_packed_training.py::test_documents_of_a_row",
         "--dataloader-inter-document-masking",
-        way_out="train on unpacked samples of one length",
+    ),
+    *supported(
+        "every stage reads the lengths of the samples itself, so microbatches are single rows of one cp size",
+        "tests/multiproc/test_packed_training.py::test_conversations",
+        "--sft",
     ),
     *refused_unequal("rollouts and weight transfer are built on one tensor-parallel size", "--perform-rl-step"),
     *refused_unequal(

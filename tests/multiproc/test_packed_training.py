@@ -1,0 +1,95 @@
+"""The example script on packed samples: every stage reads the lengths, and no sample sees another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.conversations import write_conversations, write_tokenizer
+from tests.multiproc.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    launch,
+    losses,
+    num_ranks,
+    succeeded,
+    train,
+    uniform,
+)
+from tests.pool import Pool
+
+PACKED = ["--dataloader-inter-document-masking", "--position-embedding-type", "rope", "--no-rope-fusion"]
+FULL = pytest.mark.full
+SHARDED = ["--sequence-parallel", "--use-distributed-optimizer"]
+SIX = ["--num-layers", "6"]
+ONE_ROW = ["--micro-batch-size", "1"]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1) -> list[ScriptRun]:
+    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=["packed_samples"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp"),
+    [
+        pytest.param("1,2", [], 1, id="1,2"),
+        pytest.param(
+            "2,1", ["--sequence-parallel", "--use-distributed-optimizer"], 1, id="2,1", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "1,2,1", [*SIX, "--eval-interval", "2", "--eval-iters", "1"], 1, id="1,2,1", marks=pytest.mark.full
+        ),
+        pytest.param("1,2", ["--calculate-per-token-loss"], 2, id="1,2-dp-2", marks=FULL),
+    ],
+)
+def test_documents_of_a_row(pool: Pool, sizes: str, extra: list[str], dp: int) -> None:
+    kept = [word for word in extra if word not in SHARDED]
+    reference = train_packed(pool, uniform(sizes), kept, dp=dp)
+    assert_same_training(train_packed(pool, sizes, extra, dp=dp), reference)
+    if sizes == "1,2" and dp == 1:
+        whole = train(pool, uniform(sizes), [*PACKED[1:], *ONE_ROW], hooks=["packed_samples"])
+        assert losses(whole) != pytest.approx(losses(reference), rel=1e-4), "the lengths change nothing"
+
+
+@pytest.mark.full
+def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
+    batch = ["--global-batch-size", "16"]
+    command = arguments("1,1", extra=[*PACKED, *ONE_ROW, *batch, "--vtp-dp-list", "1,2"])
+    runs = succeeded(launch(pool, 3, {"arguments": command, "hooks": ["packed_samples"]}))
+    assert_same_training(runs, train_packed(pool, "1,1", batch))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        pytest.param("1,2", [], id="1,2"),
+        pytest.param("2,1,2", ["--num-layers", "3", *SHARDED], id="2,1,2", marks=FULL),
+    ],
+)
+def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
+    """Megatron's own data set for fine-tuning: several conversations in a row, and losses of the answers only."""
+    pytest.importorskip("datasets", reason="Megatron reads conversations with it")
+    pytest.importorskip("transformers", reason="Megatron's tokenizer for conversations needs it")
+    tuned = [
+        *("--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(write_tokenizer(tmp_path / "letters"))),
+        *("--data-path", str(write_conversations(tmp_path / "rows.jsonl")), "--split", "100,0,0"),
+        *("--data-cache-path", str(tmp_path / "cache"), "--calculate-per-token-loss"),
+        *("--seq-length", "96", "--max-position-embeddings", "96", *PACKED[1:], *ONE_ROW),
+    ]
+
+    def tune(sizes: str, extra: Sequence[str]) -> list[ScriptRun]:
+        command = [word for word in arguments(sizes, extra=[*tuned, *extra]) if word != "--mock-data"]
+        kwargs = {"arguments": command, "hooks": ["packed_samples", "own_cache"]}
+        return succeeded(launch(pool, num_ranks(sizes), kwargs))
+
+    reference = tune(uniform(sizes), extra[:2])
+    assert_same_training(tune(sizes, extra), reference)
