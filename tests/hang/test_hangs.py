@@ -161,7 +161,7 @@ def test_a_rank_that_starts_too_late(rank_server: Server, tmp_path: Path, late: 
         assert "start-up: waited" in line, line
 
 
-@pytest.mark.parametrize("late", [2, 0])
+@pytest.mark.parametrize("late", [pytest.param(2, marks=pytest.mark.full), 0])
 def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_path: Path, late: int) -> None:
     """Meanwhile each machine says who is waited for, where, and for how much longer."""
     others = [rank for rank in range(WORLD) if rank != late]

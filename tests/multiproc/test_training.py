@@ -124,8 +124,8 @@ def test_equals_uniform_run(
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [
-        pytest.param("1,2", DISTRIBUTED, 2, id="1,2-distributed"),
-        pytest.param("2,1", [], 1, id="2,1", marks=pytest.mark.full),
+        pytest.param("1,2", DISTRIBUTED, 2, id="1,2-distributed", marks=pytest.mark.full),
+        pytest.param("2,1", [], 1, id="2,1"),
         pytest.param("1,2", [*INTERLEAVED, *UNTIED], 1, id="1,2-interleaved", marks=pytest.mark.full),
     ],
 )
@@ -225,7 +225,8 @@ def test_help_after_the_script_is_the_scripts(tmp_path: Path) -> None:
 TWO_LINES = "import vtp_plugin; vtp_plugin.apply()\n"
 
 
-@pytest.mark.parametrize("form", [pytest.param("run", marks=pytest.mark.full), pytest.param("apply")])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["run", "apply"])
 def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) -> None:
     """A script that imports a module beside it, and saves, so that children import it again."""
     text = Path(EXAMPLE).read_text()

@@ -70,7 +70,7 @@ def run_python(folder: Path, *words: str, env: dict[str, str] | None = None) -> 
     )
 
 
-@pytest.mark.parametrize("way", ["apply in the script", "run"])
+@pytest.mark.parametrize("way", [pytest.param("apply in the script", marks=pytest.mark.full), "run"])
 def test_a_script_and_a_module_of_its_own_may_take_names_first(tmp_path: Path, way: str) -> None:
     """The script's imports stand before ``apply()``, or after the one of ``run`` and before the list is known."""
     (tmp_path / "other.py").write_text(TAKING)
@@ -126,7 +126,7 @@ print("the same", len(ours[0]), len(ours[1]))
 """
 
 
-@pytest.mark.parametrize("size", ["", "2"])
+@pytest.mark.parametrize("size", [pytest.param("", marks=pytest.mark.full), "2"])
 def test_a_uniform_run_notices_nothing(tmp_path: Path, size: str) -> None:
     """On a machine without accelerators the CPU mapping is the one difference, so stock Megatron gets it here too."""
     (tmp_path / "script.py").write_text(UNIFORM)

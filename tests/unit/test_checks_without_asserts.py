@@ -105,7 +105,9 @@ for name, run in CASES.items():
 """
 
 
+@pytest.mark.full
 def test_checks_refuse_without_asserts() -> None:
+    """In a new environment all of torch is compiled for it, which takes a minute."""
     env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-O", "-W", "ignore", "-c", CASES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=env)
