@@ -1,6 +1,6 @@
-"""A small multimodal model on Megatron's MIMO: a vision encoder and a GPT, each on its own grid of ranks.
+"""A small multimodal model on Megatron's MIMO: encoders of pictures and of sound and a GPT, each on a grid of ranks.
 
-Only names of megatron.core are used. With ``vtp_plugin.apply(bridges=True)`` before, the plugin's bridges join the two.
+Only names of megatron.core are used. With ``vtp_plugin.apply(bridges=True)`` before, the plugin's bridges join them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from mimo_sizes import Sizes
 
-VISION = "vision"
-PICTURE = 99  # the token that a patch of a picture stands for
+VISION, SOUND = "vision", "sound"
+TOKENS = {VISION: 99, SOUND: 98}  # what stands for a patch of a picture, and for a frame of a clip
 VOCAB_SIZE = 96  # of words
 SEQ_LENGTH = 32
-HIDDEN = {VISION: 24, LANGUAGE: 48}
+HIDDEN = {VISION: 24, SOUND: 36, LANGUAGE: 48}
 NUM_HEADS = 12
-NUM_LAYERS = {VISION: 2, LANGUAGE: 4}
+NUM_LAYERS = {VISION: 2, SOUND: 1, LANGUAGE: 4}
 PICTURE_SIZE, PATCH_SIZE = (8, 16), 4
 NUM_PATCHES = PICTURE_SIZE[0] * PICTURE_SIZE[1] // PATCH_SIZE**2
+NUM_FRAMES, FRAME_SIZE = 4, 10
+PIECES = {VISION: (NUM_PATCHES, PATCH_SIZE**2), SOUND: (NUM_FRAMES, FRAME_SIZE)}  # of a picture, or a clip
 _DIMS = (["tp"], ["cp"], ["pp"], ["dp"], ["dp", "cp"], ["tp", "cp"], ["tp", "dp", "cp"], ["tp", "pp"])
 
 
@@ -77,23 +79,26 @@ def groups_of(grid: Any) -> ProcessGroupCollection:
     return groups
 
 
-class PictureEncoder(MegatronModule):
-    """Turns pictures into vectors of the language model: a linear layer for patches, a transformer, a projection.
+class Encoder(MegatronModule):
+    """Turns pictures or clips into vectors of the language model: a linear layer, a transformer, a projection.
 
-    Context-parallel ranks have some patches of every picture each; the output is whole on all ranks.
+    Context-parallel ranks have some pieces of every picture each; the output is whole on all ranks.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, spec: ModuleSpec, pg_collection: ProcessGroupCollection, modality: str
+    ) -> None:
         super().__init__(config)
         self.groups = pg_collection
-        self.patches = torch.nn.Linear(PATCH_SIZE**2, config.hidden_size)
-        self.places = torch.nn.Parameter(torch.zeros(NUM_PATCHES, 1, config.hidden_size))
+        num_pieces, piece_size = PIECES[modality]
+        self.patches = torch.nn.Linear(piece_size, config.hidden_size)
+        self.places = torch.nn.Parameter(torch.zeros(num_pieces, 1, config.hidden_size))
         self.block = TransformerBlock(config, spec, pg_collection=pg_collection)
         self.projection = torch.nn.Linear(config.hidden_size, HIDDEN[LANGUAGE])
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+    def forward(self, pieces: torch.Tensor) -> torch.Tensor:
         """Encode `[pictures, patches, pixels]`; returns `[pictures, patches, hidden size of the language model]`."""
-        rows = self.patches(pictures.transpose(0, 1)) + self.places
+        rows = self.patches(pieces.transpose(0, 1)) + self.places
         rows = rows.chunk(self.groups.cp.size())[self.groups.cp.rank()].contiguous()
         if self.config.sequence_parallel:
             rows = scatter_to_sequence_parallel_region(rows, group=self.groups.tp)
@@ -142,15 +147,17 @@ def make_model(
     """Build what this rank holds of the model.
 
     Args:
-        sizes: of both modules.
-        grids: of both modules.
+        sizes: of all modules.
+        grids: of all modules.
         attention: a core attention to use in the place of Megatron's local one, which knows no context parallelism.
-        is_alone: this rank has both modules, and nothing joins them.
+        is_alone: this rank has all modules, and nothing joins them.
     """
     groups = {name: groups_of(grid) if grid.is_current_rank_in_grid() else None for name, grid in grids.items()}
     specs = {name: get_gpt_layer_local_spec() for name in grids}
-    specs[VISION].submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
-    for name, found in (attention or {}).items():
+    encoders = [name for name in grids if name != LANGUAGE]
+    for name in encoders:
+        specs[name].submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
+    for name, found in ((name, attention[name]) for name in grids if attention):
         specs[name].submodules.self_attention.submodules.core_attention = found
     configs = {name: make_config(name, grids[name], sizes[name]) for name in grids}
     own = groups[LANGUAGE]
@@ -165,18 +172,30 @@ def make_model(
         "scatter_embedding_sequence_parallel": False,  # MimoModel cuts when pictures are among the words
         "pg_collection": own,
     }
-    encoder = {"config": configs[VISION], "spec": specs[VISION], "pg_collection": groups[VISION]}
     return MimoModel(
         MimoModelConfig(
             language_model_spec=ModuleSpec(module=GPTModel, params=language),
             modality_submodules_spec={
-                VISION: ModuleSpec(
-                    module=VisionModalitySubmodules,
-                    params={"pg_collection": groups[VISION]},
-                    submodules={"encoders": {"pictures": ModuleSpec(module=PictureEncoder, params=encoder)}},
+                name: ModuleSpec(
+                    module=VisionModalitySubmodules,  # nothing in it is of pictures only
+                    params={"pg_collection": groups[name]},
+                    submodules={
+                        "encoders": {
+                            "encoder": ModuleSpec(
+                                module=Encoder,
+                                params={
+                                    "config": configs[name],
+                                    "spec": specs[name],
+                                    "pg_collection": groups[name],
+                                    "modality": name,
+                                },
+                            )
+                        }
+                    },
                 )
+                for name in encoders
             },
-            special_token_ids={VISION: PICTURE},
+            special_token_ids={name: TOKENS[name] for name in encoders},
             module_to_grid_map=None if is_alone else grids,
         ),
         cp_group=own.cp if own is not None else None,
@@ -197,7 +216,7 @@ def for_training(model: MimoModel, *, distributed_optimizer: bool = False, overl
     )
     groups = {name: module.pg_collection for name, module in own_modules(model).items()}
     for name, module in own_modules(model).items():
-        config = model.config if name == LANGUAGE else module.encoders["pictures"].config
+        config = model.config if name == LANGUAGE else module.encoders["encoder"].config
         wrapped = DistributedDataParallel(config, options, module, pg_collection=groups[name])
         if name == LANGUAGE:
             model.language_model = wrapped
@@ -224,7 +243,7 @@ def named_parts(model: MimoModel) -> Iterator[tuple[str, torch.nn.Parameter, int
     """Yield name, parameter and the axis that tensor-parallel ranks share, with layers numbered over all stages."""
     for module_name, module in own_modules(model).items():
         bare = module.module if isinstance(module, DistributedDataParallel) else module
-        block = bare.decoder if module_name == LANGUAGE else bare.encoders["pictures"].block
+        block = bare.decoder if module_name == LANGUAGE else bare.encoders["encoder"].block
         first = block.layers[0].layer_number - 1 if len(block.layers) else 0
         for name, parameter in bare.named_parameters():
             head, found, tail = name.partition(".layers.")
@@ -249,41 +268,46 @@ def draw_weights(model: MimoModel) -> None:
             parameter.copy_(own)
 
 
-def draw_batch(seed: int, num_pictures: list[int]) -> dict[str, Any]:
-    """Generate samples: pictures at the front, words behind them.
+def draw_batch(seed: int, num_pictures: list[int], num_clips: list[int] | None = None) -> dict[str, Any]:
+    """Generate samples: pictures at the front, clips behind them, then words.
 
     Args:
         seed: of the values.
         num_pictures: of every sample.
+        num_clips: of every sample; None generates none.
 
     Returns:
-        Tensors of all samples, and a list with the pictures of each: `[pictures, patches, pixels]`.
+        Tensors of all samples, and for each modality a list with what each sample has: `[pictures, patches, pixels]`.
     """
     random = np.random.default_rng(seed)
     words = random.integers(0, VOCAB_SIZE, size=(len(num_pictures), SEQ_LENGTH + 1))
     tokens, labels = words[:, :-1].copy(), words[:, 1:]
     mask = np.ones_like(labels)
-    pictures = []
+    pictures, clips = [], []
     for sample, count in enumerate(num_pictures):
-        tokens[sample, : count * NUM_PATCHES] = PICTURE
-        mask[sample, : count * NUM_PATCHES] = 0
+        num_sounds = num_clips[sample] if num_clips else 0
+        middle = count * NUM_PATCHES
+        end = middle + num_sounds * NUM_FRAMES
+        tokens[sample, :middle], tokens[sample, middle:end] = TOKENS[VISION], TOKENS[SOUND]
+        mask[sample, :end] = 0
         rows, columns = (size // PATCH_SIZE for size in PICTURE_SIZE)
         pixels = random.random((count, rows, PATCH_SIZE, columns, PATCH_SIZE))
         pictures.append(torch.from_numpy(pixels.swapaxes(2, 3).reshape(count, NUM_PATCHES, PATCH_SIZE**2)).float())
+        clips.append(torch.from_numpy(random.random((num_sounds, NUM_FRAMES, FRAME_SIZE))).float())
     names = {"input_ids": tokens, "labels": np.where(mask, labels, 0), "loss_mask": mask}
-    return {"pictures": pictures, **{name: torch.from_numpy(values) for name, values in names.items()}}
+    return {VISION: pictures, SOUND: clips, **{name: torch.from_numpy(values) for name, values in names.items()}}
 
 
 def share_of(batch: dict[str, Any], index: int, num_shares: int) -> dict[str, Any]:
     """Cut the samples of one replica out of a batch, and give them the form that MimoModel takes."""
-    length = len(batch["pictures"]) // num_shares
+    length = len(batch["input_ids"]) // num_shares
     own = slice(index * length, (index + 1) * length)
-    pictures = torch.cat(batch["pictures"][own])
     tensors = {name: batch[name][own] for name in ("input_ids", "labels", "loss_mask")}
+    given = {name: torch.cat(batch[name][own]) for name in TOKENS}
     return {
         **tensors,
         "position_ids": torch.arange(SEQ_LENGTH).expand(length, -1),
-        "modality_inputs": {VISION: {"pictures": {"pictures": pictures}}} if len(pictures) else None,
+        "modality_inputs": {name: {"encoder": {"pieces": one}} for name, one in given.items() if len(one)} or None,
     }
 
 

@@ -1,9 +1,10 @@
-"""Training steps of the model: spread over two grids by Megatron's schedule, or all on one rank by plain autograd."""
+"""Training steps of the model: spread over grids by Megatron's schedule, or all on one rank by plain autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Spread:
     """The model with a grid for each module, on disjoint ranks.
 
     Args:
-        sizes: of both modules.
+        sizes: of all modules, in the order of their ranks.
         attention: see ``make_model``.
         is_frozen: the encoder is not trained.
         clip: largest norm of the gradients; 0 does not clip.
@@ -65,8 +66,9 @@ class Spread:
     ) -> None:
         self.on_gradients: Callable[[MimoModel], None] = lambda _model: None
         self.sizes = sizes
-        offsets = {VISION: 0, LANGUAGE: sizes[VISION].num_ranks}
-        self.grids = {name: make_grid(sizes[name], offsets[name]) for name in sizes}
+        starts = accumulate((one.num_ranks for one in sizes.values()), initial=0)
+        self.grids = {name: make_grid(sizes[name], start) for name, start in zip(sizes, starts, strict=False)}
+        encoders = [name for name in sizes if name != LANGUAGE]
         self.own_name = next(name for name, grid in self.grids.items() if grid.is_current_rank_in_grid())
         self.groups = groups_of(self.grids[self.own_name])
         _prepare(self.groups.tp.rank())
@@ -89,10 +91,10 @@ class Spread:
         )
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
-            {VISION: [LANGUAGE], LANGUAGE: []},
+            {**{name: [LANGUAGE] for name in encoders}, LANGUAGE: []},
             self.model.config,
             dim_mapping={"s": 0, "b": 1, "h": 2},
-            module_output_ndim={VISION: 2},
+            module_output_ndim=dict.fromkeys(encoders, 2),
         )
         if is_frozen:
             for bridge in self.communicator.bridge_comms:
@@ -117,7 +119,7 @@ class Spread:
             model=[self.model],
             num_microbatches=len(batches),
             seq_length=SEQ_LENGTH,
-            micro_batch_size=len(batches[0]["pictures"]) // dp.size(),
+            micro_batch_size=len(batches[0]["input_ids"]) // dp.size(),
             forward_only=forward_only,
             p2p_communicator=self.communicator,
             pg_collection=MultiModuleProcessGroupCollection(
@@ -148,6 +150,7 @@ class Alone:
         is_frozen: the encoder is not trained.
         clip: largest norm of the gradients; 0 does not clip.
         optimizer: ``sgd`` or ``adam``.
+        encoders: names of the encoders.
 
     Attributes:
         on_gradients: called with the model in every step, when its gradients are complete.
@@ -157,15 +160,16 @@ class Alone:
         self,
         attention: dict[str, type] | None = None,
         *,
+        encoders: Sequence[str] = (VISION,),
         is_frozen: bool = False,
         clip: float = 1.0,
         optimizer: str = "sgd",
     ) -> None:
         self.on_gradients: Callable[[MimoModel], None] = lambda _model: None
         # Groups of one rank; all ranks of the world make them.
-        self.grids = {name: make_grid(Sizes(), 0) for name in (VISION, LANGUAGE)}
+        self.grids = {name: make_grid(Sizes(), 0) for name in (*encoders, LANGUAGE)}
         self.clip = clip
-        self.is_here = self.grids[VISION].is_current_rank_in_grid()
+        self.is_here = self.grids[LANGUAGE].is_current_rank_in_grid()
         if not self.is_here:
             return
         _prepare(0)

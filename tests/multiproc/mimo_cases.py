@@ -24,7 +24,9 @@ class MimoCase:
 
     Attributes:
         vision, language: their grids; None trains all on one rank.
+        sound: grid of a second encoder, whose ranks follow those of the first; needs clips.
         pictures: of the samples of every microbatch; the same in each step.
+        clips: for the second encoder, as pictures; none without it.
         is_frozen: the encoder is not trained.
         clip: largest norm; 0 does not clip.
         optimizer: ``sgd`` or ``adam``.
@@ -36,6 +38,8 @@ class MimoCase:
 
     vision: Sizes | None = None
     language: Sizes | None = None
+    sound: Sizes | None = None
+    clips: tuple[tuple[int, ...], ...] = ()
     pictures: tuple[tuple[int, ...], ...] = ((0, 1, 2, 0, 1, 1), (0,) * 6, (2, 0, 0, 1, 0, 0), (1, 2, 1, 1, 0, 2))
     is_frozen: bool = False
     clip: float = 0.5
@@ -48,16 +52,17 @@ class MimoCase:
 
     @property
     def world_size(self) -> int:
-        return 1 if self.vision is None or self.language is None else self.vision.num_ranks + self.language.num_ranks
+        return sum(one.num_ranks for one in (self.vision, self.sound, self.language) if one is not None) or 1
 
     def alone(self) -> MimoCase:
         """Return the case of the same model, data and steps on one rank."""
-        sizes: dict[str, Any] = {"vision": None, "language": None, "audit": None}
+        sizes: dict[str, Any] = {"vision": None, "sound": None, "language": None, "audit": None}
         ways = dict.fromkeys(("distributed_optimizer", "overlap", "is_stock", "counts_in_megatron"), False)
         return replace(self, **sizes, **ways)
 
     def __str__(self) -> str:
-        words = [f"{self.vision} -> {self.language}"]
+        encoders = " and ".join(str(one) for one in (self.vision, self.sound) if one is not None)
+        words = [f"{encoders} -> {self.language}"]
         words += [name for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock") if getattr(self, name)]
         return ", ".join(words) + (", no clipping" if not self.clip else "")
 

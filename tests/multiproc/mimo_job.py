@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
-from mimo_model import LANGUAGE, VISION, draw_batch, named_parts, own_modules
+from mimo_model import LANGUAGE, SOUND, VISION, draw_batch, named_parts, own_modules
 from mimo_steps import Alone, Spread
 
 import vtp_plugin
@@ -33,7 +33,7 @@ class AttentionToAll(GatheredAttention):
     is_causal = False
 
 
-ATTENTION = {VISION: AttentionToAll, LANGUAGE: GatheredAttention}
+ATTENTION = {VISION: AttentionToAll, SOUND: AttentionToAll, LANGUAGE: GatheredAttention}
 
 
 def train(case: MimoCase) -> MimoResult:
@@ -92,13 +92,18 @@ def average(case: MimoCase) -> str:
 
 
 def draw_batches(case: MimoCase, step: int) -> list[dict[str, Any]]:
-    return [draw_batch(1000 * step + index, list(counts)) for index, counts in enumerate(case.pictures)]
+    clips = [list(counts) for counts in case.clips] or [None] * len(case.pictures)
+    return [
+        draw_batch(1000 * step + index, list(counts), sounds)
+        for index, (counts, sounds) in enumerate(zip(case.pictures, clips, strict=True))
+    ]
 
 
 def _make(case: MimoCase) -> Any:
     if case.vision is None or case.language is None:
-        return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer)
-    sizes = {VISION: case.vision, LANGUAGE: case.language}
+        encoders = (VISION, SOUND) if case.clips else (VISION,)
+        return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer, encoders=encoders)
+    sizes = {VISION: case.vision, **({SOUND: case.sound} if case.sound else {}), LANGUAGE: case.language}
     return Spread(
         sizes,
         ATTENTION,

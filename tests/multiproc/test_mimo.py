@@ -70,6 +70,20 @@ def test_averages_over_different_numbers_of_replicas_are_refused_on_all_ranks(po
     assert pool.run(equal.world_size, "tests.multiproc.mimo_job:average", {"case": equal}) == ["nothing"] * 4
 
 
+# Other microbatches have no clips than have no pictures.
+CLIPS = ((1, 0, 0, 2, 0, 1), (0, 1, 0, 1, 2, 0), (0,) * 6, (1, 0, 2, 0, 1, 1))
+ENCODERS = [
+    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(dp=3), clips=CLIPS),
+    MimoCase(vision=Sizes(dp=3), sound=Sizes(), language=Sizes(cp=2, pp=2), clips=CLIPS, overlap=True),
+    MimoCase(vision=Sizes(tp=2), sound=Sizes(dp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(ENCODERS, 1), ids=str)
+def test_two_encoders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
+
+
 STAGES = [
     MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2))),
     MimoCase(vision=Sizes(dp=4), language=Sizes(stage_tp=(1, 4, 4)), pictures=FOUR),
