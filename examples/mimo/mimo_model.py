@@ -89,7 +89,7 @@ class Encoder(MegatronModule):
         self, config: TransformerConfig, spec: ModuleSpec, pg_collection: ProcessGroupCollection, modality: str
     ) -> None:
         super().__init__(config)
-        self.groups = pg_collection
+        self.groups, self.tp_group = pg_collection, pg_collection.tp  # the latter for checkpoints
         num_pieces, piece_size = PIECES[modality]
         self.patches = torch.nn.Linear(piece_size, config.hidden_size)
         self.places = torch.nn.Parameter(torch.zeros(num_pieces, 1, config.hidden_size))
@@ -98,7 +98,7 @@ class Encoder(MegatronModule):
 
     def forward(self, pieces: torch.Tensor) -> torch.Tensor:
         """Encode `[pictures, patches, pixels]`; returns `[pictures, patches, hidden size of the language model]`."""
-        rows = self.patches(pieces.transpose(0, 1)) + self.places
+        rows = self.patches(pieces.to(self.places.dtype).transpose(0, 1)) + self.places
         rows = rows.chunk(self.groups.cp.size())[self.groups.cp.rank()].contiguous()
         if self.config.sequence_parallel:
             rows = scatter_to_sequence_parallel_region(rows, group=self.groups.tp)
@@ -112,7 +112,7 @@ class Encoder(MegatronModule):
         return rows.transpose(0, 1)
 
 
-def make_config(name: str, grid: Any, sizes: Sizes) -> TransformerConfig:
+def make_config(name: str, grid: Any, sizes: Sizes, dtype: torch.dtype = torch.float32) -> TransformerConfig:
     """Make the configuration of a module on this rank."""
     tp, cp, _, pp = grid.shape
     num_layers = NUM_LAYERS[name]
@@ -129,7 +129,9 @@ def make_config(name: str, grid: Any, sizes: Sizes) -> TransformerConfig:
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         sequence_parallel=sizes.sequence_parallel and tp > 1,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Replicas of the modules hold different numbers of samples: sums, divided by all tokens at the end of a step.
@@ -143,6 +145,7 @@ def make_model(
     attention: dict[str, type] | None = None,
     *,
     is_alone: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> MimoModel:
     """Build what this rank holds of the model.
 
@@ -151,6 +154,7 @@ def make_model(
         grids: of all modules.
         attention: a core attention to use in the place of Megatron's local one, which knows no context parallelism.
         is_alone: this rank has all modules, and nothing joins them.
+        dtype: of the weights, and of what crosses.
     """
     groups = {name: groups_of(grid) if grid.is_current_rank_in_grid() else None for name, grid in grids.items()}
     specs = {name: get_gpt_layer_local_spec() for name in grids}
@@ -159,7 +163,7 @@ def make_model(
         specs[name].submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
     for name, found in ((name, attention[name]) for name in grids if attention):
         specs[name].submodules.self_attention.submodules.core_attention = found
-    configs = {name: make_config(name, grids[name], sizes[name]) for name in grids}
+    configs = {name: make_config(name, grids[name], sizes[name], dtype) for name in grids}
     own = groups[LANGUAGE]
     language = {
         "config": configs[LANGUAGE],
@@ -172,7 +176,7 @@ def make_model(
         "scatter_embedding_sequence_parallel": False,  # MimoModel cuts when pictures are among the words
         "pg_collection": own,
     }
-    return MimoModel(
+    model = MimoModel(
         MimoModelConfig(
             language_model_spec=ModuleSpec(module=GPTModel, params=language),
             modality_submodules_spec={
@@ -201,6 +205,7 @@ def make_model(
         cp_group=own.cp if own is not None else None,
         tp_group=own.tp if own is not None else None,
     )
+    return model.to(dtype)
 
 
 def own_modules(model: MimoModel) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def own_modules(model: MimoModel) -> dict[str, Any]:
 def for_training(model: MimoModel, *, distributed_optimizer: bool = False, overlap: bool = False) -> None:
     """Let Megatron add up gradients over each module's replicas, and divide them by the tokens of all."""
     options = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap
+        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
     )
     groups = {name: module.pg_collection for name, module in own_modules(model).items()}
     for name, module in own_modules(model).items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.mimo import MimoModel
 from megatron.core.models.mimo.optimizer import get_mimo_optimizer
 from megatron.core.optimizer import OptimizerConfig
@@ -48,6 +48,7 @@ class Spread:
         is_frozen: the encoder is not trained.
         clip: largest norm of the gradients; 0 does not clip.
         optimizer: ``sgd`` or ``adam``.
+        dtype: of the weights; the optimizer keeps them in float32.
         options: of ``for_training``.
 
     Attributes:
@@ -62,6 +63,7 @@ class Spread:
         is_frozen: bool = False,
         clip: float = 1.0,
         optimizer: str = "sgd",
+        dtype: torch.dtype = torch.float32,
         **options: bool,
     ) -> None:
         self.on_gradients: Callable[[MimoModel], None] = lambda _model: None
@@ -72,7 +74,7 @@ class Spread:
         self.own_name = next(name for name, grid in self.grids.items() if grid.is_current_rank_in_grid())
         self.groups = groups_of(self.grids[self.own_name])
         _prepare(self.groups.tp.rank())
-        self.model = make_model(sizes, self.grids, attention)
+        self.model = make_model(sizes, self.grids, attention, dtype=dtype)
         draw_weights(self.model)
         if is_frozen:
             self.model.modality_submodules.requires_grad_(False)
@@ -81,6 +83,8 @@ class Spread:
             self.model,
             OptimizerConfig(
                 optimizer=optimizer,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
                 sgd_momentum=MOMENTUM,
                 adam_eps=EPSILON,
                 lr=LR[optimizer],
@@ -131,6 +135,19 @@ class Spread:
         # Tensor-parallel ranks have the same.
         return (0.0, 0.0) if self.groups.tp.rank() else (total[0].item(), total[1].item())
 
+    def save(self, path: str) -> None:
+        """Write a checkpoint of weights and optimizer into a folder."""
+        model = self.model.sharded_state_dict()
+        dist_checkpointing.save({"model": model, "optimizer": self.optimizer.sharded_state_dict(model)}, path)
+
+    def load(self, path: str) -> None:
+        """Read what :meth:`save` wrote."""
+        model = self.model.sharded_state_dict()
+        wanted = {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=True)}
+        found: Any = dist_checkpointing.load(wanted, path)
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+
     def close(self) -> None:
         """Destroy the groups; all ranks call this."""
         for name in ("finalize_model_grads_func", "grad_scale_func", "no_sync_func"):
@@ -151,6 +168,7 @@ class Alone:
         clip: largest norm of the gradients; 0 does not clip.
         optimizer: ``sgd`` or ``adam``.
         encoders: names of the encoders.
+        dtype: of the weights; the optimizer keeps them in float32.
 
     Attributes:
         on_gradients: called with the model in every step, when its gradients are complete.
@@ -164,6 +182,7 @@ class Alone:
         is_frozen: bool = False,
         clip: float = 1.0,
         optimizer: str = "sgd",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.on_gradients: Callable[[MimoModel], None] = lambda _model: None
         # Groups of one rank; all ranks of the world make them.
@@ -173,26 +192,32 @@ class Alone:
         if not self.is_here:
             return
         _prepare(0)
-        self.model = make_model(dict.fromkeys(self.grids, Sizes()), self.grids, attention, is_alone=True)
+        self.model = make_model(dict.fromkeys(self.grids, Sizes()), self.grids, attention, is_alone=True, dtype=dtype)
         draw_weights(self.model)
         if is_frozen:
             self.model.modality_submodules.requires_grad_(False)
         self.parameters = [one for one in self.model.parameters() if one.requires_grad]
+        self.weights = [one.detach().float() for one in self.parameters]  # of float32 they are the parameters
         self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(self.parameters, lr=LR[optimizer], momentum=MOMENTUM)
+            torch.optim.SGD(self.weights, lr=LR[optimizer], momentum=MOMENTUM)
             if optimizer == "sgd"
-            else torch.optim.Adam(self.parameters, lr=LR[optimizer], eps=EPSILON, betas=(0.9, 0.999))
+            else torch.optim.Adam(self.weights, lr=LR[optimizer], eps=EPSILON, betas=(0.9, 0.999))
         )
 
     def step(self, batches: Sequence[Batch]) -> Report:
         """Train one step."""
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss, num_tokens = self.run(batches)
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / num_tokens
+        for parameter, weight in zip(self.parameters, self.weights, strict=True):
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            weight.grad = found.float() / num_tokens
+            parameter.grad = weight.grad.to(parameter.dtype)
         self.on_gradients(self.model)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(self.weights, self.clip or float("inf"))
         self.optimizer.step()
+        with torch.no_grad():
+            for parameter, weight in zip(self.parameters, self.weights, strict=True):
+                parameter.copy_(weight)
         return loss, num_tokens, norm.item()
 
     def run(self, batches: Sequence[Batch]) -> tuple[float, float]:

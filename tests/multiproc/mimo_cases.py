@@ -34,6 +34,7 @@ class MimoCase:
         is_stock: Megatron's own bridge.
         audit: file that records every message.
         counts_in_megatron: the language model's gradients are divided by Megatron, not by the example.
+        bf16: weights, and what crosses, have 16 bits.
     """
 
     vision: Sizes | None = None
@@ -49,6 +50,7 @@ class MimoCase:
     is_stock: bool = False
     audit: str | None = None
     counts_in_megatron: bool = False
+    bf16: bool = False
 
     @property
     def world_size(self) -> int:
@@ -63,7 +65,11 @@ class MimoCase:
     def __str__(self) -> str:
         encoders = " and ".join(str(one) for one in (self.vision, self.sound) if one is not None)
         words = [f"{encoders} -> {self.language}"]
-        words += [name for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock") if getattr(self, name)]
+        words += [
+            name
+            for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock", "bf16")
+            if getattr(self, name)
+        ]
         return ", ".join(words) + (", no clipping" if not self.clip else "")
 
 

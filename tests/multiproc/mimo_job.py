@@ -65,10 +65,42 @@ def _train(case: MimoCase, run: Any) -> MimoResult:
         steps.append(run.step(draw_batches(case, step)))
     tp_rank = 0 if isinstance(run, Alone) else run.groups.tp.rank()
     parts = {
-        name: Part(axis=axis, tp_rank=tp_rank, values=part.detach().numpy(), gradient=gradients.get(name))
+        name: Part(axis=axis, tp_rank=tp_rank, values=part.detach().float().numpy(), gradient=gradients.get(name))
         for name, part, axis in named_parts(run.model)
     }
     return MimoResult(steps=steps, parts=parts)
+
+
+def resume(case: MimoCase, path: str) -> list[str]:
+    """Train with a checkpoint in the middle, and again from it; return what differs on this rank."""
+    init_gloo()
+    results = []
+    with _applied(case):
+        for is_second in (False, True):
+            run = _make(case)
+            try:
+                if is_second:
+                    with torch.no_grad():
+                        for parameter in run.model.parameters():
+                            parameter.zero_()
+                    run.load(path)
+                steps = []
+                for step in range(RESUMED_AT if is_second else 0, NUM_STEPS):
+                    if step == RESUMED_AT and not is_second:
+                        run.save(path)
+                    steps.append(run.step(draw_batches(case, step)))
+                parts = {name: part.detach().clone() for name, part, _ in named_parts(run.model)}
+            finally:
+                run.close()
+                del run
+                gc.collect()
+            results.append((steps[-(NUM_STEPS - RESUMED_AT) :], parts))
+    (steps, parts), (resumed, others) = results
+    problems = [f"losses and norms {steps} are {resumed} after the checkpoint"] if steps != resumed else []
+    return problems + [name for name, part in parts.items() if not torch.equal(part, others[name])]
+
+
+RESUMED_AT = 2
 
 
 def average(case: MimoCase) -> str:
@@ -100,6 +132,7 @@ def draw_batches(case: MimoCase, step: int) -> list[dict[str, Any]]:
 
 
 def _make(case: MimoCase) -> Any:
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
     if case.vision is None or case.language is None:
         encoders = (VISION, SOUND) if case.clips else (VISION,)
         return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer, encoders=encoders)
@@ -112,6 +145,7 @@ def _make(case: MimoCase) -> Any:
         optimizer=case.optimizer,
         distributed_optimizer=case.distributed_optimizer,
         overlap=case.overlap,
+        dtype=dtype,
     )
 
 
@@ -167,7 +201,7 @@ def tie(case: MimoCase) -> str:
 
 def _gradient_of(part: torch.nn.Parameter) -> Any:
     gradient = part.main_grad if hasattr(part, "main_grad") else part.grad
-    return gradient.detach().clone().numpy()
+    return gradient.detach().float().clone().numpy()
 
 
 @contextmanager
