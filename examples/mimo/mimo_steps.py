@@ -34,6 +34,8 @@ from mimo_sizes import Sizes
 LR = {"sgd": 0.1, "adam": 0.01}
 MOMENTUM = 0.9
 EPSILON = 1e-3  # so large that rounding of gradients near zero does not decide where weights go
+# Megatron keeps all of the optimizer only with use_distributed_optimizer, and stored in this form.
+_STORED = {"distrib_optim_sharding_type": "dp_reshardable"}
 Batch = dict[str, Any]
 Report = tuple[float, float, float]
 """Sum of the losses of this rank's words, number of these words, norm of all gradients."""
@@ -138,12 +140,13 @@ class Spread:
     def save(self, path: str) -> None:
         """Write a checkpoint of weights and optimizer into a folder."""
         model = self.model.sharded_state_dict()
-        dist_checkpointing.save({"model": model, "optimizer": self.optimizer.sharded_state_dict(model)}, path)
+        optimizer = self.optimizer.sharded_state_dict(model, metadata=_STORED)
+        dist_checkpointing.save({"model": model, "optimizer": optimizer}, path)
 
     def load(self, path: str) -> None:
         """Read what :meth:`save` wrote."""
         model = self.model.sharded_state_dict()
-        wanted = {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=True)}
+        wanted = {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, True, metadata=_STORED)}
         found: Any = dist_checkpointing.load(wanted, path)
         self.model.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])

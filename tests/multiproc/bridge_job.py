@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator as StockBridge
 
 import vtp_plugin
 from tests import bridges
 from tests.bridges import Sizes
+from tests.multiproc.core_job import cpu_only
+from tests.ordering.recorder import Recorder
+from tests.ordering.trace import format_trace
 from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.platform import detect
+from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.bridge import BridgeChannel
 
 SHIFT = 1000.0
 
@@ -84,6 +92,36 @@ def cross(cases: Sequence[BridgeCase]) -> list[str]:
         return [f"{one}: {problem}" for one in cases for problem in _cross(one)]
 
 
+def count(case: BridgeCase, *, is_stock: bool, as_device: bool) -> tuple[list[str], list[tuple[str, list[int]]], str]:
+    """Carry out a case with Megatron's bridge, or with ours.
+
+    Args:
+        case: what crosses.
+        is_stock: with Megatron's.
+        as_device: as the plugin uses devices, also where gloo could do better.
+
+    Returns:
+        What went wrong on this rank, its groups with their ranks, and a trace of all that it issued.
+    """
+    rank = init_gloo()
+    with pytest.MonkeyPatch.context() as patch, Recorder(detect("cpu")) as recorder:
+        if as_device:
+            patch.setattr(CpuPlatform, "gathers_by_messages", False)
+            patch.setattr(CpuPlatform, "orders_by_peer", False)
+            patch.setattr(BridgeChannel, "is_batched", True)
+        if is_stock:
+            for name, opened in (
+                ("broadcast", lambda ranks: dist.new_subgroups_by_enumeration(ranks)[0]),
+                ("bridge", lambda ranks: dist.new_group(sorted(ranks))),
+            ):
+                patch.setattr(StockBridge, f"_get_or_create_{name}_pg", _kept(name, opened))
+        known = set(dist.distributed_c10d._world.pg_names.values())
+        groups: list[tuple[str, list[int]]] = []
+        with cpu_only() if is_stock else _applied():
+            problems = _cross(case, lambda: groups.extend(_groups_beside(known)))
+    return [f"rank {rank}: {one}" for one in problems], groups, format_trace(recorder.trace())
+
+
 @contextmanager
 def _applied() -> Iterator[None]:
     vtp_plugin.apply(device="cpu", bridges=True)
@@ -93,7 +131,24 @@ def _applied() -> Iterator[None]:
         vtp_plugin.revert()
 
 
-def _cross(one: BridgeCase) -> list[str]:
+def _kept(name: str, opened: Callable[[Any], Any]) -> classmethod[Any, Any, Any]:
+    """Open groups on the world's backend; Megatron's bridge names NCCL."""
+
+    def get(cls: Any, ranks: Any) -> Any:
+        cache = getattr(cls, f"_{name}_pg_cache")
+        if str(ranks) not in cache:
+            cache[str(ranks)] = opened(ranks)
+        return cache[str(ranks)]
+
+    return classmethod(get)
+
+
+def _groups_beside(known: Collection[str]) -> list[tuple[str, list[int]]]:
+    names = dist.distributed_c10d._world.pg_names
+    return [(name, dist.get_process_group_ranks(group)) for group, name in names.items() if name not in known]
+
+
+def _cross(one: BridgeCase, when_open: Callable[[], None] = lambda: None) -> list[str]:
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 
     src_grid, dst_grid = one.grids()
@@ -108,12 +163,20 @@ def _cross(one: BridgeCase) -> list[str]:
     bridge: Any = BridgeCommunicator(
         src_grid, dst_grid, mapping, getattr(torch, one.dtype), "vision", "language", one.num_dims, **options
     )
+    when_open()
     problems = _exchange(bridge, one)
+    wait_for_sends(bridge)
     bridge.destroy_bridge_pgs()
     bridge.destroy_broadcast_pgs()
     for grid in (src_grid, dst_grid):
         grid.destroy()
     return problems
+
+
+def wait_for_sends(bridge: Any) -> None:
+    """Wait as a bridge does when it ends, so that a trace has the waits."""
+    if getattr(bridge, "_vtp", None) is not None:
+        bridge._vtp._opens.wait()
 
 
 def _exchange(bridge: Any, one: BridgeCase) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mimo_model
 import mimo_steps
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,11 +21,18 @@ from mimo_model import LANGUAGE, SOUND, VISION, draw_batch, named_parts, own_mod
 from mimo_steps import Alone, Spread
 
 import vtp_plugin
+from tests.multiproc.bridge_job import wait_for_sends
 from tests.multiproc.core_job import cpu_only
 from tests.multiproc.gathered_attention import GatheredAttention
+from tests.multiproc.leak_watch import Watch
 from tests.multiproc.mimo_cases import NUM_STEPS, MimoCase, MimoResult, Part
+from tests.ordering.recorder import Recorder
+from tests.ordering.trace import format_trace
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.platform import detect
+from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.bridge import BridgeChannel
 
 
 class AttentionToAll(GatheredAttention):
@@ -101,6 +109,64 @@ def resume(case: MimoCase, path: str) -> list[str]:
 
 
 RESUMED_AT = 2
+
+
+def record(case: MimoCase) -> str:
+    """Train two steps as on devices; return the trace of what this rank issued."""
+    init_gloo()
+    with pytest.MonkeyPatch.context() as patch, Recorder(detect("cpu")) as recorder:
+        patch.setattr(CpuPlatform, "gathers_by_messages", False)
+        patch.setattr(CpuPlatform, "orders_by_peer", False)
+        patch.setattr(BridgeChannel, "is_batched", True)
+        with _applied(case):
+            run = _make(case)
+            try:
+                for step in range(2):
+                    run.step(draw_batches(case, step))
+                for bridge in run.communicator.bridge_comms:
+                    wait_for_sends(bridge)
+            finally:
+                run.close()
+                del run
+                gc.collect()
+        return format_trace(recorder.trace())
+
+
+def watch_pictures(case: MimoCase, *, has_leak: bool = False) -> tuple[int, list[str]]:
+    """Train two steps; return how many tensors left the encoders' ranks, and how those went that show a picture.
+
+    Args:
+        case: what to train.
+        has_leak: send a part of a picture to the language model, between others.
+    """
+    rank = init_gloo()
+    first_language = case.world_size - (case.language.num_ranks if case.language else 0)
+    with _applied(case):
+        run = _make(case)
+        try:
+            with Watch(home=range(first_language)) as watch:
+                for step in range(2):
+                    run.step(draw_batches(case, step))
+                part = draw_batches(case, 0)[0][VISION][1][0, 2:4].double().t().contiguous()
+                if has_leak and rank == 0:
+                    dist.send(part, first_language)
+                elif has_leak and rank == first_language:
+                    dist.recv(part, 0)
+        finally:
+            run.close()
+            del run
+            gc.collect()
+    pictures = [one for step in range(2) for batch in draw_batches(case, step) for one in batch[VISION]]
+    pixels = torch.cat([one.flatten() for one in pictures]).double()
+    outgoing = watch.outgoing if rank < first_language else []
+    found = [
+        one.how
+        for one in outgoing
+        if isinstance(one.values, torch.Tensor)
+        # One number may be that of a pixel by chance.
+        and int(torch.isin(one.values.flatten().double(), pixels).sum()) > 1
+    ]
+    return len(outgoing), found
 
 
 def average(case: MimoCase) -> str:

@@ -6,8 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.bridges import Sizes
 from tests.multiproc.bridge_job import BridgeCase
+from tests.ordering.check import check
+from tests.ordering.models import BUFFERED, MODELS, NCCL, RENDEZVOUS
+from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
 JOB = "tests.multiproc.bridge_job"
@@ -133,3 +138,36 @@ def test_a_gradient_must_have_the_shape_of_its_activation(pool: Pool) -> None:
     assert [answer["gradient"][:41] for answer in answers[:2]] == ["nothing", "nothing"]
     for answer in answers[2:]:
         assert "a tensor of shape (8, 2, 3), expected is (8, 2, 4)" in answer["gradient"]
+
+
+COUNTED = [
+    (grid(2, 1, 1), grid(2, 1, 1)),
+    (grid(2, 1, 2), grid(4, 1, 1)),
+    pytest.param(grid(4, 1, 1), grid(2, 1, 2), marks=pytest.mark.full),
+    pytest.param(grid(1, 1, 4), grid(2, 1, 2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("src", "dst"), COUNTED, ids=str)
+def test_no_more_communicators_than_megatrons_bridge(pool: Pool, src: Sizes, dst: Sizes) -> None:
+    case = BridgeCase(src=src, dst=dst, widths=(2, 1, 2), is_combined=True)
+    counts: dict[str, tuple[int, int]] = {}
+    for name, is_stock, as_device in (("stock", True, False), ("gloo", False, False), ("device", False, True)):
+        kwargs = {"case": case, "is_stock": is_stock, "as_device": as_device}
+        results = pool.run(case.world_size, f"{JOB}:count", kwargs)
+        problems = [problem for problems, _, _ in results for problem in problems]
+        # Megatron's bridge may give tensors that share memory, which ours never does.
+        assert [one for one in problems if not is_stock or "no fresh leaf" not in one] == []
+        groups = {(group, tuple(ranks)) for _, groups, _ in results for group, ranks in groups}
+        traces = [parse_trace(text) for _, _, text in results]
+        events = [event for trace in traces for event in trace.events if event.is_operation]
+        # The barrier at the end of Megatron's constructor is among all ranks.
+        used = {NCCL.communicator(event) for event in events if event.name != "barrier"}
+        counts[name] = len(groups), len(used)
+        if not is_stock:
+            assert check(traces, MODELS if as_device else (BUFFERED, RENDEZVOUS)) == ()
+    # One for each replica, and one for messages.
+    assert counts["gloo"][0] == counts["stock"][0] == src.dp + dst.dp + 1
+    # Devices need a queue for each direction: one more group, no more communicators.
+    assert counts["device"][0] == counts["stock"][0] + 1
+    assert counts["device"][1] <= counts["stock"][1], counts

@@ -9,6 +9,9 @@ import pytest
 
 from tests.multiproc.core_cases import defaults_first
 from tests.multiproc.mimo_cases import MimoCase, MimoRuns, Sizes, assert_trains_alike
+from tests.ordering.check import check
+from tests.ordering.models import MODELS
+from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
 
@@ -84,11 +87,42 @@ def test_two_encoders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) 
     assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
 
 
+ORDERED = [
+    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2)),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(ORDERED, 1), ids=str)
+def test_bridges_of_encoders_and_a_pipeline_together_pass_all_models(pool: Pool, case: MimoCase) -> None:
+    texts = pool.run(case.world_size, "tests.multiproc.mimo_job:record", {"case": case})
+    traces = [parse_trace(text) for text in texts]
+    assert all(any(event.is_message for event in trace.events) for trace in traces)
+    assert check(traces, MODELS) == ()
+
+
+def test_no_picture_leaves_the_encoders(pool: Pool) -> None:
+    """Watched from outside the plugin; what is planted is found."""
+    case = MimoCase(vision=Sizes(dp=2), sound=Sizes(), language=Sizes(tp=2), clips=CLIPS)
+    for has_leak in (False, True):
+        kwargs = {"case": case, "has_leak": has_leak}
+        results = pool.run(case.world_size, "tests.multiproc.mimo_job:watch_pictures", kwargs)
+        assert [number > 0 for number, _ in results] == [True] * 3 + [False] * 2
+        assert [found for _, found in results] == [["send"] if has_leak and rank == 0 else [] for rank in range(5)]
+
+
+# Megatron 0.19 reads a plain float32 optimizer of a MIMO model back without its parameter groups.
 RESUMED = [
-    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(tp=2, dp=3), clips=CLIPS, optimizer="adam"),
-    MimoCase(vision=Sizes(dp=3), language=Sizes(pp=2, dp=2), optimizer="adam", distributed_optimizer=True),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2)), optimizer="adam"),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2), optimizer="adam", bf16=True),
+    MimoCase(
+        vision=Sizes(dp=2),
+        sound=Sizes(tp=2),
+        language=Sizes(dp=3),
+        clips=CLIPS,
+        optimizer="adam",
+        distributed_optimizer=True,
+    ),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=2), optimizer="adam", distributed_optimizer=True, bf16=True),
 ]
 
 

@@ -264,7 +264,8 @@ class Transfers:
                 peer=ranks_text(peers),
                 is_batched=is_batched,
             )
-            messages = [(operation, element, one) for one in peers]
+            # Messages under way at once need memory of their own.
+            messages = [(operation, element.clone(), one) for one in peers]
             self._wait_for(parcel)(self._post(messages, parcel))
 
     def _wait_for(self, parcel: Parcel) -> Callable[[Sequence[dist.Work]], None]:
