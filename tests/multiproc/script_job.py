@@ -40,6 +40,7 @@ from megatron.training import get_args
 import vtp_plugin
 from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
+from tests.multiproc.held_activations import note_activations
 from tests.multiproc.held_memory import held_memory
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
@@ -444,6 +445,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
     "note_progress": _note_progress,
+    "note_activations": note_activations,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,

@@ -1,4 +1,4 @@
-"""What ``plan`` says that a rank holds, against what the ranks of a run hold, to the last byte."""
+"""What ``plan`` says that a rank holds, against what the ranks of a run hold: to the last byte, activations to 2 %."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ONE_STEP = ["--train-iters", "1"]
 DISTRIBUTED = ["--use-distributed-optimizer"]
 BUCKETS = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "4000"]
 ODD = ["--hidden-size", "60", "--ffn-hidden-size", "156"]
+GATED = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
+GATED += ["--no-rope-fusion"]
 
 
 def preset(name: str, layout: str, *extra: str, full: bool = True) -> Any:
@@ -44,6 +46,9 @@ CASES = [
     preset("mixtral", "2,3", "--bf16"),
     plain("momentum", "2,1", "--optimizer", "sgd", "--bf16"),
     plain("tied-biases", "1,2", *ODD, full=False),
+    plain("gated-sharded", "3,1", *GATED, "--sequence-parallel", "--bf16"),
+    plain("gated-normed", "1,2", *GATED, "--qk-layernorm", "--no-bias-swiglu-fusion"),
+    plain("normed-sharded", "2,1", *ODD, "--qk-layernorm", "--sequence-parallel", "--bf16"),
     plain("tied-buckets", "2,1", *ODD, *BUCKETS, dp=2),
     plain("spread-groups", "1,4", "--group-query-attention", "--num-query-groups", "2", "--bf16"),
     plain("interleaved", "2,1", *ODD, *DISTRIBUTED, "--num-virtual-stages-per-pipeline-rank", "2", dp=2),
@@ -60,8 +65,15 @@ def test_plan_counts_every_byte(
     words = [*arguments(sizes, dp=dp, extra=extra), *ONE_STEP, "--vtp-data-parallel-size", str(dp)]
     main(["plan", "--json", *words])
     planned = json.loads(capsys.readouterr().out)["memory"]
-    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=[*hooks, "note_memory"])
+    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=[*hooks, "note_memory", "note_activations"])
     held = [run.facts["memory"] for run in runs]
     assert len(planned) == len(held) > 1
+    has_spread_groups = "--num-query-groups" in extra and "4" in sizes
+    is_dense = not {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"} & set(extra)
     for rank, (wanted, found) in enumerate(zip(held, planned, strict=True)):
         assert {name: found[name] for name in COLUMNS} == {name: wanted[name] for name in COLUMNS}, f"rank {rank}"
+        if is_dense and not has_spread_groups:
+            kept = sum(runs[rank].facts["activations"])
+            assert found["activation_bytes"] == pytest.approx(kept, rel=0.02), f"rank {rank}"
+        else:
+            assert found["activation_bytes"] is None

@@ -148,9 +148,9 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     model += ["--normalization", "RMSNorm", "--disable-bias-linear", "--bf16"]
     lines = output_of("plan", "--vtp-size-list", "1,2", *model).splitlines()
     assert lines[4:7] == [
-        "memory of a rank  parameters    weights  gradients  optimizer",
-        "stage 0                  528  1.031 KiB  2.062 KiB  6.188 KiB",
-        "stage 1                  280  560 bytes  1.094 KiB  3.281 KiB",
+        "memory of a rank  parameters    weights  gradients  optimizer  activations",
+        "stage 0                  528  1.031 KiB  2.062 KiB  6.188 KiB            -",
+        "stage 1                  280  560 bytes  1.094 KiB  3.281 KiB            -",
     ]
     memory = json.loads(output_of("plan", "--vtp-size-list", "1,2", *model, "--json"))["memory"]
     assert memory[2] == {
@@ -159,7 +159,15 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
         "weight_bytes": 560,
         "gradient_bytes": 1120,
         "optimizer_bytes": 3360,
+        "activation_bytes": None,
     }
+    assert lines[7].startswith(
+        "activations: give --seq-length, --micro-batch-size, --transformer-impl local, --attention"
+    )
+    experts = output_of(
+        "plan", "--vtp-size-list", "1,1", *model, "--num-experts", "4", "--recompute-granularity", "full"
+    )
+    assert "activations: not known with --recompute-granularity, --num-experts\n" in experts
     odd = ["--optimizer", "lion", "--pipeline-model-parallel-layout", "Et|tL"]
     assert "memory of a rank: not known with --pipeline-model-parallel-layout, --optimizer lion" in output_of(
         "plan", "--vtp-size-list", "1,2", *model, *odd

@@ -79,6 +79,7 @@ class Run:
         global_batch_size: samples of a step; None if the flag is missing.
         num_microbatches: of a step, in one copy of the pipeline; None if a flag is missing.
         memory: what every rank holds, or why that is not known.
+        why_no_activations: why activations are not known; empty if they are.
     """
 
     config: VtpConfig
@@ -92,6 +93,7 @@ class Run:
     global_batch_size: int | None
     num_microbatches: int | None
     memory: tuple[Footprint, ...] | str
+    why_no_activations: str
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -167,6 +169,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
         memory=_memory(args, config, layout, num_chunks),
+        why_no_activations=model_flags.why_no_activations(args, layout),
     )
 
 
@@ -191,7 +194,7 @@ def check_unknown(words: Sequence[str]) -> None:
 
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
-    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
+    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS, *model_flags.DROPOUTS)
     return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS
 
 
@@ -235,7 +238,8 @@ def _memory(
     parts = config.num_layer_list if is_u_shaped else None
     chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
     model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
-    return footprints(model, training, layout, chunks)
+    is_known = not model_flags.why_no_activations(args, layout)
+    return footprints(model, training, layout, chunks, model_flags.read_microbatch(args) if is_known else None)
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

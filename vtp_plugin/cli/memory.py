@@ -11,7 +11,7 @@ from vtp_plugin.cli.flags import Run
 from vtp_plugin.footprint.state import Footprint
 from vtp_plugin.layout.show import format_ranks
 
-_HEADS = ("memory of a rank", "parameters", "weights", "gradients", "optimizer")
+_HEADS = ("memory of a rank", "parameters", "weights", "gradients", "optimizer", "activations")
 
 
 def memory_lines(flags: Run) -> Iterator[str]:
@@ -23,6 +23,8 @@ def memory_lines(flags: Run) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+    about = flags.why_no_activations or "of one microbatch, for as long as it is in flight on the stage"
+    yield f"activations: {about}"
 
 
 def _rows(flags: Run, memory: Sequence[Footprint]) -> Iterator[tuple[str, ...]]:
@@ -30,7 +32,8 @@ def _rows(flags: Run, memory: Sequence[Footprint]) -> Iterator[tuple[str, ...]]:
     fullest = [max((memory[rank] for rank in flags.layout.stage_ranks(s)), key=_optimizer_bytes) for s in stages]
     for held, alike in groupby(stages, key=lambda stage: fullest[stage]):
         sizes = (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes)
-        yield (f"stage {format_ranks(alike)}", f"{held.num_parameters:,}", *map(format_bytes, sizes))
+        kept = "-" if held.activation_bytes is None else format_bytes(held.activation_bytes)
+        yield (f"stage {format_ranks(alike)}", f"{held.num_parameters:,}", *map(format_bytes, sizes), kept)
 
 
 def _optimizer_bytes(held: Footprint) -> int:

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Sequence
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
 from vtp_plugin.footprint.state import Training
 from vtp_plugin.layout.pipeline import PipelineLayout
@@ -44,13 +45,16 @@ SWITCHES = {
     "--use-distributed-optimizer": "replicas share the state of the optimizer",
     "--overlap-grad-reduce": "gradients are summed in buckets",
     "--grad-reduce-in-bf16": "gradients of 2 bytes, with --bf16",
+    "--no-bias-swiglu-fusion": "a gated layer keeps more activations",
     "--accumulate-allreduce-grads-in-fp32": "gradients of 4 bytes, with --fp16",
 }
+DROPOUTS = ("--attention-dropout", "--hidden-dropout")
 TEXTS = {
     "--normalization": "LayerNorm, the default, or RMSNorm",
     "--position-embedding-type": "learned_absolute, the default, has weights",
     "--moe-layer-freq": "which layers have experts: every N-th, or a pattern such as ([0]*1+[1]*3)",
     "--optimizer": "adam, the default, or sgd",
+    "--transformer-impl": "local, for activations; those of Transformer Engine are not known",
     "--vocab-file": "of the tokenizer; not read, give --vocab-size",
 }
 # Weights, buffers or optimizer state are others with these.
@@ -68,6 +72,18 @@ _NOT_MODELLED = (
     *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer", "--fp8-param-gather"),
     *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
 )
+# Other activations are kept with these.
+_OTHER_ACTIVATIONS = (
+    *(
+        "--recompute-granularity",
+        "--recompute-activations",
+        "--attention-softmax-in-fp32",
+        "--fp32-residual-connection",
+    ),
+    *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
+    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format", "--sft"),
+    *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
+)
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
 _LATENT_DEFAULTS = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 
@@ -83,6 +99,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, action="store_true", help=text)
     for name, text in TEXTS.items():
         group.add_argument(name, metavar="TEXT", help=text)
+    for name in DROPOUTS:
+        group.add_argument(name, type=float, metavar="SHARE", help="default 0.1; activations are known with 0 only")
 
 
 def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
@@ -112,6 +130,42 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
         needed["--num-layer-list"] = None
     missing = [flag for flag, value in needed.items() if not value]
     return f"give {', '.join(missing)} to see it" if missing else ""
+
+
+def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
+    """Say why the activations of a rank are not known; empty if they are."""
+    given = {word.partition("=")[0] for word in args.unknown}
+    odd = [flag for flag in _OTHER_ACTIVATIONS if flag in given]
+    modelled = {
+        "--multi-latent-attention": not args.multi_latent_attention,
+        "--num-experts": not getattr(args, "num_experts", None),
+        "--mtp-num-layers": not args.mtp_num_layers,
+        "context parallelism": max(layout.cp_sizes) == 1,
+        f"--position-embedding-type {args.position_embedding_type}": _has_positions(args) or _has_rope(args),
+        "fewer query groups than ranks": not args.group_query_attention
+        or (args.num_query_groups or 1) >= max(layout.tp_sizes),
+        "--vtp-dp-mode split": args.vtp_dp_mode != "split",
+    }
+    odd += [name for name, is_modelled in modelled.items() if not is_modelled]
+    if odd:
+        return f"not known with {', '.join(odd)}"
+    needed = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
+    needed["--transformer-impl local"] = args.transformer_impl == "local"
+    needed |= {f"{name} 0": getattr(args, name[2:].replace("-", "_")) == 0 for name in DROPOUTS}
+    missing = [flag for flag, value in needed.items() if not value]
+    return f"give {', '.join(missing)} to see them" if missing else ""
+
+
+def read_microbatch(args: argparse.Namespace) -> Microbatch:
+    """Give the microbatch that the flags describe."""
+    return Microbatch(
+        length=args.seq_length,
+        size=args.micro_batch_size,
+        itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
+        is_sharded=args.sequence_parallel,
+        has_rope=_has_rope(args),
+        is_fused=not args.no_bias_swiglu_fusion,
+    )
 
 
 def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
@@ -214,6 +268,10 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 def _has_positions(args: argparse.Namespace) -> bool:
     return (args.position_embedding_type or "learned_absolute") == "learned_absolute"
+
+
+def _has_rope(args: argparse.Namespace) -> bool:
+    return args.position_embedding_type == "rope"
 
 
 def _feed_forward(args: argparse.Namespace) -> int:

@@ -22,13 +22,14 @@ _MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
 Keys of --json: world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
-ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes and optimizer_bytes of every rank, or a
-text that says what is missing; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes
-(of a channel), and of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes
-(null where unknown) and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known),
-before and after (collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a
-replica. With --bridge: world_size; modules: name, tp, cp, pp, dp, ranks, bridge_ranks; bridges: src, dst, num_units (of
-the batch), unit_samples, forward and backward as above, with boxes of S, units and H."""
+ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes, optimizer_bytes and activation_bytes (of a
+microbatch, null where not known) of every rank, or a text that says what is missing; boundaries: upstream,
+downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and of the first replica forward and
+backward: transfers with src, dst, share (of the tensor), bytes (null where unknown) and boxes (half-open intervals of
+S, B and H; of probe_shape where the shape is not known), before and after (collectives inside a stage); traffic:
+tensors and bytes from site to site for each microbatch of a replica. With --bridge:
+world_size; modules: name, tp, cp, pp, dp, ranks, bridge_ranks; bridges: src, dst, num_units (of the batch),
+unit_samples, forward and backward as above, with boxes of S, units and H."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

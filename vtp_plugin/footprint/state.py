@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vtp_plugin.footprint.activations import Microbatch, activation_bytes
 from vtp_plugin.footprint.model import Chunk, Model
 from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
 from vtp_plugin.layout.pipeline import PipelineLayout
@@ -48,16 +49,22 @@ class Footprint:
         weight_bytes: of its weights, with the gaps of their buffers.
         gradient_bytes: of its gradient buffers.
         optimizer_bytes: of moments and of weights in full precision, without the counters of steps.
+        activation_bytes: kept of one microbatch between its forward and its backward pass; None if not known.
     """
 
     num_parameters: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    activation_bytes: int | None
 
 
 def footprints(
-    model: Model, training: Training, layout: PipelineLayout, chunks: Sequence[Sequence[Chunk]]
+    model: Model,
+    training: Training,
+    layout: PipelineLayout,
+    chunks: Sequence[Sequence[Chunk]],
+    batch: Microbatch | None = None,
 ) -> tuple[Footprint, ...]:
     """Give what every rank holds, rank 0 first.
 
@@ -66,6 +73,7 @@ def footprints(
         training: how it is kept.
         layout: the ranks of every stage.
         chunks: of every stage.
+        batch: a microbatch; None where activations are not known.
 
     Raises:
         ConfigError: a stage cannot cut the model.
@@ -78,7 +86,9 @@ def footprints(
     for rank in range(layout.world_size):
         place = _place(layout, rank)
         if place not in known:
-            known[place] = _footprint(training, held[place.stage], place)
+            tp = layout.stages[place.stage].tp
+            kept = None if batch is None else activation_bytes(model, batch, chunks[place.stage], tp)
+            known[place] = _footprint(training, held[place.stage], place, kept)
     return tuple(known[_place(layout, rank)] for rank in range(layout.world_size))
 
 
@@ -104,7 +114,9 @@ def _place(layout: PipelineLayout, rank: int) -> _Place:
     )
 
 
-def _footprint(training: Training, held: Sequence[Sequence[Parameter]], place: _Place) -> Footprint:
+def _footprint(
+    training: Training, held: Sequence[Sequence[Parameter]], place: _Place, kept_bytes: int | None
+) -> Footprint:
     num_parameters = num_buffered = num_owned = 0
     for number, parameters in enumerate(held):
         bucket_size = training.bucket_size if place.stage == number == 0 else None
@@ -122,6 +134,7 @@ def _footprint(training: Training, held: Sequence[Sequence[Parameter]], place: _
         weight_bytes=num_buffered * training.weight_itemsize_bytes,
         gradient_bytes=num_buffered * training.gradient_itemsize_bytes,
         optimizer_bytes=num_owned * (_MASTER_BYTES * training.num_moments + masters),
+        activation_bytes=kept_bytes,
     )
 
 
