@@ -61,6 +61,16 @@ def test_documents_of_a_row(pool: Pool, sizes: str, extra: list[str], dp: int) -
 
 
 @pytest.mark.full
+def test_positions_start_anew(pool: Pool) -> None:
+    """At the first token of a document; its tokens still see those before it."""
+    anew = ["--reset-position-ids", "--eod-mask-loss"]
+    reference = train(pool, "1,1", anew, hooks=["packed_samples"])
+    assert_same_training(train(pool, "1,2", anew, hooks=["packed_samples"]), reference)
+    counted = train(pool, "1,1", anew[1:], hooks=["packed_samples"])
+    assert losses(counted) != pytest.approx(losses(reference), rel=1e-4), "the positions change nothing"
+
+
+@pytest.mark.full
 def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
     batch = ["--global-batch-size", "16"]
     command = arguments("1,1", extra=[*PACKED, *ONE_ROW, *batch, "--vtp-dp-list", "1,2"])

@@ -501,8 +501,12 @@ RULES: tuple[OptionRule, ...] = (
     *refused_unequal_dp("it gives the data-parallel ranks different numbers of samples", "--full-validation"),
     *supported(
         "the batch stays inside the stages that read it",
-        "not run: the example script builds no attention masks",
+        "tests/multiproc/test_packed_training.py::test_positions_start_anew",
         "--reset-position-ids",
+    ),
+    *supported(
+        "the batch stays inside the stages that read it",
+        "not run: the example script builds no attention masks",
         "--reset-attention-mask",
     ),
     *supported("the loss mask stays inside the stage that reads it", _OPTIONS, "--eod-mask-loss"),
