@@ -59,6 +59,8 @@ _SWITCHES = {
     "--sequence-parallel": "every rank of a stage holds its slice of the sequence between layers",
     "--bf16": "2 bytes for each number; without --bf16 and --fp16 4",
     "--fp16": "as --bf16",
+    "--sft": "several samples share a row: microbatches of one row",
+    "--dataloader-inter-document-masking": "as --sft",
 }
 _OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches", "--bridge")
 
