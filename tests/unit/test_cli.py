@@ -18,7 +18,8 @@ from tests.import_rules import ROOT
 from tests.lines import error_line
 from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.rules import TransportRules
-from vtp_plugin.cli import main
+from vtp_plugin.cli import main, model_flags
+from vtp_plugin.cli.flags import known_flags
 from vtp_plugin.config import Flag
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import VTP_FLAGS
@@ -139,6 +140,31 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "  rank 3 -> rank 7: the whole tensor\n"
         "  gradients come back: the same parts over the same links\n"
     )
+
+
+@pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking"])
+def test_plan_knows_no_activations_of_packed_samples(output_of: Output, flag: str) -> None:
+    model = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "5"]
+    model += ["--position-embedding-type", "rope", "--seq-length", "4", "--micro-batch-size", "1"]
+    model += ["--transformer-impl", "local", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    plain, packed = (
+        json.loads(output_of("plan", "--vtp-size-list", "1,2", *model, *words, "--json")) for words in ([], [flag])
+    )
+    assert all(held["activation_bytes"] for held in plain["memory"])
+    assert all(held["activation_bytes"] is None for held in packed["memory"])
+    assert f"activations: not known with {flag}" in output_of("plan", "--vtp-size-list", "1,2", *model, flag)
+
+
+def test_plan_cuts_the_sizes_of_latent_attention_that_a_run_has(output_of: Output) -> None:
+    """20 + 64, Megatron's default, divides by 3."""
+    model = ["--multi-latent-attention", "--transformer-impl", "local", "--kv-lora-rank", "20", "--q-lora-rank", "36"]
+    assert "rank 0 -> rank 1" in output_of("plan", "--vtp-size-list", "1,3", *model)
+
+
+def test_flags_without_a_model_of_memory_are_not_declared() -> None:
+    """A declared flag is not among the unknown words, in which these are looked for."""
+    looked_for = {*model_flags._NOT_MODELLED, *model_flags._OTHER_ACTIVATIONS}
+    assert not looked_for & set(known_flags())
 
 
 def test_plan_says_what_a_rank_holds(output_of: Output) -> None:

@@ -157,6 +157,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     num_chunks = _num_chunks(args, layout.num_stages)
+    why_no_activations = model_flags.why_no_activations(args, layout)
     placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
     fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
     return Run(
@@ -170,8 +171,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         is_sharded=args.sequence_parallel,
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
-        memory=_memory(args, config, layout, num_chunks),
-        why_no_activations=model_flags.why_no_activations(args, layout),
+        memory=_memory(args, config, layout, num_chunks, has_activations=not why_no_activations),
+        why_no_activations=why_no_activations,
     )
 
 
@@ -232,7 +233,7 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 
 
 def _memory(
-    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, *, has_activations: bool
 ) -> tuple[Footprint, ...] | str:
     is_u_shaped = config.layerwise_disaggregated
     if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
@@ -240,8 +241,7 @@ def _memory(
     parts = config.num_layer_list if is_u_shaped else None
     chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
     model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
-    is_known = not model_flags.why_no_activations(args, layout)
-    return footprints(model, training, layout, chunks, model_flags.read_microbatch(args) if is_known else None)
+    return footprints(model, training, layout, chunks, model_flags.read_microbatch(args) if has_activations else None)
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

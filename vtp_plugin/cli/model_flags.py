@@ -11,6 +11,7 @@ from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
 from vtp_plugin.footprint.state import Training
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.checks.sizes import feed_forward_size
 
 NUMBERS = {
     "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",
@@ -81,11 +82,11 @@ _OTHER_ACTIVATIONS = (
         "--fp32-residual-connection",
     ),
     *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
-    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format", "--sft"),
+    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format"),
     *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
 )
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
-_LATENT_DEFAULTS = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+_DEFAULTS = {"--kv-lora-rank": 32, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Megatron's flags that say what a rank holds")
     for name, text in NUMBERS.items():
         # A run refuses expert sizes without experts. Here the model may not be given at all.
-        default = argparse.SUPPRESS if name == "--num-experts" else None
+        default = argparse.SUPPRESS if name == "--num-experts" else _DEFAULTS.get(name)
         group.add_argument(name, type=int, metavar="N", help=text, default=default)
     for name, text in SWITCHES.items():
         group.add_argument(name, action="store_true", help=text)
@@ -144,6 +145,8 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
         f"--position-embedding-type {args.position_embedding_type}": _has_positions(args) or _has_rope(args),
         "fewer query groups than ranks": not args.group_query_attention
         or (args.num_query_groups or 1) >= max(layout.tp_sizes),
+        "--sft": not args.sft,
+        "--dataloader-inter-document-masking": not args.dataloader_inter_document_masking,
         "--vtp-dp-mode split": args.vtp_dp_mode != "split",
     }
     odd += [name for name, is_modelled in modelled.items() if not is_modelled]
@@ -179,7 +182,7 @@ def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
         heads=heads,
         groups=(args.num_query_groups or 1) if args.group_query_attention else heads,
         kv_channels=args.kv_channels or hidden // heads,
-        ffn=_feed_forward(args),
+        ffn=feed_forward_size(args)[0],
         vocab=args.padded_vocab_size or -(-args.vocab_size // multiple) * multiple,
         num_positions=args.max_position_embeddings if _has_positions(args) else 0,
         is_gated=args.swiglu,
@@ -274,21 +277,20 @@ def _has_rope(args: argparse.Namespace) -> bool:
     return args.position_embedding_type == "rope"
 
 
-def _feed_forward(args: argparse.Namespace) -> int:
-    # As Megatron derives it.
-    gated = int((4 * args.hidden_size * 2 / 3) / 64) * 64
-    return args.ffn_hidden_size or (gated if args.swiglu else 4 * args.hidden_size)
-
-
 def _latent(args: argparse.Namespace) -> Latent:
-    sizes = {name: getattr(args, name) or default for name, default in _LATENT_DEFAULTS.items()}
-    return Latent(q_lora_rank=args.q_lora_rank or 0, **sizes)
+    return Latent(
+        q_lora_rank=args.q_lora_rank or 0,
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+    )
 
 
 def _experts(args: argparse.Namespace) -> Experts:
     return Experts(
         number=args.num_experts,
-        ffn=args.moe_ffn_hidden_size or _feed_forward(args),
+        ffn=args.moe_ffn_hidden_size or feed_forward_size(args)[0],
         shared_ffn=args.moe_shared_expert_intermediate_size or 0,
         layers=expert_layers(args.moe_layer_freq or "1", args.num_layers),
     )

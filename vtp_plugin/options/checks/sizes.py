@@ -88,7 +88,7 @@ def _check_latent(args: object, context: OptionContext) -> Iterator[str]:
 
 
 def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:
-    value, name = _feed_forward_size(args)
+    value, name = feed_forward_size(args)
     yield from _check_multiple(name, value, _stages(context))
     if not _number(args, "num_experts"):
         return
@@ -131,8 +131,13 @@ def _check_prediction(args: object, context: OptionContext) -> Iterator[str]:
     return _check_multiple(f"--hidden-size {hidden} with --mtp-num-layers", hidden, [_stages(context)[stage]])
 
 
-def _feed_forward_size(args: object) -> tuple[int, str]:
-    """Return the size and its name in messages; if it is not given, Megatron derives it from the hidden size."""
+def feed_forward_size(args: object) -> tuple[int, str]:
+    """Return the size and its name in messages; if it is not given, Megatron derives it from the hidden size.
+
+    >>> from types import SimpleNamespace
+    >>> feed_forward_size(SimpleNamespace(hidden_size=96, swiglu=True))
+    (256, '--ffn-hidden-size 256 (from --hidden-size 96)')
+    """
     given = _number(args, "ffn_hidden_size")
     if given:
         return given, f"--ffn-hidden-size {given}"
