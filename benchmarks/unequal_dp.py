@@ -172,9 +172,9 @@ def _order(case: Case, placement: Placement, num_microbatches: int, costs: Costs
         limits = [len(placement.microbatches(w, num_microbatches)) for w in range(placement.num_workers)]
         limits[0] = limits[0] if limit is None else min(limit, limits[0])
         return plan_u_shape(num_stages, num_microbatches, costs, num_replicas=num_replicas, limits=limits).schedule
-    edge, *cloud = one_f_one_b_limits(num_replicas)
+    edge, *cloud = one_f_one_b_limits(plain_placement(len(num_replicas), num_replicas=num_replicas))
     in_flight = (edge if limit is None else limit, *cloud)
-    return one_f_one_b(num_stages, num_microbatches, num_replicas=num_replicas, in_flight=in_flight)
+    return one_f_one_b(plain_placement(num_stages, num_replicas=num_replicas), num_microbatches, in_flight=in_flight)
 
 
 def _with_gain(placement: Placement, costs: Costs) -> Costs:

@@ -15,12 +15,12 @@ from vtp_plugin.schedule.order.schedule import Actions, Schedule
 Node = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
 
 
-def inputs_of(node: Node, num_vstages: int) -> list[Node]:
+def inputs_of(node: Node, placement: Placement) -> list[Node]:
     """Return what a compute needs: the chain rule, written out."""
     kind, v, n = node
     if kind == "F":
-        return [("F", v - 1, n)] if v else []
-    return [("F", v, n)] + ([("B", v + 1, n)] if v + 1 < num_vstages else [])
+        return [("F", before, n) for before, after in enumerate(placement.successors) if after == v]
+    return [("F", v, n)] + ([("B", placement.successors[v], n)] if v + 1 < placement.num_vstages else [])
 
 
 def who(placement: Placement, vstage: int, microbatch: int) -> tuple[int, int]:
@@ -43,20 +43,20 @@ def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, f
 
     Links have latency only. Raises graphlib.CycleError on a deadlock, KeyError where a compute is missing.
     """
-    stages, num_vstages = schedule.placement.stages, schedule.placement.num_vstages
+    stages = schedule.placement.stages
     before: dict[Node, list[Node]] = {}
     for worker, order in zip(workers(schedule.placement), schedule.orders, strict=True):
         computes = [node_of(action) for action in order if action.op in (Op.F, Op.B)]
         for i, node in enumerate(computes):
             assert node not in before, f"{node} comes twice"
             assert who(schedule.placement, *node[1:]) == worker, f"{node} stands on {worker}"
-            before[node] = inputs_of(node, num_vstages) + computes[max(0, i - 1) : i]
+            before[node] = inputs_of(node, schedule.placement) + computes[max(0, i - 1) : i]
     times: dict[Node, tuple[float, float]] = {}
     for node in TopologicalSorter(before).static_order():
         start = 0.0
         for other in before[node]:
             low = min(other[1], node[1])
-            far = other in inputs_of(node, num_vstages) and stages[other[1]] != stages[node[1]]
+            far = other in inputs_of(node, schedule.placement) and stages[other[1]] != stages[node[1]]
             start = max(start, times[other][1] + (costs.latency[low] if far else 0.0))
         duration = (costs.forward if node[0] == "F" else costs.backward)[node[1]]
         times[node] = (start, start + duration)
@@ -86,7 +86,7 @@ def random_schedule(placement: Placement, num_microbatches: int, *, forward_only
     orders: dict[tuple[int, int], list[Action]] = {worker: [] for worker in workers(placement)}
     done: set[Node] = set()
     while len(done) < len(nodes):
-        ready = [x for x in nodes if x not in done and set(inputs_of(x, placement.num_vstages)) <= done]
+        ready = [x for x in nodes if x not in done and set(inputs_of(x, placement)) <= done]
         kind, v, n = node = rng.choice(ready)
         done.add(node)
         orders[who(placement, v, n)].append(Action(op=Op(kind), vstage=v, microbatch=n))
@@ -132,29 +132,40 @@ class Machine:
         return number < len(self.sent.get(channel, [])) and number < self.posted.get(channel, 0)
 
     def plain(self, action: Action) -> Action:
-        return Action(op=Op(action.op[-1]), vstage=action.vstage, microbatch=action.microbatch)
+        return Action(op=Op(action.op[-1]), vstage=action.vstage, microbatch=action.microbatch, source=action.source)
+
+    def other(self, action: Action) -> int:
+        """Return the virtual stage at the other end of a message: the next one, or one of those before."""
+        placement, is_towards_end = self.schedule.placement, action.op[-1] == "F"
+        if action.op.removeprefix("WAIT_").startswith("SEND") == is_towards_end:
+            return placement.successors[action.vstage]
+        before = [v for v, after in enumerate(placement.successors) if after == action.vstage]
+        if len(before) == 1:
+            assert action.source == -1, f"{action} names a source where there is one"
+            return before[0]
+        assert action.source in before, f"{action} comes from none of {before}"
+        return action.source
 
     def do(self, worker: int, action: Action) -> None:
         placement = self.schedule.placement
         kind, v = action.op[-1], action.vstage
-        step = 1 if kind == "F" else -1
         place = who(placement, v, action.microbatch)
         assert place == workers(placement)[worker], f"{action} runs elsewhere"
         if action.op in (Op.F, Op.B):
             node = node_of(action)
-            missing = set(inputs_of(node, placement.num_vstages)) - self.tensors[worker]
+            missing = set(inputs_of(node, placement)) - self.tensors[worker]
             assert not missing, f"{action} runs without {missing}"
             self.tensors[worker].add(node)
             self.most_open_at_compute[worker] = max(self.most_open_at_compute[worker], self.num_open[worker]["RECV"])
         elif action.op.startswith("SEND"):
-            channel = (place, who(placement, v + step, action.microbatch), kind)
+            channel = (place, who(placement, self.other(action), action.microbatch), kind)
             self.tickets["SEND", self.plain(action)] = (channel, len(self.sent.setdefault(channel, [])))
             payload = (kind, v, action.microbatch)
             assert payload in self.tensors[worker], f"{action} before its compute"
             self.sent[channel].append(payload)
             self.num_open[worker]["SEND"] += 1
         elif action.op.startswith("RECV"):
-            channel = (who(placement, v - step, action.microbatch), place, kind)
+            channel = (who(placement, self.other(action), action.microbatch), place, kind)
             self.tickets["RECV", self.plain(action)] = (channel, self.posted.get(channel, 0))
             self.posted[channel] = self.posted.get(channel, 0) + 1
             self.num_open[worker]["RECV"] += 1
@@ -164,7 +175,7 @@ class Machine:
             self.num_open[worker][way] -= 1
             if way == "RECV":
                 payload = self.sent[channel][number]
-                assert payload == (kind, v - step, action.microbatch), f"{action} got {payload}"
+                assert payload == (kind, self.other(action), action.microbatch), f"{action} got {payload}"
                 self.tensors[worker].add(payload)
 
 

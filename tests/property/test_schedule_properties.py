@@ -22,7 +22,7 @@ from vtp_plugin.schedule.make.u_shape import UOrder, plan_u_shape, reference_u_s
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channels
-from vtp_plugin.schedule.order.placement import Placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
 from vtp_plugin.schedule.proof.check import check
 
 SETTINGS = settings(max_examples=80)
@@ -31,11 +31,13 @@ quarters = st.integers(0, 24).map(lambda number: number / 4)
 
 
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
+def placements(draw: st.DrawFn, *, is_tree: bool = True) -> Placement:
     num_stages = draw(st.integers(1, 4))
     rest = draw(st.lists(st.integers(0, num_stages - 1), max_size=3))
     stages = tuple(draw(st.permutations([*range(num_stages), *rest])))
-    return Placement(stages=stages, num_replicas=draw(replicas(num_stages)))
+    last = len(stages) - 1
+    successors = tuple(draw(st.integers(v + 1, last)) for v in range(last)) if is_tree else ()
+    return Placement(stages=stages, num_replicas=draw(replicas(num_stages)), successors=successors)
 
 
 @st.composite
@@ -129,7 +131,9 @@ def test_one_f_one_b_with_replicas_never_deadlocks_and_keeps_its_limits(
     if data.draw(st.booleans()):
         in_flight = tuple(data.draw(st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages)))
     try:
-        schedule = one_f_one_b(num_stages, num_microbatches, num_replicas=num_replicas, in_flight=in_flight)
+        schedule = one_f_one_b(
+            plain_placement(num_stages, num_replicas=num_replicas), num_microbatches, in_flight=in_flight
+        )
     except ConfigError as error:
         assert in_flight is not None and "deadlock" in str(error)
         event("refused")
@@ -149,6 +153,35 @@ def test_one_f_one_b_with_replicas_never_deadlocks_and_keeps_its_limits(
     assert simulate(schedule, costs).makespan == oracle.makespan(schedule, costs)
 
 
+@SETTINGS
+@given(st.data())
+def test_one_f_one_b_of_a_tree_never_deadlocks_and_keeps_its_limits(data: st.DataObject) -> None:
+    num_stages, num_microbatches = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))
+    successors = tuple(data.draw(st.integers(v + 1, num_stages - 1)) for v in range(num_stages - 1))
+    placement = Placement(stages=tuple(range(num_stages)), successors=successors)
+    in_flight = None
+    if data.draw(st.booleans()):
+        in_flight = tuple(data.draw(st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages)))
+    try:
+        schedule = one_f_one_b(placement, num_microbatches, in_flight=in_flight)
+    except ConfigError as error:
+        assert in_flight is not None and "deadlock" in str(error)
+        event("refused")
+        return
+    event("chain" if placement.is_chain else "tree")
+    depths = [1] * num_stages
+    for v in reversed(range(num_stages - 1)):
+        depths[v] = depths[successors[v]] + 1
+    limits = [min(limit, num_microbatches) for limit in in_flight or depths]
+    assert check(schedule, limits=limits) == ()
+    assert oracle.peaks(schedule) == tuple(limits)
+    lowered = lower(schedule, lookahead=data.draw(st.integers(1, 4)))
+    assert check(lowered) == ()
+    oracle.Machine(lowered, seed=data.draw(st.integers(0, 10**6))).run()
+    costs = data.draw(costs_of(placement))
+    assert simulate(schedule, costs).makespan == oracle.makespan(schedule, costs)
+
+
 def limit_of(num_replicas: tuple[int, ...], stage: int) -> int:
     """Own microbatch, and the share of what the stages behind may have in flight."""
     if stage == len(num_replicas) - 1:
@@ -162,10 +195,10 @@ def limit_of(num_replicas: tuple[int, ...], stage: int) -> int:
 def test_channels_are_the_pairs_that_exchange(data: st.DataObject) -> None:
     placement = data.draw(placements())
     crossing = {
-        (oracle.who(placement, v, h), oracle.who(placement, v + 1, h))
-        for v in range(placement.num_vstages - 1)
+        (oracle.who(placement, v, h), oracle.who(placement, after, h))
+        for v, after in enumerate(placement.successors)
         for h in range(4 * max(placement.num_replicas))
-        if placement.stages[v] != placement.stages[v + 1]
+        if placement.stages[v] != placement.stages[after]
     }
     pairs = [(placement.stage_and_replica(a), placement.stage_and_replica(b)) for a, b in placement.worker_boundaries]
     assert set(pairs) == crossing and len(pairs) == len(crossing)
@@ -286,7 +319,7 @@ def test_search_and_simulator_agree_on_bandwidth(case: UCase, data: st.DataObjec
 @SETTINGS
 @given(st.data())
 def test_lower_bound_is_below_every_order(data: st.DataObject) -> None:
-    placement = data.draw(placements())
+    placement = data.draw(placements(is_tree=False))
     costs, forward_only = data.draw(costs_of(placement)), data.draw(st.booleans())
     schedule = oracle.random_schedule(
         placement,

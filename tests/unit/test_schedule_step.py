@@ -21,8 +21,8 @@ from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_s
 from vtp_plugin.schedule.make.limits import check_in_flight, choose_limits
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.schedule.order.placement import plain_placement, u_placement
-from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.schedule.proof.check import check, peak_in_flight
 from vtp_plugin.values import parse_cost_words, parse_in_flight
 
 # Four digits, as they are printed.
@@ -190,8 +190,20 @@ def test_every_step_runs_for_any_costs(
 
 def test_other_placements_have_no_choice() -> None:
     assert is_u_shaped(u_placement(2)) and not is_u_shaped(plain_placement(2)) and not is_u_shaped(plain_placement(1))
-    step = ScheduleRequest(placement=plain_placement(3), num_microbatches=4)
+    step = ScheduleRequest(placement=interleaved_placement(2, 2), num_microbatches=4)
     assert make_schedule(step)[0] == make_schedule(replace(step, in_flight=(1,)))[0]
+
+
+def test_encoders_run_ahead_as_far_as_they_are_let() -> None:
+    """Two encoders in front of two stages; by default each is as far ahead as 1F1B needs."""
+    step = ScheduleRequest(placement=Placement(stages=(0, 1, 2, 3), successors=(2, 2, 3)), num_microbatches=8)
+    usual, why = make_schedule(step)
+    assert [peak_in_flight(usual, worker) for worker in range(4)] == [3, 3, 2, 1]
+    assert why.endswith("kept activations by stage 3,3,2,1")
+    ahead, _ = make_schedule(replace(step, in_flight=(6, 4, 2, 1)))
+    assert [peak_in_flight(ahead, worker) for worker in range(4)] == [6, 4, 2, 1]
+    with pytest.raises(ConfigError, match="would deadlock"):
+        make_schedule(replace(step, in_flight=(1, 4, 2, 1)))
 
 
 def test_config_reads_limits_and_costs() -> None:

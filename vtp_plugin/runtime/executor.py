@@ -17,28 +17,31 @@ from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
 from vtp_plugin.runtime.work import SendWork
 from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.messages import channel_of, receive_for, send_after, started_by
+from vtp_plugin.schedule.order.messages import channel_of, receives_for, sends_after, started_by
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
+
+Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
+"""What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""
 
 
 class Compute(Protocol):
     """What a virtual stage computes, by Megatron's own step functions."""
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
-        """Run a forward; the first virtual stage gets no activation, the last returns the loss."""
+    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
+        """Run a forward; a virtual stage without another before it gets no activation, the last returns the loss."""
         ...
 
     def backward(
         self,
         action: Action,
-        activation: torch.Tensor | None,
+        activation: Inputs,
         output: torch.Tensor,
         gradient: torch.Tensor | None,
         *,
         is_last: bool,
-    ) -> torch.Tensor | None:
-        """Run a backward and return the activation's gradient.
+    ) -> Inputs:
+        """Run a backward and return the gradient of the activation, or of each.
 
         The last virtual stage gets no gradient of its output: its output is the loss. ``is_last`` marks the last
         backward of this virtual stage in the step.
@@ -83,9 +86,9 @@ class Executor:
         self._compute = compute
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
         self._posted: dict[Action, RecvWork] = {}
-        self._received: dict[Action, torch.Tensor] = {}
+        self._received: dict[Action, torch.Tensor | None] = {}
         self._results: dict[Action, torch.Tensor] = {}
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._kept: dict[tuple[int, int], tuple[Inputs, torch.Tensor]] = {}
         self._sends: dict[Action, SendWork] = {}
         self._handlers: Mapping[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
@@ -129,7 +132,8 @@ class Executor:
         self._sends.pop(started_by(action)).wait()
 
     def _forward(self, action: Action) -> None:
-        activation = self._take_received(action)
+        received = self._take_received(action)
+        activation = received if len(received) > 1 else next(iter(received), None)
         output = self._compute.forward(action, activation)
         self._keep_result(action, output)
         if not self._schedule.forward_only:
@@ -139,16 +143,16 @@ class Executor:
         activation, output = self._kept.pop((action.vstage, action.microbatch))
         self._num_backwards_left[action.vstage] -= 1
         is_last = self._num_backwards_left[action.vstage] == 0
-        gradient = self._compute.backward(action, activation, output, self._take_received(action), is_last=is_last)
-        self._keep_result(action, gradient)
+        (gradient,) = self._take_received(action) or (None,)
+        result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
+        self._keep_result(action, result)
 
-    def _take_received(self, compute: Action) -> torch.Tensor | None:
-        receive = receive_for(self._placement, compute)
-        return None if receive is None else self._received.pop(receive)
+    def _take_received(self, compute: Action) -> tuple[torch.Tensor | None, ...]:
+        return tuple(self._received.pop(receive) for receive in receives_for(self._placement, compute))
 
-    def _keep_result(self, compute: Action, result: torch.Tensor | None) -> None:
-        send = send_after(self._placement, compute)
-        if send is not None:
+    def _keep_result(self, compute: Action, results: Inputs) -> None:
+        sends = sends_after(self._placement, compute)
+        for send, result in zip(sends, results if isinstance(results, tuple) else (results,), strict=False):
             if result is None:
                 what = "forward returned no tensor" if compute.op is Op.F else "backward gave no gradient of its input"
                 raise ConfigError(

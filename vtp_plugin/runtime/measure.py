@@ -19,7 +19,7 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.executor import Compute
+from vtp_plugin.runtime.executor import Compute, Inputs
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.placement import Placement
@@ -113,7 +113,7 @@ class TimedCompute:
         self._watch = Stopwatch(platform)
         self._marks: defaultdict[tuple[Op, int], list[tuple[Any, Any]]] = defaultdict(list)
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
         """Run a forward."""
         start = self._watch.mark()
         output = self.compute.forward(action, activation)
@@ -124,12 +124,12 @@ class TimedCompute:
     def backward(
         self,
         action: Action,
-        activation: torch.Tensor | None,
+        activation: Inputs,
         output: torch.Tensor,
         gradient: torch.Tensor | None,
         *,
         is_last: bool,
-    ) -> torch.Tensor | None:
+    ) -> Inputs:
         """Run a backward."""
         start = self._watch.mark()
         result = self.compute.backward(action, activation, output, gradient, is_last=is_last)

@@ -19,6 +19,7 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_f
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.communicator import PipelineCommunicator
+from vtp_plugin.runtime.executor import Inputs
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -114,7 +115,7 @@ class _Compute:
     first_val_step: bool | None
     reports: list[Any] = field(default_factory=list[Any])
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
         placement = self.schedule.placement
         chunk = placement.chunk(action.vstage)
         # Replicas take turns, and Megatron counts only the microbatches of this rank.
@@ -142,12 +143,12 @@ class _Compute:
     def backward(
         self,
         action: Action,
-        activation: torch.Tensor | None,
+        activation: Inputs,
         output: torch.Tensor,
         gradient: torch.Tensor | None,
         *,
         is_last: bool,
-    ) -> torch.Tensor | None:
+    ) -> Inputs:
         chunk = self.schedule.placement.chunk(action.vstage)
         with self.sync.backward(chunk, is_last=is_last):
             self.host.enter_chunk(chunk)

@@ -150,6 +150,8 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     num_vstages = placement.num_vstages
     if len(costs.forward) != num_vstages:
         raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
+    if not placement.is_chain:
+        raise PlanError(f"virtual stages with the successors {placement.successors} are no chain")
     vstages, durations = [*range(num_vstages)], costs.forward
     # By leg, the link v between v and v + 1 on which its message goes; -1 if nothing follows.
     links = [*range(num_vstages - 1), -1]

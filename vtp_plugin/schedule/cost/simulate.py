@@ -112,7 +112,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     flights = sorted(walk.flights, key=lambda flight: (flight.sent, flight.channel))
     sizes: dict[ChannelId, int] = defaultdict(int)
     for flight in flights:
-        sizes[flight.channel] += costs.message_bytes[link_of(flight.action)]
+        sizes[flight.channel] += costs.message_bytes[link_of(schedule.placement, flight.action)]
     placement = schedule.placement
     return Timeline(
         placement=placement,
@@ -182,14 +182,15 @@ class _Walk:
         """Let every message of a channel leave whose time of departure is known."""
         while queue.sent and (queue.posted or self.mode == "buffered"):
             action, sent = queue.sent.popleft()
-            latency, transfer_time = self.costs.latency[link_of(action)], self.costs.transfer_time(link_of(action))
+            link = link_of(self.schedule.placement, action)
+            latency, transfer_time = self.costs.latency[link], self.costs.transfer_time(link)
             start = max(sent, queue.free_at)
             if self.mode == "rendezvous":
                 start = max(start, queue.posted.popleft() + latency)
             queue.free_at = start + transfer_time
             end = queue.free_at + latency
             self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
-            self.arrivals[action] = self.arrivals[peer_of(action)] = end
+            self.arrivals[action] = self.arrivals[peer_of(self.schedule.placement, action)] = end
 
 
 def choose_lookahead(schedule: Schedule, costs: Costs) -> int:

@@ -25,14 +25,14 @@ class ScheduleRequest:
     """What a step asks for; equal requests get equal schedules.
 
     Attributes:
-        placement: Which stage holds which virtual stage: plain, interleaved or U-shaped.
+        placement: Which stage holds which virtual stage: plain, a tree, interleaved or U-shaped.
         num_microbatches: Microbatches of the step.
         forward_only: No backward pass.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
         costs: Of the placement, in ms, for the U's order only; None for the model U-shape of
             :func:`~vtp_plugin.schedule.cost.costs.u_costs`, without latency.
-        in_flight: Most microbatches in flight, for the U's order only: for all stages, or for each; None for the
-            default of :func:`~vtp_plugin.schedule.make.limits.choose_limits`.
+        in_flight: Most microbatches in flight. For the U's order: for all stages, or for each; None for the default of
+            :func:`~vtp_plugin.schedule.make.limits.choose_limits`. For 1F1B for each; None for as few as keep it going.
     """
 
     placement: Placement
@@ -83,13 +83,17 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
             num_stages, num_chunks, num_microbatches, group_size=request.group_size, forward_only=request.forward_only
         )
         return schedule, 1, ""
-    generate = plain_forward_only if request.forward_only else one_f_one_b
-    schedule = generate(num_stages, num_microbatches, num_replicas=placement.num_replicas)
-    if placement.num_workers == num_stages:
+    if request.forward_only:
+        schedule, kept = plain_forward_only(placement, num_microbatches), "none kept"
+    else:
+        schedule = one_f_one_b(placement, num_microbatches, in_flight=request.in_flight)
+        kept = f"kept activations by stage {_kept(schedule)}"
+    if placement.num_workers == num_stages and placement.is_chain and request.in_flight is None:
         return schedule, _PLAIN_LOOKAHEAD, ""
-    # A narrow stage keeps the activations of several replicas; the log shows how many, since they cost memory.
-    kept = "none kept" if request.forward_only else f"kept activations by stage {_kept(schedule)}"
-    return schedule, _PLAIN_LOOKAHEAD, f"; replicas by stage {','.join(map(str, placement.num_replicas))}, {kept}"
+    # A narrow stage keeps the activations of several replicas, and an encoder may run ahead; the log shows how many,
+    # since they cost memory.
+    several = ",".join(map(str, placement.num_replicas)) if placement.num_workers > num_stages else ""
+    return schedule, _PLAIN_LOOKAHEAD, (f"; replicas by stage {several}, " if several else "; ") + kept
 
 
 def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:

@@ -8,6 +8,7 @@ the U-shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import combinations
 
 from vtp_plugin.errors import ConfigError
@@ -40,21 +41,18 @@ def require_shares(placement: Placement, num_microbatches: int) -> None:
             )
 
 
-def plain_forward_only(num_stages: int, num_microbatches: int, *, num_replicas: tuple[int, ...] = ()) -> Schedule:
-    """Run all microbatches forward through a plain pipeline, for evaluation.
+def plain_forward_only(stages: int | Placement, num_microbatches: int) -> Schedule:
+    """Run all microbatches forward through stages with one virtual stage each, for evaluation.
 
     Args:
-        num_stages: Pipeline stages.
+        stages: Number of stages of a plain pipeline, or a placement: with replicas, or a tree.
         num_microbatches: Microbatches of the step; every stage's replicas share them.
-        num_replicas: Replicas of every stage; one each by default.
 
     >>> print(plain_forward_only(2, 3).describe())
     stage 0: 0F0 0F1 0F2
     stage 1: 1F0 1F1 1F2
     """
-    require_counts(num_stages, num_microbatches)
-    placement = plain_placement(num_stages, num_replicas=num_replicas)
-    require_shares(placement, num_microbatches)
+    placement = _placement(stages, num_microbatches)
     return Schedule(
         name="forward-only",
         placement=placement,
@@ -65,46 +63,48 @@ def plain_forward_only(num_stages: int, num_microbatches: int, *, num_replicas: 
 
 
 def one_f_one_b(
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    num_replicas: tuple[int, ...] = (),
-    in_flight: tuple[int, ...] | None = None,
+    stages: int | Placement, num_microbatches: int, *, in_flight: tuple[int, ...] | None = None
 ) -> Schedule:
-    """Order a plain pipeline as 1F1B (PipeDream-Flush; Megatron's `forward_backward_pipelining_without_interleaving`).
+    """Order stages with one virtual stage each as 1F1B.
+
+    (PipeDream-Flush; Megatron's `forward_backward_pipelining_without_interleaving`, for several modules too.)
 
     A worker of stage s runs k_s - 1 forwards (or all, if there are fewer), then one forward and one backward in turn,
     then the remaining backwards: at most k_s microbatches are in flight on it. One of them is being computed here; the
     others are this worker's share of what the next stage may have in flight on its n_(s+1) replicas:
-    k_s = 1 + ceil(n_(s+1) k_(s+1) / n_s), and 1 on the last stage. Without replicas that is P - s, as in Megatron.
+    k_s = 1 + ceil(n_(s+1) k_(s+1) / n_s), and 1 on the last stage. Without replicas that is the number of stages from
+    here to the last one, as in Megatron.
 
     Stages cannot wait for each other in a circle: before its backward of microbatch h, stage s runs forwards up to
     h + n_s (k_s - 1). An earlier stage r runs its forward of x directly after its backward of x - n_r k_r, which is a
     microbatch before h as long as n_s (k_s - 1) < n_r k_r. So everything waits for earlier microbatches or for later
-    stages. (Megatron's P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.)
+    stages. (Megatron's P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.) In a tree the next stage is the
+    successor, and stages of which neither comes before the other do not wait for each other.
 
     Args:
-        num_stages: Pipeline stages, P.
+        stages: Number of stages of a plain pipeline, or a placement: with replicas, or a tree.
         num_microbatches: Microbatches of the step; every stage's replicas share them.
-        num_replicas: Replicas of every stage, n; one each by default.
-        in_flight: Other values of k, by stage; larger ones on the first stages hide latency.
+        in_flight: Other values of k, by stage; larger ones on the first stages hide latency, and let an encoder run
+            ahead.
 
     Raises:
-        ConfigError: A count is below 1, replicas cannot share the microbatches or serve each other in turn, or stages
-            would wait for each other in a circle.
+        ConfigError: A count is below 1, replicas cannot share the microbatches, or stages would wait for each other in
+            a circle.
 
     >>> print(one_f_one_b(2, 3).describe())
     stage 0: 0F0 0F1 0B0 0F2 0B1 0B2
     stage 1: 1F0 1B0 1F1 1B1 1F2 1B2
-    >>> print(one_f_one_b(2, 4, num_replicas=(1, 2)).describe())
+    >>> print(one_f_one_b(plain_placement(2, num_replicas=(1, 2)), 4).describe())
     stage 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     stage 1 replica 0: 1F0 1B0 1F2 1B2
     stage 1 replica 1: 1F1 1B1 1F3 1B3
+    >>> print(one_f_one_b(Placement(stages=(0, 1, 2), successors=(2, 2)), 2, in_flight=(2, 1, 1)).describe())
+    stage 0: 0F0 0F1 0B0 0B1
+    stage 1: 1F0 1B0 1F1 1B1
+    stage 2: 2F0 2B0 2F1 2B1
     """
-    require_counts(num_stages, num_microbatches)
-    placement = plain_placement(num_stages, num_replicas=num_replicas)
-    require_shares(placement, num_microbatches)
-    in_flight = one_f_one_b_limits(placement.num_replicas) if in_flight is None else in_flight
+    placement = _placement(stages, num_microbatches)
+    in_flight = one_f_one_b_limits(placement) if in_flight is None else in_flight
     _check_in_flight(placement, num_microbatches, in_flight)
     orders: list[Actions] = []
     for worker in range(placement.num_workers):
@@ -114,16 +114,18 @@ def one_f_one_b(
     return Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
 
 
-def one_f_one_b_limits(num_replicas: tuple[int, ...]) -> tuple[int, ...]:
+def one_f_one_b_limits(placement: Placement) -> tuple[int, ...]:
     """Return k of :func:`one_f_one_b`, by stage: the most microbatches in flight on a worker with enough of them.
 
-    >>> one_f_one_b_limits((1, 1, 1)), one_f_one_b_limits((1, 3, 3)), one_f_one_b_limits((2, 1, 2))
-    ((3, 2, 1), (7, 2, 1), (3, 3, 1))
+    >>> [one_f_one_b_limits(plain_placement(3, num_replicas=n)) for n in ((), (1, 3, 3), (2, 1, 2))]
+    [(3, 2, 1), (7, 2, 1), (3, 3, 1)]
+    >>> one_f_one_b_limits(Placement(stages=(0, 1, 2, 3), successors=(2, 2, 3)))
+    (3, 3, 2, 1)
     """
-    limits = [1]
-    for here, behind in zip(num_replicas[-2::-1], num_replicas[::-1], strict=False):
-        limits.append(1 + math.ceil(behind * limits[-1] / here))
-    return tuple(reversed(limits))
+    limits = [1] * placement.num_stages
+    for here, behind in zip(range(placement.num_stages - 2, -1, -1), placement.successors[::-1], strict=True):
+        limits[here] = 1 + math.ceil(placement.num_replicas[behind] * limits[behind] / placement.num_replicas[here])
+    return tuple(limits)
 
 
 def interleaved_one_f_one_b(
@@ -174,6 +176,14 @@ def interleaved_one_f_one_b(
     )
 
 
+def _placement(stages: int | Placement, num_microbatches: int) -> Placement:
+    """Return the placement of stages with one virtual stage each, for so many microbatches."""
+    require_counts(stages if isinstance(stages, int) else stages.num_stages, num_microbatches)
+    placement = plain_placement(stages) if isinstance(stages, int) else stages
+    require_shares(placement, num_microbatches)
+    return placement
+
+
 def _check_in_flight(placement: Placement, num_microbatches: int, in_flight: tuple[int, ...]) -> None:
     """Refuse limits under which stages would wait for each other in a circle."""
     if len(in_flight) != placement.num_stages or min(in_flight) < 1:
@@ -183,12 +193,19 @@ def _check_in_flight(placement: Placement, num_microbatches: int, in_flight: tup
     capacity = [min(n * k, num_microbatches) for n, k in zip(placement.num_replicas, in_flight, strict=True)]
     ahead = [most - n for n, most in zip(placement.num_replicas, capacity, strict=True)]
     for stage, later in combinations(range(placement.num_stages), 2):
-        if ahead[later] >= capacity[stage]:
+        if later in _route(placement, stage) and ahead[later] >= capacity[stage]:
             raise ConfigError(
                 f"{in_flight} microbatches in flight on stages with {placement.num_replicas} replicas would deadlock: "
                 f"stage {later} would wait for {ahead[later]} microbatches more than it has run backwards, and stage "
                 f"{stage} has at most {capacity[stage]} in flight, which must be more"
             )
+
+
+def _route(placement: Placement, stage: int) -> Iterator[int]:
+    """Yield the stages that a stage's output passes, up to the last."""
+    while stage < placement.num_stages - 1:
+        stage = placement.successors[stage]
+        yield stage
 
 
 def _compute(op: Op, vstage: int, microbatch: int) -> Action:

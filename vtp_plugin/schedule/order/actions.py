@@ -35,7 +35,7 @@ class Op(TextEnum):
         return self.value.endswith("B")
 
 
-_TEXT = re.compile(r"(\d+)([A-Z_]+?)(\d+)")
+_TEXT = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -48,17 +48,20 @@ class Action:
             `2RECV_F3` receives it; `1SEND_B3` sends the gradient of virtual stage 1's input to virtual stage 0.
         microbatch: Number of the microbatch in the step, from 0. A stage that serves k replicas in turn (unequal data
             parallelism) counts the microbatches of all replicas: number i belongs to replica i mod k.
+        source: Of a message at a virtual stage with several inputs, the virtual stage that the input comes from:
+            `2RECV_F3:0` receives what virtual stage 0 sends, `2SEND_B3:0` sends its gradient back. -1 elsewhere.
 
-    >>> str(Action(op=Op.SEND_F, vstage=1, microbatch=3))
-    '1SEND_F3'
+    >>> str(Action(op=Op.SEND_F, vstage=1, microbatch=3)), str(Action(op=Op.RECV_F, vstage=2, microbatch=3, source=0))
+    ('1SEND_F3', '2RECV_F3:0')
     """
 
     op: Op
     vstage: int
     microbatch: int
+    source: int = -1
 
     def __str__(self) -> str:
-        return f"{self.vstage}{self.op}{self.microbatch}"
+        return f"{self.vstage}{self.op}{self.microbatch}" + ("" if self.source < 0 else f":{self.source}")
 
 
 def parse_action(text: str) -> Action:
@@ -68,12 +71,13 @@ def parse_action(text: str) -> Action:
         ConfigError: The text is not of this form.
 
     >>> parse_action("0RECV_B2")
-    Action(op=<Op.RECV_B: 'RECV_B'>, vstage=0, microbatch=2)
+    Action(op=<Op.RECV_B: 'RECV_B'>, vstage=0, microbatch=2, source=-1)
     """
     match = _TEXT.fullmatch(text)
     if match is None or match[2] not in Op.__members__:
         raise ConfigError(f"{text!r} is no action: write virtual stage, operation, microbatch, such as 2F0 or 1SEND_B3")
-    return Action(op=Op(match[2]), vstage=int(match[1]), microbatch=int(match[3]))
+    source = -1 if match[4] is None else int(match[4])
+    return Action(op=Op(match[2]), vstage=int(match[1]), microbatch=int(match[3]), source=source)
 
 
 def format_actions(actions: tuple[Action, ...]) -> str:

@@ -33,8 +33,8 @@ from vtp_plugin.schedule.order.messages import (
     channel_of,
     inputs_of,
     peer_of,
-    receive_for,
-    send_after,
+    receives_for,
+    sends_after,
     wait_for,
 )
 from vtp_plugin.schedule.order.schedule import Actions, Schedule
@@ -58,9 +58,9 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """
     if lookahead < 1:
         raise ConfigError(f"lookahead {lookahead}: receives are posted at least 1 compute ahead")
-    sends = (send_after(schedule.placement, compute) for order in schedule.orders for compute in order)
-    sent = by_channel(schedule.placement, (send for send in sends if send))
-    incoming = {channel: deque(map(peer_of, sends)) for channel, sends in sent.items()}
+    placement = schedule.placement
+    sent = by_channel(placement, (s for order in schedule.orders for c in order for s in sends_after(placement, c)))
+    incoming = {channel: deque(peer_of(placement, send) for send in sends) for channel, sends in sent.items()}
     posts = [_posts(schedule, order, incoming, lookahead) for order in schedule.orders]
     proofs = _proved_sends(schedule, lookahead + 1)
     orders: list[Actions] = []
@@ -68,14 +68,13 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
         actions: list[Action] = [*posts[worker][0]]
         unproved: dict[Action, None] = {}  # an ordered set
         for index, compute in enumerate(order):
-            if receive := receive_for(schedule.placement, compute):
-                actions.append(wait_for(receive))
+            actions += map(wait_for, receives_for(placement, compute))
             actions += posts[worker][index + 1]
             for send in proofs[worker][index]:
                 actions.append(wait_for(send))
                 del unproved[send]
             actions.append(compute)
-            if send := send_after(schedule.placement, compute):
+            for send in sends_after(placement, compute):
                 actions.append(send)
                 unproved[send] = None
         orders.append((*actions, *map(wait_for, unproved)))
@@ -96,14 +95,14 @@ def _posts(
     posted: set[Action] = set()
     posts: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for index, compute in enumerate(order):
-        receive = receive_for(schedule.placement, compute)
-        if receive is None or receive in posted:
-            continue
-        # There are no tags: what was sent before it on the channel is received before it, even if needed later.
-        queue = incoming[channel_of(schedule.placement, receive)]
-        due = [queue.popleft() for _ in range(queue.index(receive) + 1)]
-        posted.update(due)
-        posts[max(0, index - lookahead + 1)] += due
+        for receive in receives_for(schedule.placement, compute):
+            if receive in posted:
+                continue
+            # There are no tags: what was sent before it on the channel is received before it, even if needed later.
+            queue = incoming[channel_of(schedule.placement, receive)]
+            due = [queue.popleft() for _ in range(queue.index(receive) + 1)]
+            posted.update(due)
+            posts[max(0, index - lookahead + 1)] += due
     return posts
 
 
@@ -119,8 +118,7 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     if schedule.forward_only and placement.num_stages == placement.num_vstages:
         for order, waits in zip(orders, proofs, strict=True):
             for compute, later in zip(order, waits[max_unproved:], strict=False):
-                if send := send_after(placement, compute):
-                    later.append(send)
+                later += sends_after(placement, compute)
         return proofs
     index_of = {action: index for order in orders for index, action in enumerate(order)}
     clocks = [[0] * len(orders) for _ in orders]
@@ -128,13 +126,13 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
     open_sends: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
     for worker, index in _any_valid_order(schedule):
         compute, clock = orders[worker][index], clocks[worker]
-        if receive := receive_for(placement, compute):
-            clocks[worker] = clock = [*map(max, clock, messages.pop(receive))]
+        if receives := receives_for(placement, compute):
+            clocks[worker] = clock = [*map(max, clock, *map(messages.pop, receives))]
             proofs[worker][index] = [send for dst, taken, send in open_sends[worker] if clock[dst] > taken]
             open_sends[worker] = [entry for entry in open_sends[worker] if clock[entry[0]] <= entry[1]]
         clock[worker] = index + 1
-        if send := send_after(placement, compute):
-            peer = peer_of(send)
+        for send in sends_after(placement, compute):
+            peer = peer_of(placement, send)
             messages[peer] = [*clock]
             taker = Action(op=compute.op, vstage=peer.vstage, microbatch=peer.microbatch)
             dst = placement.worker_of(peer.vstage, peer.microbatch)
@@ -144,14 +142,13 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
 
 def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
     """List `(worker, index)` of all computes, each one after the computes that it needs."""
-    last = schedule.placement.num_vstages - 1
     done: set[Action] = set()
     numbered = [tuple(enumerate(order)) for order in schedule.orders]
     result: list[tuple[int, int]] = []
 
     def run(worker: int, entry: tuple[int, Action]) -> bool:
         index, compute = entry
-        if not inputs_of(compute, last) <= done:
+        if not inputs_of(schedule.placement, compute) <= done:
             return False
         done.add(compute)
         result.append((worker, index))

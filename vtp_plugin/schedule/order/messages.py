@@ -46,10 +46,10 @@ def channel_of(placement: Placement, action: Action) -> ChannelId:
     >>> [str(channel_of(u_placement(3), parse_action(text))) for text in ("3RECV_F0", "2RECV_B0")]
     ['boundary 2->0, forward', 'boundary 2->0, backward']
     """
-    upstream = link_of(action)
+    upstream = link_of(placement, action)
     return ChannelId.between(
         placement.worker_of(upstream, action.microbatch),
-        placement.worker_of(upstream + 1, action.microbatch),
+        placement.worker_of(placement.successors[upstream], action.microbatch),
         Direction.BACKWARD if action.op.is_backward else Direction.FORWARD,
     )
 
@@ -62,51 +62,72 @@ def by_channel(placement: Placement, actions: Iterable[Action]) -> dict[ChannelI
     return groups
 
 
-def link_of(action: Action) -> int:
-    """Return v if a message passes between the virtual stages v and v + 1.
+def link_of(placement: Placement, action: Action) -> int:
+    """Return v if a message passes between the virtual stage v and its successor.
 
     Args:
+        placement: Which virtual stage follows on which.
         action: Its send or its receive, or the wait for one of them.
     """
     # Activations are received, and gradients sent, at the end of the link that is farther along the model.
     is_at_far_end = (action.op in _SENDS) == action.op.is_backward
-    return action.vstage - 1 if is_at_far_end else action.vstage
+    if not is_at_far_end:
+        return action.vstage
+    return placement.predecessors(action.vstage)[0] if action.source < 0 else action.source
 
 
-def inputs_of(compute: Action, last_vstage: int) -> set[Action]:
+def inputs_of(placement: Placement, compute: Action) -> set[Action]:
     """Return the computes whose results a compute takes as its input.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
-    >>> sorted(map(str, inputs_of(parse_action("1B0"), 2)))
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
+    >>> sorted(map(str, inputs_of(plain_placement(3), parse_action("1B0"))))
     ['1F0', '2B0']
+    >>> two_encoders = Placement(stages=(0, 1, 2), successors=(2, 2))
+    >>> sorted(map(str, inputs_of(two_encoders, parse_action("2F0"))))
+    ['0F0', '1F0']
     """
     v = compute.vstage
-    needed = [(Op.F, v - 1)] if compute.op is Op.F else [(Op.F, v), (Op.B, v + 1)]
-    return {Action(op=op, vstage=w, microbatch=compute.microbatch) for op, w in needed if 0 <= w <= last_vstage}
+    if compute.op is Op.F:
+        needed = [(Op.F, before) for before in placement.predecessors(v)]
+    else:
+        needed = [(Op.F, v), *((Op.B, after) for after in placement.successors[v : v + 1])]
+    return {Action(op=op, vstage=w, microbatch=compute.microbatch) for op, w in needed}
 
 
-def receive_for(placement: Placement, compute: Action) -> Action | None:
-    """Return the receive of a compute's input; None if the input is a sample or comes from the same stage."""
-    op, link = (Op.RECV_F, compute.vstage - 1) if compute.op is Op.F else (Op.RECV_B, compute.vstage)
-    return _with_op(op, compute) if placement.crosses(link) else None
+def receives_for(placement: Placement, compute: Action) -> tuple[Action, ...]:
+    """Return the receives of a compute's inputs; none if they are samples or come from the same stage.
+
+    >>> from vtp_plugin.schedule.order.actions import parse_action
+    >>> [str(one) for one in receives_for(Placement(stages=(0, 1, 2), successors=(2, 2)), parse_action("2F0"))]
+    ['2RECV_F0:0', '2RECV_F0:1']
+    """
+    if compute.op is Op.F:
+        return _at_inputs(placement, Op.RECV_F, compute)
+    return (_with_op(Op.RECV_B, compute),) if placement.crosses(compute.vstage) else ()
 
 
-def send_after(placement: Placement, compute: Action) -> Action | None:
-    """Return the send of a compute's result; None if the result stays on the stage."""
-    op, link = (Op.SEND_F, compute.vstage) if compute.op is Op.F else (Op.SEND_B, compute.vstage - 1)
-    return _with_op(op, compute) if placement.crosses(link) else None
+def sends_after(placement: Placement, compute: Action) -> tuple[Action, ...]:
+    """Return the sends of a compute's results; none if they stay on the stage."""
+    if compute.op is Op.B:
+        return _at_inputs(placement, Op.SEND_B, compute)
+    return (_with_op(Op.SEND_F, compute),) if placement.crosses(compute.vstage) else ()
 
 
-def peer_of(action: Action) -> Action:
+def peer_of(placement: Placement, action: Action) -> Action:
     """Return the receive that belongs to a send, or the send that belongs to a receive.
 
     >>> from vtp_plugin.schedule.order.actions import parse_action
-    >>> [str(peer_of(parse_action(text))) for text in ("1SEND_F3", "2RECV_F3", "1SEND_B3")]
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
+    >>> [str(peer_of(plain_placement(3), parse_action(text))) for text in ("1SEND_F3", "2RECV_F3", "1SEND_B3")]
     ['2RECV_F3', '1SEND_F3', '0RECV_B3']
     """
-    link = link_of(action)
-    vstage = link if action.vstage == link + 1 else link + 1
-    return Action(op=_PEERS[action.op], vstage=vstage, microbatch=action.microbatch)
+    link, op = link_of(placement, action), _PEERS[action.op]
+    if action.vstage != link:
+        return Action(op=op, vstage=link, microbatch=action.microbatch)
+    after = placement.successors[link]
+    source = link if len(placement.predecessors(after)) > 1 else -1
+    return Action(op=op, vstage=after, microbatch=action.microbatch, source=source)
 
 
 def wait_for(action: Action) -> Action:
@@ -120,7 +141,17 @@ def started_by(wait: Action) -> Action:
 
 
 def _with_op(op: Op, action: Action) -> Action:
-    return Action(op=op, vstage=action.vstage, microbatch=action.microbatch)
+    return Action(op=op, vstage=action.vstage, microbatch=action.microbatch, source=action.source)
+
+
+def _at_inputs(placement: Placement, op: Op, compute: Action) -> tuple[Action, ...]:
+    """List the messages of one kind at all inputs of a compute's virtual stage that come from other stages."""
+    v, inputs = compute.vstage, placement.predecessors(compute.vstage)
+    return tuple(
+        Action(op=op, vstage=v, microbatch=compute.microbatch, source=before if len(inputs) > 1 else -1)
+        for before in inputs
+        if placement.crosses(before)
+    )
 
 
 _SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.WAIT_SEND_F, Op.WAIT_SEND_B})

@@ -13,8 +13,10 @@ from vtp_plugin.layout.replicas import ReplicaMap
 class Placement:
     """Where the pieces of the model lie along its depth.
 
-    A *virtual stage* is one consecutive piece of the model (a model chunk); virtual stage 0 takes the samples and the
-    last one computes the loss. A *stage* is a pipeline stage, Megatron's pipeline rank.
+    A *virtual stage* is one consecutive piece of the model (a model chunk). In a chain virtual stage 0 takes the
+    samples and the last one computes the loss. Several encoders in front of a language model make a tree: the output of
+    every virtual stage goes to one other, but the language model's first one has several inputs. A *stage* is a
+    pipeline stage, Megatron's pipeline rank.
 
     Under unequal data parallelism the stages of a pipeline have different numbers of replicas, which share the
     microbatches: replica `h mod num_replicas[i]` of stage i handles microbatch h, so a narrow stage serves the replicas
@@ -24,21 +26,27 @@ class Placement:
     Attributes:
         stages: `stages[v]` is the stage that holds virtual stage v. Every stage from 0 on holds at least one.
         num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
+        successors: `successors[v]` is the virtual stage that takes the output of v, a later one; one entry for each but
+            the last, which has the loss. By default a chain: v + 1.
 
     Raises:
         ConfigError: There is no virtual stage, a stage number is left out, the list of replicas has another length than
-            the list of stages, or two stages with a boundary between them have numbers of replicas of which neither
-            divides the other.
+            the list of stages, two stages with a boundary between them have numbers of replicas of which neither
+            divides the other, or a successor is not a later virtual stage.
 
     >>> u_placement(3).stages, u_placement(3).vstages(0), u_placement(3).chunk(3)
     ((0, 1, 2, 0), (0, 3), 1)
     >>> wide = plain_placement(2, num_replicas=(1, 2))
     >>> [(wide.worker_of(0, h), wide.worker_of(1, h)) for h in range(4)]
     [(0, 1), (0, 2), (0, 1), (0, 2)]
+    >>> two_encoders = Placement(stages=(0, 1, 2, 3), successors=(2, 2, 3))
+    >>> two_encoders.predecessors(2), two_encoders.boundaries
+    ((0, 1), ((0, 2), (1, 2), (2, 3)))
     """
 
     stages: tuple[int, ...]
     num_replicas: tuple[int, ...] = ()
+    successors: tuple[int, ...] = ()
     _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +58,13 @@ class Placement:
                 f"placement {self.stages} leaves out a stage: "
                 f"the stages 0 to {max(self.stages)} must each hold a virtual stage"
             )
+        last = self.num_vstages - 1
+        successors = self.successors or tuple(range(1, self.num_vstages))
+        if len(successors) != last or not all(v < after <= last for v, after in enumerate(successors)):
+            raise ConfigError(
+                f"successors {successors} of {self.num_vstages} virtual stages: each but the last needs a later one"
+            )
+        object.__setattr__(self, "successors", successors)
         num_replicas = self.num_replicas or (1,) * self.num_stages
         if len(num_replicas) != self.num_stages or min(num_replicas) < 1:
             raise ConfigError(f"replicas {num_replicas} of {self.num_stages} stages: each stage needs at least 1")
@@ -83,7 +98,16 @@ class Placement:
 
     def crosses(self, vstage: int) -> bool:
         """Whether the output of a virtual stage goes to another stage; False for -1 and for the last."""
-        return 0 <= vstage < self.num_vstages - 1 and self.stages[vstage] != self.stages[vstage + 1]
+        return 0 <= vstage < self.num_vstages - 1 and self.stages[vstage] != self.stages[self.successors[vstage]]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every virtual stage follows on the one before it."""
+        return self.successors == tuple(range(1, self.num_vstages))
+
+    def predecessors(self, vstage: int) -> tuple[int, ...]:
+        """List the virtual stages whose outputs a virtual stage takes; none if it takes only samples."""
+        return tuple(v for v, after in enumerate(self.successors) if after == vstage)
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
@@ -92,7 +116,7 @@ class Placement:
         >>> interleaved_placement(2, 2).boundaries, u_placement(3).boundaries
         (((0, 1), (1, 0)), ((0, 1), (1, 2), (2, 0)))
         """
-        pairs = [(self.stages[v], self.stages[v + 1]) for v in range(self.num_vstages - 1) if self.crosses(v)]
+        pairs = [(self.stages[v], self.stages[after]) for v, after in enumerate(self.successors) if self.crosses(v)]
         return tuple(dict.fromkeys(pairs))
 
     @property

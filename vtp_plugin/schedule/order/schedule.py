@@ -33,7 +33,8 @@ class Schedule:
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when anything but the name differs; ranks compare them."""
         # The numbers of replicas are in it too, in the labels of the orders.
-        text = f"{self.placement.stages} {self.num_microbatches} {self.forward_only}\n{self.describe()}"
+        follows = "" if self.placement.is_chain else f" {self.placement.successors}"
+        text = f"{self.placement.stages}{follows} {self.num_microbatches} {self.forward_only}\n{self.describe()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:

@@ -15,8 +15,8 @@ from vtp_plugin.schedule.order.messages import (
     channel_label,
     inputs_of,
     peer_of,
-    receive_for,
-    send_after,
+    receives_for,
+    sends_after,
     started_by,
     wait_for,
 )
@@ -158,8 +158,8 @@ def _message_problems(schedule: Schedule) -> Iterator[str]:
     placement = schedule.placement
     for worker, order in enumerate(schedule.orders):
         computes = [action for action in order if action.op.is_compute]
-        messages = [find(placement, compute) for compute in computes for find in (receive_for, send_after)]
-        wanted = Counter(action for message in messages if message for action in (message, wait_for(message)))
+        messages = [one for c in computes for find in (receives_for, sends_after) for one in find(placement, c)]
+        wanted = Counter(action for message in messages for action in (message, wait_for(message)))
         found = Counter(action for action in order if not action.op.is_compute)
         yield from _count_problems(placement.label(worker), found, wanted)
 
@@ -172,10 +172,8 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
         for action in order:
             pairs: list[tuple[Action, Action]] = []
             if action.op.is_compute:
-                if send := send_after(placement, action):
-                    pairs.append((action, send))
-                if receive := receive_for(placement, action):
-                    pairs.append((wait_for(receive), action))
+                pairs += [(action, send) for send in sends_after(placement, action)]
+                pairs += [(wait_for(receive), action) for receive in receives_for(placement, action)]
             elif action.op.startswith("WAIT"):
                 pairs.append((started_by(action), action))
             for first, second in pairs:
@@ -186,7 +184,7 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
     received = by_channel(placement, (action for action in actions if action.op in (Op.RECV_F, Op.RECV_B)))
     for channel in sorted(sent):
         for send, receive in zip(sent[channel], received[channel], strict=True):
-            if peer_of(send) != receive:
+            if peer_of(placement, send) != receive:
                 yield f"{channel_label(placement, channel)}: {send} is sent where {receive} is received"
                 break
 
@@ -216,15 +214,15 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
 def _needed(schedule: Schedule, action: Action, mode: Mode, lowered: bool) -> set[Action]:
     """Return the actions that must be done before a worker can get past an action."""
     if action.op.is_compute:
-        computes = inputs_of(action, schedule.placement.num_vstages - 1)
+        computes = inputs_of(schedule.placement, action)
         stage_of = schedule.placement.stages
         # In a lowered schedule the wait before the compute takes care of what other workers do. Comparing stages is
         # enough: all virtual stages of one stage handle a microbatch on the same worker.
         return {c for c in computes if not lowered or stage_of[c.vstage] == stage_of[action.vstage]}
     if action.op in (Op.WAIT_RECV_F, Op.WAIT_RECV_B):
         receive = started_by(action)
-        return {receive, peer_of(receive)}
+        return {receive, peer_of(schedule.placement, receive)}
     if action.op in (Op.WAIT_SEND_F, Op.WAIT_SEND_B):
         send = started_by(action)
-        return {send, peer_of(send)} if mode == "rendezvous" else {send}
+        return {send, peer_of(schedule.placement, send)} if mode == "rendezvous" else {send}
     return set()  # posting a send or a receive never blocks
