@@ -141,9 +141,9 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     from vtp_plugin.patches.core.models.mimo import optimizer
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.models.mimo.model import base
-    from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
+    from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator, multimodule_communicator
 
     surroundings = Surroundings(lambda: session)
-    modules = (bridge_communicator, colocated_communicator, optimizer)
+    modules = (bridge_communicator, colocated_communicator, optimizer, multimodule_communicator)
     records = (record for module in modules for record in module.records(surroundings))
     return host.placed((*records, *base.records()))

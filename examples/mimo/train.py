@@ -41,13 +41,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="default %(default)s")
     parser.add_argument("--microbatches", type=int, default=3, help="default %(default)s")
     parser.add_argument("--vtp-bridges", action="store_true", help="let the plugin's bridge join the grids")
+    parser.add_argument(
+        "--vtp-schedule",
+        choices=("stock", "planned"),
+        default="stock",
+        help="planned: the plugin's order (default: stock)",
+    )
+    parser.add_argument(
+        "--vtp-in-flight", metavar="N,N,...", help="planned: most microbatches in flight on every stage"
+    )
     return parser.parse_args()
 
 
 options = parse()
 # First of all: before Megatron is imported.
 if options.vtp_bridges:
-    vtp_plugin.apply(device="cpu", bridges=True)
+    vtp_plugin.apply(device="cpu", bridges=True, schedule=options.vtp_schedule, in_flight=options.vtp_in_flight)
 else:
     choose_device("cpu")
 

@@ -25,7 +25,7 @@ from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.bridge import BridgeChannel
+from vtp_plugin.runtime.bridge_channel import BridgeChannel
 
 SHIFT = 1000.0
 
@@ -176,7 +176,7 @@ def _cross(one: BridgeCase, when_open: Callable[[], None] = lambda: None) -> lis
 def wait_for_sends(bridge: Any) -> None:
     """Wait as a bridge does when it ends, so that a trace has the waits."""
     if getattr(bridge, "_vtp", None) is not None:
-        bridge._vtp._opens.wait()
+        bridge.vtp_bridge._opens.wait()
 
 
 def _exchange(bridge: Any, one: BridgeCase) -> list[str]:

@@ -35,6 +35,8 @@ class MimoCase:
         audit: file that records every message.
         counts_in_megatron: the language model's gradients are divided by Megatron, not by the example.
         bf16: weights, and what crosses, have 16 bits.
+        is_planned: the plugin's order in the place of Megatron's 1F1B.
+        in_flight: most microbatches in flight on every stage of every module, encoders first.
     """
 
     vision: Sizes | None = None
@@ -51,6 +53,8 @@ class MimoCase:
     audit: str | None = None
     counts_in_megatron: bool = False
     bf16: bool = False
+    is_planned: bool = False
+    in_flight: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -58,8 +62,10 @@ class MimoCase:
 
     def alone(self) -> MimoCase:
         """Return the case of the same model, data and steps on one rank."""
-        sizes: dict[str, Any] = {"vision": None, "sound": None, "language": None, "audit": None}
-        ways = dict.fromkeys(("distributed_optimizer", "overlap", "is_stock", "counts_in_megatron"), False)
+        sizes: dict[str, Any] = {"vision": None, "sound": None, "language": None, "audit": None, "in_flight": None}
+        ways = dict.fromkeys(
+            ("distributed_optimizer", "overlap", "is_stock", "counts_in_megatron", "is_planned"), False
+        )
         return replace(self, **sizes, **ways)
 
     def __str__(self) -> str:
@@ -67,7 +73,7 @@ class MimoCase:
         words = [f"{encoders} -> {self.language}"]
         words += [
             name
-            for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock", "bf16")
+            for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock", "bf16", "is_planned")
             if getattr(self, name)
         ]
         return ", ".join(words) + (", no clipping" if not self.clip else "")

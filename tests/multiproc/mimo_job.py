@@ -32,7 +32,7 @@ from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.bridge import BridgeChannel
+from vtp_plugin.runtime.bridge_channel import BridgeChannel
 
 
 class AttentionToAll(GatheredAttention):
@@ -71,12 +71,54 @@ def _train(case: MimoCase, run: Any) -> MimoResult:
         run.model.config.finalize_model_grads_func = functools.partial(_finalize, run)
     for step in range(NUM_STEPS):
         steps.append(run.step(draw_batches(case, step)))
+    assert case.is_planned == hasattr(getattr(run, "communicator", None), "vtp_modules"), "another schedule ran"
     tp_rank = 0 if isinstance(run, Alone) else run.groups.tp.rank()
     parts = {
         name: Part(axis=axis, tp_rank=tp_rank, values=part.detach().float().numpy(), gradient=gradients.get(name))
         for name, part, axis in named_parts(run.model)
     }
     return MimoResult(steps=steps, parts=parts)
+
+
+def evaluate(case: MimoCase) -> tuple[list[tuple[float, float]], str]:
+    """Compute losses, train a step between, and compute them again; return them, and the order of a training step."""
+    init_gloo()
+    with _applied(case):
+        run = _make(case)
+        try:
+            losses = []
+            with torch.no_grad():
+                losses.append(run.run(draw_batches(case, 0), forward_only=True))
+            run.step(draw_batches(case, 0))
+            with torch.no_grad():
+                losses.append(run.run(draw_batches(case, 0), forward_only=True))
+            modules = getattr(run.communicator, "vtp_modules", None)
+            number = len(case.pictures)
+            order = modules and modules.runner.schedule(number, forward_only=False, group_size=None)
+            return losses, order.describe() if order else ""
+        finally:
+            run.close()
+            del run
+            gc.collect()
+
+
+def refused(case: MimoCase, topology: dict[str, list[str]] | None, *, is_fixed: bool) -> str:
+    """Train a step of modules that no planned order fits; return this rank's error."""
+    init_gloo()
+    with _applied(case):
+        run = _make(case)
+        try:
+            if topology is not None:
+                run.communicator.topology = topology
+            run.model.config.variable_seq_lengths = not is_fixed
+            run.step(draw_batches(case, 0))
+        except ConfigError as error:
+            return str(error)
+        finally:
+            run.close()
+            del run
+            gc.collect()
+    return "nothing"
 
 
 def resume(case: MimoCase, path: str) -> list[str]:
@@ -222,7 +264,14 @@ def _applied(case: MimoCase) -> Iterator[None]:
         with cpu_only(), _stock_on_gloo():
             yield
         return
-    vtp_plugin.apply(device="cpu", bridges=True, timeout_s=TIMEOUT_S, audit=case.audit)
+    vtp_plugin.apply(
+        device="cpu",
+        bridges=True,
+        timeout_s=TIMEOUT_S,
+        audit=case.audit,
+        schedule="planned" if case.is_planned else "stock",
+        in_flight=case.in_flight,
+    )
     try:
         yield
     finally:

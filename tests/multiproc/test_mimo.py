@@ -89,11 +89,19 @@ def test_two_encoders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) 
 
 ORDERED = [
     MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS),
+    MimoCase(
+        vision=Sizes(dp=2),
+        sound=Sizes(),
+        language=Sizes(stage_tp=(1, 2)),
+        clips=CLIPS,
+        is_planned=True,
+        in_flight=(4, 3, 2, 1),
+    ),
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2)),
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(ORDERED, 1), ids=str)
+@pytest.mark.parametrize("case", defaults_first(ORDERED, 2), ids=str)
 def test_bridges_of_encoders_and_a_pipeline_together_pass_all_models(pool: Pool, case: MimoCase) -> None:
     texts = pool.run(case.world_size, "tests.multiproc.mimo_job:record", {"case": case})
     traces = [parse_trace(text) for text in texts]
@@ -166,6 +174,64 @@ STAGES = [
 def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
+PLANNED = [
+    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS, is_planned=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2), is_planned=True, in_flight=(4, 2, 1), overlap=True),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(), is_planned=True, in_flight=(9,)),
+    MimoCase(vision=Sizes(tp=2), language=Sizes(cp=2, pp=2), is_planned=True, is_frozen=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2)), is_planned=True, in_flight=(4, 3, 2, 1)),
+    MimoCase(
+        vision=Sizes(dp=4),
+        language=Sizes(stage_tp=(1, 4, 4)),
+        pictures=FOUR,
+        is_planned=True,
+        optimizer="adam",
+        distributed_optimizer=True,
+    ),
+    MimoCase(
+        vision=Sizes(tp=2, sequence_parallel=True),
+        language=Sizes(tp=2, pp=2, sequence_parallel=True),
+        is_planned=True,
+    ),
+    MimoCase(vision=Sizes(dp=3), sound=Sizes(), language=Sizes(cp=2, pp=2), clips=CLIPS, is_planned=True),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(PLANNED, 2), ids=str)
+def test_planned_orders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    oracle = mimo_runs.oracle(case)
+    assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
+def test_a_planned_evaluation_gives_the_losses_of_megatrons(pool: Pool) -> None:
+    """The encoder runs four microbatches ahead in training; Megatron's order lets it run two."""
+    planned = MimoCase(vision=Sizes(dp=2), language=Sizes(pp=2), is_planned=True, in_flight=(4, 2, 1))
+    job = "tests.multiproc.mimo_job:evaluate"
+    ours = pool.run(planned.world_size, job, {"case": planned})
+    theirs = pool.run(planned.world_size, job, {"case": replace(planned, is_planned=False, in_flight=None)})
+    assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]
+    before, after = ours[-1][0]
+    assert before != after, "it trains nothing"
+    assert all(order.startswith("stage 0: 0RECV_B0 0F0 0SEND_F0 0RECV_B1 0F1") for _, order in ours), ours[0]
+
+
+@pytest.mark.parametrize(
+    ("topology", "is_fixed", "line"),
+    [
+        ({"vision": [], "language": []}, False, "the modules vision, language feed no other"),
+        ({"vision": ["language", "sound"], "language": []}, False, "module 'vision' feeds language, sound"),
+        (None, True, "variable_seq_lengths=False; modules have tensors of different shapes"),
+    ],
+)
+def test_what_no_planned_order_fits_is_refused_on_all_ranks(
+    pool: Pool, topology: dict[str, list[str]] | None, is_fixed: bool, line: str
+) -> None:
+    case = MimoCase(vision=Sizes(dp=2), language=Sizes(), is_planned=True)
+    kwargs = {"case": case, "topology": topology, "is_fixed": is_fixed}
+    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:refused", kwargs)
+    assert all(line in answer for answer in answers), answers
 
 
 def test_megatron_counts_the_tokens_of_stages_of_different_sizes(mimo_runs: MimoRuns) -> None:

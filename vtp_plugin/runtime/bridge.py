@@ -8,131 +8,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import HEADER_FIELDS, BridgeSpec, unit_widths
-from vtp_plugin.boundary.bridge_end import BridgeEnd
-from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.side import Shape, Side
-from vtp_plugin.errors import ConfigError, PeerError
+from vtp_plugin.boundary.bridge import unit_widths
+from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.channel import DTYPES, Channel, RecvWork, TensorFormat
-from vtp_plugin.runtime.transfers import Parcel
-from vtp_plugin.runtime.work import OpenSends
-
-Batch = Shape
-"""Rows and depth of the whole tensor, then the length of every unit of the batch. Of units that neither come to this
-rank nor leave it, the length is 0."""
-
-
-class BridgeChannel(Channel):
-    """One direction of a bridge. A header has one row for every share of the batch that a rank gets units of."""
-
-    spec: BridgeSpec
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what a channel takes."""
-        super().__init__(*args, **kwargs)
-        self._batches: dict[RecvWork, Batch] = {}
-
-    @property
-    def header_length(self) -> int:
-        """Integers of the header of one share."""
-        return self.spec.header_length
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether messages are coalesced: then all of them use one communicator of the backend."""
-        return not self._platform.host_blocking_wait
-
-    def batch_of(self, tensor: torch.Tensor, sizes: Sequence[int] | None) -> Batch:
-        """Describe this rank's share of the batch.
-
-        Args:
-            tensor: `[rows, batch, depth]`, this rank's part.
-            sizes: tokens of every sample, or of every unit; None cuts the share evenly.
-
-        Raises:
-            ConfigError: the share cannot be cut for the other module.
-        """
-        side, end = self._own_end
-        rows = tensor.shape[0] * side.num_parts(is_sharded=end.is_sliced(num_dims=self.spec.num_dims))
-        own = self.spec.units_of(dist.get_rank())
-        widths = [0] * self.spec.num_units
-        widths[own.start : own.stop] = unit_widths(tensor.shape[1], len(own), sizes)
-        return (rows, tensor.shape[2], *widths)
-
-    def send_batch(self, tensor: torch.Tensor, batch: Batch, form: TensorFormat, opens: OpenSends) -> None:
-        """Send this rank's part `[rows, batch, depth]`."""
-        opens.add(self._send(tensor, batch, form))
-
-    def post_batch(self, form: TensorFormat, batch: Batch | None) -> RecvWork:
-        """Post the receive of the next tensor; its header comes first if the batch is not known."""
-        return self._post(form, batch)
-
-    def batch_received(self, work: RecvWork) -> Batch:
-        """Return the batch of a receive, once it was posted; once only."""
-        return self._batches.pop(work)
-
-    def local_shape_of(self, batch: Batch) -> Shape:
-        """Return the shape of this rank's part of a batch."""
-        rows, depth, *widths = batch
-        side, end = self._own_end
-        own = self.spec.units_of(dist.get_rank())
-        parts = side.num_parts(is_sharded=end.is_sliced(num_dims=self.spec.num_dims))
-        return rows // parts, sum(widths[own.start : own.stop]), depth
-
-    def warm_up(self) -> None:
-        """Let the backend connect."""
-        self._transfers.warm_up(self.spec.probe, is_batched=self.is_batched)
-
-    @property
-    def _own_end(self) -> tuple[Side, BridgeEnd]:
-        is_src = dist.get_rank() in self.spec.src.ranks
-        return (self.spec.src, self.spec.src_end) if is_src else (self.spec.dst, self.spec.dst_end)
-
-    def _post_tensor(self, receive: RecvWork, whole: Batch) -> None:
-        self._batches[receive] = whole
-        super()._post_tensor(receive, whole)
-
-    def _parcel(self, whole: Batch, form: TensorFormat, position: str, peer: str) -> Parcel:
-        rows, depth, *widths = whole
-        parcel = super()._parcel((rows, self.spec.num_units, depth), form, position, peer)
-        return replace(parcel, widths=tuple(widths))
-
-    def _header_parcel(self, position: str, peer: str) -> Parcel:
-        parcel = super()._header_parcel(position, peer)
-        return replace(parcel, cargo=Cargo.BRIDGE_HEADER, is_batched=self.is_batched)
-
-    def _header_of(self, whole: Batch, position: str) -> tuple[int, ...]:
-        rows, depth, *widths = whole
-        own = self.spec.units_of(dist.get_rank())
-        return (rows, depth, *widths[own.start : own.stop])
-
-    def _shape_in(self, header: torch.Tensor, receive: RecvWork) -> Batch:
-        lines = [[int(value) for value in line] for line in header.tolist()]
-        known = {(rows, depth, code) for rows, depth, *_, code in lines}
-        rows, depth, code = min(known)
-        sent = DTYPES[code] if 0 <= code < len(DTYPES) else f"type {code}"
-        if len(known) > 1 or sent != receive.form.dtype or min(rows, depth) < 1:
-            # To receive it would end the process inside the backend.
-            said = " and ".join(f"{DTYPES[c]} of {r} rows and {d} columns" for r, d, c in sorted(known))
-            raise ConfigError(
-                f"{receive.position}: {self._sources} would send {said}, expected is one shape of "
-                f"{receive.form.dtype}; give both modules one hidden size, sequence length and type (comm_dtype)"
-            )
-        own = self.spec.units_of(dist.get_rank())
-        sent_units = self.spec.num_units // self.spec.src.num_replicas
-        widths = [0] * self.spec.num_units
-        first_share = own.start // sent_units
-        for share, line in enumerate(lines, first_share):
-            widths[share * sent_units : (share + 1) * sent_units] = line[HEADER_FIELDS - 1 : -1]
-        # Of shares that this rank gets in part, the units of others do not matter.
-        kept = [width if unit in own else 0 for unit, width in enumerate(widths)]
-        return (rows, depth, *kept)
+from vtp_plugin.runtime.bridge_channel import Batch, BridgeChannel
+from vtp_plugin.runtime.channel import RecvWork, TensorFormat
+from vtp_plugin.runtime.work import OpenSends, SendWork
 
 
 class Bridge:
@@ -176,6 +60,8 @@ class Bridge:
         self._posted: deque[RecvWork] = deque()
         # Of microbatches whose gradient has not come back.
         self._batches: deque[Batch] = deque()
+        # Receives of gradients whose shape is not known yet.
+        self._expected: deque[ExpectedGradient] = deque()
         # Where none crosses: zeros for tensors whose gradient Megatron's schedules need.
         self._zeros: deque[torch.Tensor | None] = deque()
         weakref.finalize(self, _drain, self._opens)
@@ -192,12 +78,15 @@ class Bridge:
             raise ConfigError(f"{self._forward.spec.name}: has_gradient is set after the first message; set it before")
         self._has_gradient = value
 
-    def send_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
+    def send_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> SendWork:
         """Send this rank's part of an activation.
 
         Args:
             tensor: with the module's axes.
             sizes: tokens of every sample, where they differ.
+
+        Returns:
+            A handle, for a caller that waits itself; the bridge keeps one too.
 
         Raises:
             ConfigError: the tensor is not what the other module expects, or cannot be cut for it.
@@ -205,7 +94,9 @@ class Bridge:
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
         self._note(batch)
         self._note_zeros(tensor)
-        self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        self._post_expected()
+        return work
 
     def post_forward(self) -> None:
         """Post the receive of the next activation, before the compute that hides it."""
@@ -224,13 +115,21 @@ class Bridge:
         # Also where no gradient goes back: Megatron's schedules ask every input for its gradient.
         return tensor.requires_grad_(torch.is_grad_enabled())
 
-    def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
-        """Send the gradient of the oldest activation that has none yet; arguments and error as for send_forward."""
+    def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> SendWork:
+        """Send the gradient of the oldest activation that has none yet; all else as for send_forward."""
         if not self._has_gradient:
-            return
+            return SendWork((), (), lambda _works: None)
         known = self._batches.popleft() if self._batches else None
         batch = self._checked(self._backward, grad, sizes, known)
-        self._send(self._backward, grad, batch, has_header=known is None)
+        return self._send(self._backward, grad, batch, has_header=known is None)
+
+    def expect_backward(self) -> ExpectedGradient:
+        """Post the receive of the next gradient as soon as its shape is known: that of its activation, once sent."""
+        expected = ExpectedGradient(self)
+        if self._has_gradient:
+            self._expected.append(expected)
+            self._post_expected()
+        return expected
 
     def post_backward(self) -> RecvWork | None:
         """Post the receive of the next gradient; None if none comes back."""
@@ -267,6 +166,10 @@ class Bridge:
         self.send_backward(grad, sizes)
         return self.recv_forward()
 
+    def _post_expected(self) -> None:
+        while self._expected and self._batches:
+            self._expected.popleft().work = self._post_backward(self._batches.popleft())
+
     def _post_backward(self, known: Batch | None) -> RecvWork:
         return self._backward.post_batch(self._form if known is None else self._known, known)
 
@@ -280,9 +183,9 @@ class Bridge:
             zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
             self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
 
-    def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> None:
+    def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> SendWork:
         form = self._form if has_header else self._known
-        channel.send_batch(self._axes.to_plan(tensor), batch, form, self._opens)
+        return channel.send_batch(self._axes.to_plan(tensor), batch, form, self._opens)
 
     def _checked(
         self, channel: BridgeChannel, tensor: torch.Tensor, sizes: Sequence[int] | None, known: Batch | None
@@ -336,6 +239,28 @@ class Bridge:
             raise ConfigError(f"{spec.name}: {length} tokens cannot be cut into {shares} equal parts; see fixed_shape")
         widths = unit_widths(length // shares, spec.num_units // spec.src.num_replicas)
         return (rows, depth, *(widths * spec.src.num_replicas))
+
+
+class ExpectedGradient:
+    """A receive of a gradient, under way once its activation is sent.
+
+    Attributes:
+        work: the receive; None before, and where none crosses.
+    """
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.work: RecvWork | None = None
+        self._bridge = bridge
+
+    def take(self) -> torch.Tensor | None:
+        """Wait, and return the gradient; None or zeros of a frozen encoder, as ``take_backward`` says.
+
+        Raises:
+            PlanError: its activation was not sent.
+        """
+        if self.work is None and self._bridge.has_gradient:
+            raise PlanError("a gradient is waited for before its activation is sent")
+        return self._bridge.take_backward(self.work)
 
 
 def _drain(opens: OpenSends) -> None:

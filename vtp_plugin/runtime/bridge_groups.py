@@ -11,7 +11,7 @@ from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.bridge import BridgeChannel
+from vtp_plugin.runtime.bridge_channel import BridgeChannel
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transfers import ChannelGroups

@@ -111,6 +111,10 @@ class PipelineCommunicator:
         """Tell whether there is a neighbour for ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``."""
         return name in self._channels
 
+    def channel(self, name: str) -> Channel:
+        """Return the channel of ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``; there is a neighbour."""
+        return self._channels[name]
+
     def start_step(self) -> None:
         """Begin a pass over the microbatches: finish the sends of the last one, and count from 0 again."""
         self.finish_step()

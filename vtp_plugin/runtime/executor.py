@@ -14,8 +14,8 @@ import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
-from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.links import Link, Receive, Send
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of, receives_for, sends_after, started_by
 from vtp_plugin.schedule.order.placement import Placement
@@ -69,7 +69,7 @@ class Executor:
         self,
         schedule: Schedule,
         worker: int,
-        channels: Mapping[ChannelId, Channel],
+        channels: Mapping[ChannelId, Link],
         form: TensorFormat,
         shape: Sequence[int],
         compute: Compute,
@@ -85,11 +85,11 @@ class Executor:
         self._shape = shape
         self._compute = compute
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
-        self._posted: dict[Action, RecvWork] = {}
+        self._posted: dict[Action, Receive] = {}
         self._received: dict[Action, torch.Tensor | None] = {}
         self._results: dict[Action, torch.Tensor] = {}
         self._kept: dict[tuple[int, int], tuple[Inputs, torch.Tensor]] = {}
-        self._sends: dict[Action, SendWork] = {}
+        self._sends: dict[Action, Send] = {}
         self._handlers: Mapping[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -112,7 +112,7 @@ class Executor:
         if left:
             raise PlanError(f"{self._schedule.name}: a step ended with tensors left over ({', '.join(left)})")
 
-    def _channel(self, action: Action) -> Channel:
+    def _channel(self, action: Action) -> Link:
         return self._channels[channel_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:

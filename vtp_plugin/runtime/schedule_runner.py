@@ -13,6 +13,7 @@ from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.executor import Compute, Executor
+from vtp_plugin.runtime.links import Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
@@ -62,7 +63,7 @@ class ScheduleRunner:
         self,
         placement: Placement,
         worker: int,
-        channels: Mapping[ChannelId, Channel],
+        channels: Mapping[ChannelId, Link],
         ranks: Ranks,
         platform: Platform,
         options: ScheduleOptions,
@@ -160,7 +161,8 @@ class ScheduleRunner:
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
             outputs = timed.shapes
-            tried = measure_links(self.placement, self._channels, form, shape, outputs, self._platform)
+            channels = {name: link for name, link in self._channels.items() if isinstance(link, Channel)}
+            tried = measure_links(self.placement, channels, form, shape, outputs, self._platform)
             self._report = {**timed.report(), **tried}
             self._timed = None
         if time is not None:

@@ -133,7 +133,7 @@ class _OverChannels:
         )
         self.src_grid, self.dest_grid = src_grid, dest_grid
         self._has_gradient = has_gradient
-        self._vtp = self._open(groups, fixed_shape, has_gradient)
+        self.vtp_bridge = self._open(groups, fixed_shape, has_gradient)
 
     @property
     def has_gradient(self) -> bool:
@@ -143,8 +143,8 @@ class _OverChannels:
     @has_gradient.setter
     def has_gradient(self, value: bool) -> None:
         self._has_gradient = value
-        if self._vtp is not None:
-            self._vtp.has_gradient = value
+        if self.vtp_bridge is not None:
+            self.vtp_bridge.has_gradient = value
 
     def _open(
         self, groups: Sequence[BridgeGroups], fixed_shape: Sequence[int] | None, has_gradient: bool
@@ -261,7 +261,7 @@ class _OverChannels:
                 "ColocatedBridgeCommunicator"
             )
         ranks = self.src_grid_broadcast_ranks if end == "src" else self.dest_grid_broadcast_ranks
-        return self._vtp if self.current_rank in ranks else None
+        return self.vtp_bridge if self.current_rank in ranks else None
 
 
 def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:

@@ -52,7 +52,7 @@ def _read_format(session: Session, config: Any) -> TensorFormat:
     return form
 
 
-def _module_format(session: Session, module: ModulePipeline, config: Any) -> TensorFormat:
+def module_format(session: Session, module: ModulePipeline, config: Any) -> TensorFormat:
     """Read how tensors cross between the stages of a module; the first time its ranks compare it.
 
     Raises:
@@ -169,7 +169,7 @@ def communicator_class(session: Session, original: type) -> type:
             if self._vtp_format is None:
                 # All ranks compare the format. A script may call the constructor on some ranks only.
                 if self._vtp_module is not None:
-                    self._vtp_format = _module_format(session, self._vtp_module, self.config)
+                    self._vtp_format = module_format(session, self._vtp_module, self.config)
                 else:
                     self._vtp_format = tensor_format(session, self.config)
                 self._vtp.start_step()

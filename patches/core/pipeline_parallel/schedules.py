@@ -210,7 +210,7 @@ def forward_backward(
         },
         first_val_step=first_val_step,
     )
-    with _timed(config):
+    with timed_step(config):
         with compute.sync.step():
             runner.run(schedule, form, shape, compute)
         if config.finalize_model_grads_func is not None and not forward_only:
@@ -223,7 +223,7 @@ def forward_backward(
 
 
 @contextmanager
-def _timed(config: Any) -> Iterator[None]:
+def timed_step(config: Any) -> Iterator[None]:
     """Measure a step with Megatron's timer."""
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
