@@ -107,7 +107,8 @@ def apply(
             last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
             in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
         audit: file that records every message between stages; each rank adds its number to the name.
-        in_flight: of a U-shaped pipeline: most microbatches in flight, on all stages or on each.
+        in_flight: of a U-shaped pipeline, or of modules in a planned order: most microbatches in flight, on all stages
+            or on each.
         costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;
             ``None`` measures it.
         replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see

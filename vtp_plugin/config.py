@@ -144,12 +144,14 @@ class VtpConfig:
     schedule: ScheduleName = _when(
         "stock",
         "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders, but posts every receive "
-        "before the compute that precedes it, and no compute waits for a send",
+        "before the compute that precedes it, and no compute waits for a send; with --vtp-bridges also the orders of "
+        "several modules",
     )
     in_flight: tuple[int, ...] | None = _when(
         None,
         "U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that many "
-        "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two",
+        "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two. Modules "
+        "in a planned order: on each stage of all modules, encoders first, to let an encoder run ahead",
         "8,4,4",
         parse=parse_in_flight,
     )

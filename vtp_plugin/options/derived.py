@@ -22,7 +22,7 @@ _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What the user says about the order of a U-shaped pipeline; other orders are fixed.
+    """What the user says about the order of a U-shaped pipeline, or of several modules; other orders are fixed.
 
     Attributes:
         costs: in ms; None lets the first steps measure them.

@@ -123,6 +123,7 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
         for flag, sizes in lists
         if sizes
     ]
-    if config.has_planned_schedule:
+    # Modules with grids of their own have stages without a list.
+    if config.has_planned_schedule and not config.bridges:
         problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")
     return tuple(problems)

@@ -226,7 +226,8 @@ class _Compute:
     reports: list[Any] = field(default_factory=list[Any])
 
     def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
-        output, num_tokens = schedules.forward_step(
+        step: Any = schedules.forward_step
+        output, num_tokens = step(
             data_iterator=self.iterator,
             model=self.model,
             input_tensor=self._by_module(activation),
@@ -253,7 +254,7 @@ class _Compute:
     ) -> Inputs:
         inputs, name = self._by_module(activation), self.modules.name
         with self.sync.backward(0, is_last=is_last):
-            found: Any = schedules.backward_step_multimodule(
+            found = schedules.backward_step_multimodule(
                 inputs,
                 output if self.is_last_stage else {name: output},
                 None if self.is_last_stage else {name: gradient},
