@@ -71,6 +71,10 @@ def _train(case: MimoCase, run: Any) -> MimoResult:
         run.model.config.finalize_model_grads_func = functools.partial(_finalize, run)
     for step in range(NUM_STEPS):
         steps.append(run.step(draw_batches(case, step)))
+    if isinstance(run, Spread) and not case.is_stock and run.own_name != LANGUAGE and not case.is_frozen:
+        bridges = [one.vtp_bridge for one in run.communicator.bridge_comms if one.vtp_bridge is not None]
+        kept = [work for bridge in bridges for work in bridge._opens._works if not work.is_done]
+        assert bridges and not kept, f"{len(kept)} activations are kept after their gradients came"
     assert case.is_planned == hasattr(getattr(run, "communicator", None), "vtp_modules"), "another schedule ran"
     tp_rank = 0 if isinstance(run, Alone) else run.groups.tp.rank()
     parts = {

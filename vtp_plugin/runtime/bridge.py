@@ -60,6 +60,8 @@ class Bridge:
         self._posted: deque[RecvWork] = deque()
         # Of microbatches whose gradient has not come back.
         self._batches: deque[Batch] = deque()
+        # Activations whose gradient has not come.
+        self._sent: deque[SendWork] = deque()
         # Receives of gradients whose shape is not known yet.
         self._expected: deque[ExpectedGradient] = deque()
         # Where none crosses: zeros for tensors whose gradient Megatron's schedules need.
@@ -92,9 +94,7 @@ class Bridge:
             ConfigError: the tensor is not what the other module expects, or cannot be cut for it.
         """
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
-        self._note(batch)
-        self._note_zeros(tensor)
-        work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        work = self._send_forward(tensor, batch)
         self._post_expected()
         return work
 
@@ -145,6 +145,9 @@ class Bridge:
             return self._zeros.popleft() if self._zeros else None
         tensor = self._axes.from_plan(work.take())
         self._backward.batch_received(work)
+        if self._sent:
+            # Its gradient proves that the activation has come, so this takes no time, and frees the activation.
+            self._sent.popleft().wait()
         return tensor
 
     def exchange_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor | None:
@@ -152,9 +155,7 @@ class Bridge:
         # The activation may be the first one: whether a gradient has a header depends on what came before.
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
         earlier = self._batches.popleft() if self._batches else None
-        self._send(self._forward, tensor, batch, has_header=self._fixed is None)
-        self._note(batch)
-        self._note_zeros(tensor)
+        self._send_forward(tensor, batch)
         if not self._has_gradient:
             return self.take_backward(None)
         return self.take_backward(self._post_backward(earlier))
@@ -182,6 +183,14 @@ class Bridge:
         if not self._has_gradient and torch.is_grad_enabled():
             zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
             self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
+
+    def _send_forward(self, tensor: torch.Tensor, batch: Batch) -> SendWork:
+        work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        self._note(batch)
+        self._note_zeros(tensor)
+        if self._has_gradient and torch.is_grad_enabled():
+            self._sent.append(work)
+        return work
 
     def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> SendWork:
         form = self._form if has_header else self._known
