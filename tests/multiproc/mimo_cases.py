@@ -36,6 +36,7 @@ class MimoCase:
         counts_in_megatron: the language model's gradients are divided by Megatron, not by the example.
         bf16: weights, and what crosses, have 16 bits.
         is_planned: the plugin's order in the place of Megatron's 1F1B.
+        has_fixed_shape: every replica of the encoder sends as many rows in every microbatch, without headers.
         in_flight: most microbatches in flight on every stage of every module, encoders first.
     """
 
@@ -54,6 +55,7 @@ class MimoCase:
     counts_in_megatron: bool = False
     bf16: bool = False
     is_planned: bool = False
+    has_fixed_shape: bool = False
     in_flight: tuple[int, ...] | None = None
 
     @property
@@ -73,7 +75,15 @@ class MimoCase:
         words = [f"{encoders} -> {self.language}"]
         words += [
             name
-            for name in ("is_frozen", "distributed_optimizer", "overlap", "is_stock", "bf16", "is_planned")
+            for name in (
+                "is_frozen",
+                "distributed_optimizer",
+                "overlap",
+                "is_stock",
+                "bf16",
+                "is_planned",
+                "has_fixed_shape",
+            )
             if getattr(self, name)
         ]
         return ", ".join(words) + (", no clipping" if not self.clip else "")

@@ -249,7 +249,7 @@ def _make(case: MimoCase) -> Any:
         encoders = (VISION, SOUND) if case.clips else (VISION,)
         return Alone(ATTENTION, is_frozen=case.is_frozen, clip=case.clip, optimizer=case.optimizer, encoders=encoders)
     sizes = {VISION: case.vision, **({SOUND: case.sound} if case.sound else {}), LANGUAGE: case.language}
-    return Spread(
+    run = Spread(
         sizes,
         ATTENTION,
         is_frozen=case.is_frozen,
@@ -259,6 +259,11 @@ def _make(case: MimoCase) -> Any:
         overlap=case.overlap,
         dtype=dtype,
     )
+    if case.has_fixed_shape:
+        share = sum(case.pictures[0]) // case.vision.dp * mimo_model.NUM_PATCHES
+        for bridge in run.communicator.bridge_comms:
+            bridge.fixed_shape = (share, mimo_model.HIDDEN[LANGUAGE])
+    return run
 
 
 @contextmanager

@@ -117,3 +117,24 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
         main(("plan", "--bridge", *words))
     text = capsys.readouterr().err
     assert error.value.code == 2 and line in text and text.count("\n") == 1
+
+
+def test_simulate_shows_how_far_an_encoder_runs_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    """An encoder that shares nothing with the language model keeps what it is let; a slow bridge pays for that."""
+    words = ("--bridge", "vision=1,1,2", "sound=1,1,1", "language=1,2,2", "--num-microbatches", "8", "--json")
+    costs = ("--vtp-costs", "forward_ms=1,1,2,2", "latency_ms=9,9,0")
+    found = [
+        json.loads(output_of(capsys, "simulate", *words, *costs, *ahead))
+        for ahead in ((), ("--vtp-in-flight", "8,8,2,1"))
+    ]
+    assert [[stage["in_flight"] for stage in one["stages"]] for one in found] == [[3, 3, 2, 1], [8, 8, 2, 1]]
+    assert found[1]["step"] < 0.8 * found[0]["step"]
+    assert found[0]["schedule"]["why"].startswith(
+        "order: 1F1B of all modules, whose first stages are 0 vision, 1 sound"
+    )
+
+
+def test_simulate_needs_the_number_of_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(("simulate", "--bridge", *THREE))
+    assert "give --num-microbatches" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Bridges between modules on the command line: ``plan --bridge`` and ``draw --bridge``."""
+"""Bridges between modules on the command line: ``plan --bridge``, ``draw --bridge`` and ``simulate --bridge``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class Module:
     def ranks(self) -> range:
         """All its ranks."""
         return range(self.first_rank, self.first_rank + math.prod(self.sizes))
+
+    @property
+    def num_stages(self) -> int:
+        """Its pipeline stages."""
+        return self.sizes[2]
 
     def end(self, *, is_last: bool) -> BridgeEnd:
         """Return the ranks of its last stage, or of its first."""

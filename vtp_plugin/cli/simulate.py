@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.derived import option_context
+from vtp_plugin.options.flags import read_flags
 from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import Timeline, simulate
+from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.make.limits import choose_limits
+from vtp_plugin.schedule.make.limits import by_stage, check_in_flight, choose_limits
 from vtp_plugin.schedule.order.messages import channel_label
+from vtp_plugin.schedule.order.modules import place_modules
 from vtp_plugin.schedule.order.placement import place_workers
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text, summarize
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _TEXT
     parser.epilog = _KEYS
     add_run_flags(parser)
+    add_bridge_flag(parser)
     group = parser.add_argument_group("Of the simulation")
     group.add_argument(
         "--num-microbatches",
@@ -55,9 +62,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What is to be simulated.
+
+    Attributes:
+        request: the schedule.
+        costs: durations and links.
+        title: of a picture, without the schedule's name.
+        why: why this order.
+        least: time that no order can beat; None if the order is fixed.
+        unit: of all times; empty for the model durations.
+        durations: where the times come from.
+    """
+
+    request: ScheduleRequest
+    costs: Costs
+    title: str
+    why: str
+    least: float | None
+    unit: str
+    durations: str
+
+
 def run(options: argparse.Namespace) -> None:
     """Simulate, print and write."""
     check_ending(options.output, _ENDINGS)
+    asked = _of_modules(options) if options.bridge else _of_pipeline(options)
+    schedule, _ = make_schedule(asked.request)
+    # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
+    timeline = simulate(schedule, asked.costs, mode="rendezvous")
+    if options.output is not None:
+        title = f"{schedule.name}, {asked.title}, {asked.request.num_microbatches} microbatches"
+        is_picture = options.output.suffix == ".svg"
+        text = draw_svg(timeline, title=title, unit=asked.unit) if is_picture else chrome_trace(timeline)
+        write_file(options.output, text)
+    if options.json:
+        print_json("simulate", _as_json(timeline, schedule, asked, options.output))
+        return
+    print(draw_text(timeline), "", summarize(timeline, unit=asked.unit), *_table(timeline), "", sep="\n")
+    for text in (asked.why, f"schedule {schedule.digest}; {asked.durations}"):
+        print(textwrap.fill(text, _WIDTH))
+    if options.output is not None:
+        print(f"wrote {options.output}")
+
+
+def _of_pipeline(options: argparse.Namespace) -> _Question:
     flags = read_run(options, takes_all_costs=True)
     num_microbatches = options.num_microbatches or flags.num_microbatches
     if num_microbatches is None:
@@ -74,24 +124,44 @@ def run(options: argparse.Namespace) -> None:
         costs=costs if stated is not None or flags.replicas.is_split else None,
         in_flight=flags.schedule_options.in_flight,
     )
-    schedule, _ = make_schedule(request)
-    # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
-    timeline = simulate(schedule, costs, mode="rendezvous")
     why, least = _why(flags, request, costs)
-    if options.output is not None:
-        sizes = option_context(flags.config, flags.layout).size_list
-        title = f"{schedule.name}, {sizes}, {num_microbatches} microbatches"
-        is_picture = options.output.suffix == ".svg"
-        text = draw_svg(timeline, title=title, unit=unit) if is_picture else chrome_trace(timeline)
-        write_file(options.output, text)
-    if options.json:
-        print_json("simulate", _as_json(timeline, schedule, unit, why, least, options.output))
-        return
-    print(draw_text(timeline), "", summarize(timeline, unit=unit), *_table(timeline), "", sep="\n")
-    for text in (why, f"schedule {schedule.digest}; {_unit_text(flags, unit)}"):
-        print(textwrap.fill(text, _WIDTH))
-    if options.output is not None:
-        print(f"wrote {options.output}")
+    return _Question(
+        request=request,
+        costs=costs,
+        title=option_context(flags.config, flags.layout).size_list,
+        why=why,
+        least=least,
+        unit=unit,
+        durations=_durations(unit, is_u_shaped=flags.config.layerwise_disaggregated),
+    )
+
+
+def _of_modules(options: argparse.Namespace) -> _Question:
+    """Read the order in which a run with a planned schedule trains modules."""
+    modules, config = read_modules(options), read_flags(options, VtpConfig())
+    if options.num_microbatches is None:
+        raise ConfigError("the number of microbatches is missing; give --num-microbatches")
+    *sources, last = (module.name for module in modules)
+    num_stages = {module.name: module.num_stages for module in modules}
+    placed = place_modules(num_stages, {name: [last] for name in sources})
+    if config.in_flight is not None:
+        check_in_flight(config.in_flight, placed.placement.num_stages)
+    request = ScheduleRequest(
+        placement=placed.placement,
+        num_microbatches=options.num_microbatches,
+        in_flight=by_stage(config.in_flight, placed.placement.num_stages),
+    )
+    stated = None if config.costs is None else parse_costs(config.costs, placed.placement)
+    stages = ", ".join(f"{first} {name}" for name, first in placed.first_stages.items())
+    return _Question(
+        request=request,
+        costs=uniform_costs(placed.placement) if stated is None else stated,
+        title=" and ".join(sources) + f" -> {last}",
+        why=f"order: 1F1B of all modules, whose first stages are {stages}; --vtp-in-flight lets encoders run ahead",
+        least=None,
+        unit="" if stated is None else "ms",
+        durations=_durations("" if stated is None else "ms", is_u_shaped=False),
+    )
 
 
 def _model_costs(flags: Run) -> Costs:
@@ -126,10 +196,10 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
     )
 
 
-def _unit_text(flags: Run, unit: str) -> str:
+def _durations(unit: str, *, is_u_shaped: bool) -> str:
     if unit:
         return "times in ms, from --vtp-costs"
-    forward = "1, of a cloud stage 2" if flags.config.layerwise_disaggregated else "1"
+    forward = "1, of a cloud stage 2" if is_u_shaped else "1"
     return f"no --vtp-costs: model durations (a forward takes {forward}; a backward twice that; messages no time)"
 
 
@@ -159,15 +229,13 @@ def _table(timeline: Timeline) -> Iterator[str]:
         yield f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}"
 
 
-def _as_json(
-    timeline: Timeline, schedule: Schedule, unit: str, why: str, least: float | None, output: Path | None
-) -> dict[str, object]:
+def _as_json(timeline: Timeline, schedule: Schedule, asked: _Question, output: Path | None) -> dict[str, object]:
     return {
-        "unit": unit or None,
+        "unit": asked.unit or None,
         "num_microbatches": schedule.num_microbatches,
-        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": why},
+        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": asked.why},
         "step": timeline.makespan,
-        "least_step": least,
+        "least_step": asked.least,
         "stages": list(_rows(timeline)),
         "channels": [
             {"name": channel_label(timeline.placement, channel), "bytes": size}

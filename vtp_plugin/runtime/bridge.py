@@ -55,7 +55,7 @@ class Bridge:
             dtype=dtype, has_variable_shapes=True, is_batched=forward.is_batched, requires_grad=False
         )
         self._known = replace(self._form, has_variable_shapes=False)
-        self._fixed = None if fixed_shape is None else self._fixed_batch(fixed_shape)
+        self.fixed_shape = fixed_shape
         self._opens = OpenSends()
         self._posted: deque[RecvWork] = deque()
         # Of microbatches whose gradient has not come back.
@@ -79,6 +79,19 @@ class Bridge:
         if self._is_agreed and value != self._has_gradient:
             raise ConfigError(f"{self._forward.spec.name}: has_gradient is set after the first message; set it before")
         self._has_gradient = value
+
+    @property
+    def fixed_shape(self) -> Sequence[int] | None:
+        """Shape of the share of one replica of the source, where no headers cross."""
+        return self._fixed_shape
+
+    @fixed_shape.setter
+    def fixed_shape(self, value: Sequence[int] | None) -> None:
+        """Say so on all ranks of the bridge, before the first message; later it raises ConfigError."""
+        if self._is_agreed:
+            raise ConfigError(f"{self._forward.spec.name}: fixed_shape is set after the first message; set it before")
+        self._fixed_shape = None if value is None else tuple(value)
+        self._fixed = None if value is None else self._fixed_batch(value)
 
     def send_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> SendWork:
         """Send this rank's part of an activation.
@@ -234,7 +247,7 @@ class Bridge:
         if self._is_agreed:
             state()
             return
-        known = {"type": str(self._form.dtype), "has_gradient": self._has_gradient}
+        known = {"type": str(self._form.dtype), "has_gradient": self._has_gradient, "fixed_shape": self._fixed_shape}
         self._agree(lambda: {**known, **state()})
         self._is_agreed = True
 

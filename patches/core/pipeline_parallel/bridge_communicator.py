@@ -65,7 +65,7 @@ class _OverChannels:
         fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
             cross.
         has_gradient: whether gradients come back; ``False`` for a frozen encoder. Where Megatron's multi-module
-            communicator makes the bridge, set the attribute instead, on all ranks, before the first message.
+            communicator makes the bridge, set these two as attributes instead, on all ranks, before the first message.
     """
 
     # What the subclass is made with, and what Megatron's constructor sets.
@@ -132,7 +132,7 @@ class _OverChannels:
             tensor_ndim,
         )
         self.src_grid, self.dest_grid = src_grid, dest_grid
-        self._has_gradient = has_gradient
+        self._has_gradient, self._fixed_shape = has_gradient, fixed_shape
         self.vtp_bridge = self._open(groups, fixed_shape, has_gradient)
 
     @property
@@ -145,6 +145,17 @@ class _OverChannels:
         self._has_gradient = value
         if self.vtp_bridge is not None:
             self.vtp_bridge.has_gradient = value
+
+    @property
+    def fixed_shape(self) -> Sequence[int] | None:
+        """Shape of the share of one replica of the source, of every microbatch; None where headers say it."""
+        return self._fixed_shape
+
+    @fixed_shape.setter
+    def fixed_shape(self, value: Sequence[int] | None) -> None:
+        self._fixed_shape = value
+        if self.vtp_bridge is not None:
+            self.vtp_bridge.fixed_shape = value
 
     def _open(
         self, groups: Sequence[BridgeGroups], fixed_shape: Sequence[int] | None, has_gradient: bool

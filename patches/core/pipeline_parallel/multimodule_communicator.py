@@ -26,7 +26,7 @@ from vtp_plugin.runtime.executor import Inputs
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.runtime.links import ActivationLink, GradientLink, Link, ModuleLink
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
-from vtp_plugin.schedule.make.limits import check_in_flight
+from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.modules import ModulePlacement, place_modules
 from vtp_plugin.session import Session
@@ -162,9 +162,7 @@ def _open(surroundings: Surroundings, session: Session, communicator: Any, confi
     (placed,) = found
     ((name, info),) = communicator.rank_module_map.items()
     stage = placed.first_stages[name] + info.pp_rank
-    in_flight = session.config.in_flight
-    if in_flight is not None and len(in_flight) == 1:
-        in_flight *= placed.placement.num_stages
+    in_flight = by_stage(session.config.in_flight, placed.placement.num_stages)
     runner = ScheduleRunner(
         placed.placement,
         stage,

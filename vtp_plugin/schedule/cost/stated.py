@@ -34,7 +34,8 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
         "forward_ms": CostKey(
             unit="milliseconds",
             meaning="forward of one microbatch, one number for each part of the model in its order; of a U that is the "
-            "edge's first part, every cloud stage, the edge's last part; must be given",
+            "edge's first part, every cloud stage, the edge's last part; of modules their stages, encoders first; must "
+            "be given",
         ),
         "backward_ms": CostKey(unit="milliseconds", meaning="its backward, likewise; default twice the forward"),
         "latency_ms": CostKey(
@@ -171,7 +172,7 @@ def _by_link(
     values: Mapping[str, tuple[float, ...]], name: str, placement: Placement, *, nothing: float
 ) -> tuple[float, ...]:
     """Return the value of every link; a single value counts for the links from and to stage 0."""
-    links = list(zip(placement.stages, placement.stages[1:], strict=False))
+    links = [(placement.stages[v], placement.stages[after]) for v, after in enumerate(placement.successors)]
     found = values.get(name, (nothing,))
     if len(found) != 1:
         return _entries(values, name, len(links), "links between virtual stages")

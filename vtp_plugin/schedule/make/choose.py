@@ -93,7 +93,10 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     # A narrow stage keeps the activations of several replicas, and an encoder may run ahead; the log shows how many,
     # since they cost memory.
     several = ",".join(map(str, placement.num_replicas)) if placement.num_workers > num_stages else ""
-    return schedule, _PLAIN_LOOKAHEAD, (f"; replicas by stage {several}, " if several else "; ") + kept
+    # A message may leave only when its receive is posted: running ahead is of use only if the receives do so too, past
+    # a forward and a backward for each microbatch.
+    lookahead = max(_PLAIN_LOOKAHEAD, 2 * min(max(request.in_flight or (1,)), num_microbatches))
+    return schedule, lookahead, (f"; replicas by stage {several}, " if several else "; ") + kept
 
 
 def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:

@@ -39,6 +39,15 @@ def check_in_flight(in_flight: Sequence[int], num_stages: int) -> None:
         )
 
 
+def by_stage(in_flight: tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:
+    """Give every stage the number that was asked for all; see :func:`check_in_flight`.
+
+    >>> by_stage((4,), 3), by_stage((4, 2, 1), 3), by_stage(None, 3)
+    ((4, 4, 4), (4, 2, 1), None)
+    """
+    return in_flight * num_stages if in_flight is not None and len(in_flight) == 1 else in_flight
+
+
 def choose_limits(
     in_flight: Sequence[int] | None, placement: Placement, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], str]:
@@ -74,6 +83,6 @@ def choose_limits(
         reason = f"need {shown} + {','.join(map(str, slacks if widest > 1 else slacks[:1]))}"
     else:
         check_in_flight(in_flight, num_stages)
-        asked = tuple(in_flight) if len(in_flight) == num_stages else tuple(in_flight) * num_stages
+        asked = by_stage(tuple(in_flight), num_stages) or ()
         reason = "as asked"
     return tuple(min(limit, num_microbatches) for limit in asked), reason
