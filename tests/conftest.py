@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
-from tests.hosts import host_name, reason_to_skip, use_tree
+from tests.hosts import host_name, reason_to_skip, tree_problem, use_tree
 from tests.pool import Pool
 
 use_tree()
@@ -43,6 +43,12 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("rank-server") / "log")
     yield server
     server.close()
+
+
+def pytest_sessionstart() -> None:
+    """End at once where all whole scripts would fail."""
+    if problem := tree_problem():
+        raise pytest.UsageError(problem)
 
 
 def pytest_report_header() -> str:

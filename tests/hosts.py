@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ _OLDER: dict[str, str] = {
     "tests/multiproc/test_mtp.py": "multi-token prediction has not been run with it",
     "tests/multiproc/test_u_training.py::test_multi_token": "multi-token prediction has not been run with it",
     "tests/multiproc/test_u_traps.py::test_experts": "experts have not been run with it",
+    "tests/hang/test_hangs.py::test_a_rank_that_is_lost_inside_a_bridge": BRIDGES,
     "tests/multiproc/test_bridges.py": BRIDGES,
     "tests/multiproc/test_mimo": BRIDGES,
+    "tests/multiproc/test_training_bad_input.py::test_sizes_and_options_are_refused[logits]": "it has no "
+    "--logits-load-dir",
+    "tests/unit/test_bridges.py::test_a_list": BRIDGES,
     "tests/unit/test_bridges.py::test_names": BRIDGES,
     "tests/unit/test_checkpoint_validation.py::test_equal_stages": "its check raises what that of 0.19 returns",
     "tests/unit/test_cli.py::test_doctor_leaves_nothing": RECORDS,
@@ -86,6 +91,8 @@ LEFT_OUT: dict[str, dict[str, str]] = {
             "of heads"
             for sizes in ("1,4", "2,4", "4,1", "4,2")
         },
+        "tests/multiproc/test_attention.py::test_attention[1,2 layers-per-chunk=2 num-microbatches=3 "
+        "attention=windows": "its TransformerConfig has no window_attn_skip_freq",
         "tests/multiproc/test_checkpoint.py::test_random_states_of_another_list": "it ends, and names --no-load-rng",
         "tests/multiproc/test_bad_input.py::test_what_one_rank_finds_ends_all[a subclass]": "it has no P2PCommunicator",
         "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-distributed]": "it cannot save this, and the "
@@ -95,6 +102,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "gradient norms by 3 %",
         "tests/multiproc/test_training_bad_input.py::test_sizes_and_options_are_refused[vocabulary": "it has no "
         "--padded-vocab-size",
+        "tests/unit/test_docs_commands.py::test_command_is_accepted[fine-tuning.md: torchrun": "it has no SFTTokenizer",
         "tests/multiproc/test_u_training.py::test_layout": "it has no --pipeline-model-parallel-layout",
         "tests/multiproc/test_u_shape.py::test_equals_the_sequential_model[1,1 dp=2": "a tied embedding with the "
         "distributed optimizer fails in Megatron itself, with the sizes of these tests",
@@ -114,6 +122,18 @@ def use_tree() -> None:
     if TREE:
         sys.path.insert(1, TREE)
         os.environ["PYTHONPATH"] = PYTHON_PATH
+
+
+def tree_problem() -> str:
+    """Say what whole scripts of the tree would end at; empty where there is a tree without fault, or none."""
+    datasets = Path(TREE) / "megatron" / "core" / "datasets"
+    compiled = any((datasets / f"helpers_cpp{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+    if not TREE or compiled or importlib.util.find_spec("pybind11"):
+        return ""
+    return (
+        f"VTP_MEGATRON_LM={TREE}: its helpers_cpp is not compiled for this Python, and pybind11, which that needs, is "
+        f"not installed; copy megatron/core/datasets/helpers_cpp*.so of the installed megatron-core into {datasets}"
+    )
 
 
 def is_older() -> bool:

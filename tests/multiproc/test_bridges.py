@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.bridges import Sizes
-from tests.multiproc.bridge_job import BridgeCase
 from tests.ordering.check import check
 from tests.ordering.models import BUFFERED, MODELS, NCCL, RENDEZVOUS
 from tests.ordering.trace import parse_trace
 from tests.pool import Pool
+
+pytest.importorskip("megatron.core.hyper_comm_grid", reason="this Megatron has no megatron.core.hyper_comm_grid")
+
+from tests.multiproc.bridge_job import BridgeCase
 
 JOB = "tests.multiproc.bridge_job"
 

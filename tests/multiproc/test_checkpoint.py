@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import is_usual, resharding_flags, resume_tolerance
+from tests.hosts import is_older, is_usual, resharding_flags, resume_tolerance
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -258,7 +258,7 @@ _MODEL_OPTIONS = {
 def test_options_of_the_model_from_a_checkpoint(pool: Pool, written: Writer, target: str, extra: list[str]) -> None:
     """The command line says nothing about the model; its options and the checks of sizes come from the checkpoint."""
     folder, whole = written("1,1")
-    words = arguments(target, extra=[*extra, "--load", str(folder), "--use-checkpoint-args"])
+    words = arguments(target, extra=[*extra, *resharding_flags(), "--load", str(folder), "--use-checkpoint-args"])
     command, words = [], iter(words)
     for word in words:
         if word in _MODEL_OPTIONS:
@@ -289,7 +289,10 @@ def test_saved_in_the_background(
     pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
     """A run that another process saves trains as one that waits, and is resumed to the last bit."""
-    background = [*extra, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    background = [*extra, "--async-save"]
+    if not is_older():
+        # On CPUs the lasting process of older Megatrons dies while it looks for a CUDA device, and they wait for it.
+        background += ["--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
     _, whole = written(sizes, extra, dp=dp)
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     runs = train(pool, sizes, [*background, *saving], dp=dp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels
+
+# How long gloo's threads get to drop what a collective has held.
+SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +67,27 @@ def move(moves: Sequence[Move]) -> list[str]:
     """Carry out all moves, one after another; return what went wrong on this rank."""
     init_gloo()
     platform, rank = CpuPlatform("of the test"), dist.get_rank()
-    problems = []
+    problems: list[str] = []
+    groups: dict[tuple[int, ...], object] = {}
     for one in moves:
         spec = one.spec()
-        stages = [dist.new_group(list(ranks)) for side in (spec.src, spec.dst) for ranks in side.ranks_by_cp]
+        stages = [_group(ranks, groups) for side in (spec.src, spec.dst) for ranks in side.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
         platform.gathers_by_messages = one.gathers_by_messages
         (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
         if channel is not None:
             problems += [f"{one}: {problem}" for problem in _exchange(channel, one, rank)]
         del channel
-        for group in stages:
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
+    # Dropped at once after a collective, a group of torch 2.6 or 2.7 may wait for ever: docs/gloo-dropped-groups.md.
+    time.sleep(SETTLE_S)
     return problems
+
+
+def _group(ranks: tuple[int, ...], groups: dict[tuple[int, ...], object]) -> object:
+    """Return the group of some ranks; it is made once, and goes with the job."""
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks))
+    return groups[ranks]
 
 
 def part_of(whole: torch.Tensor, holding: Holding) -> torch.Tensor:

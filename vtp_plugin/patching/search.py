@@ -1,23 +1,25 @@
 """Find what holds given objects: names of modules and classes, default arguments, partial objects, and what else.
 
 Modules are read name by name. The rest is found backwards, by asking Python's garbage collector what refers to an
-object: 0.1 s for each step back in a process with torch and Megatron, where reading all classes and functions takes
-1 s. No attribute is asked for, so no lazy module loads. What ``gc.freeze()`` has put aside is found under module names
-only.
+object: 0.1 s for each step back in a process with torch and Megatron, where reading all classes and functions takes 1
+s. It compares every reference in the process with each of the objects, so it is asked about as few as possible: not
+about what this package itself holds them in. No attribute is asked for, so no lazy module loads. What ``gc.freeze()``
+has put aside is found under module names only.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from vtp_plugin.patching.objects import MARKER, attributes
+from vtp_plugin.patching.objects import MARKER, attributes, functions
 from vtp_plugin.patching.places import Default, PartialPart
 from vtp_plugin.undo import ABSENT, Item, Name, Place, namespace
 
@@ -76,10 +78,11 @@ def find(swaps: Iterable[tuple[object, object]]) -> tuple[list[Hit], list[tuple[
         The places that can be changed, and where objects stay (a closure, a container, an attribute), each as the `id`
         of the object and a text for people; both sorted.
     """
-    known = {id(old): _Known(old, id(old), new, "") for old, new in swaps}
+    pairs = list(swaps)
+    known = {id(old): _Known(old, id(old), new, "") for old, new in pairs}
     modules = _modules(is_own)
     owners = _frozen_owners(known, modules)
-    objects = _climb(known, modules, owners)
+    objects = _climb(known, modules, owners, _own_holders(pairs))
     hits: list[Hit] = []
     unreached: set[tuple[int, str]] = set()
     named: set[int] = set()
@@ -128,13 +131,27 @@ def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
     return {key for module in modules for key in ids.intersection(map(id, list(namespace(module).values())))}
 
 
-def _climb(known: dict[int, _Known], modules: Mapping[int, ModuleType], owners: dict[int, Any]) -> dict[int, str]:
+def _own_holders(pairs: Sequence[tuple[object, object]]) -> set[int]:
+    """Return the `id`s of what holds objects for us: the pairs, and the closures and attributes of replacements."""
+    found = set(map(id, pairs))
+    for value in itertools.chain.from_iterable(pairs):
+        for function in functions(value):
+            # A replacement holds its original, wherever it was written.
+            if type(function) is FunctionType and MARKER in function.__dict__:
+                found |= {id(function.__dict__), *map(id, function.__closure__ or ())}
+    return found
+
+
+def _climb(
+    known: dict[int, _Known], modules: Mapping[int, ModuleType], owners: dict[int, Any], own_holders: set[int]
+) -> dict[int, str]:
     """Go back from the objects along references, as far as the owners: modules, classes, functions, partial objects.
 
     Args:
         known: the objects; gets the containers and other objects on the path.
         modules: by `id` of their namespace.
         owners: gets what was found, by `id`.
+        own_holders: the `id`s of what leads nowhere.
 
     Returns:
         What to call the other objects on the path, by `id`.
@@ -142,11 +159,13 @@ def _climb(known: dict[int, _Known], modules: Mapping[int, ModuleType], owners: 
     objects: dict[int, str] = {}
     frontier = [item.value for item in known.values()]
     for _ in range(_STEPS):
-        holders = gc.get_referrers(*frontier) if frontier else []
-        frontier = []
-        for holder in holders:
+        if not frontier:
+            break
+        skipped = known.keys() | owners.keys() | own_holders | {id(frontier)}
+        ahead: list[Any] = []
+        for holder in gc.get_referrers(*frontier):
             kind: type = type(holder)
-            if id(holder) in known or id(holder) in owners:
+            if id(holder) in skipped:
                 continue
             if (module := modules.get(id(holder))) is not None:
                 owners[id(module)] = module
@@ -156,13 +175,14 @@ def _climb(known: dict[int, _Known], modules: Mapping[int, ModuleType], owners: 
                     owners[id(holder)] = holder
             elif kind in _CONTAINERS or issubclass(kind, functools.partial):
                 _add(known, holder)
-                frontier.append(holder)
+                ahead.append(holder)
                 if issubclass(kind, functools.partial):
                     owners[id(holder)] = holder
             elif kind.__module__ not in _DESCRIBING and not is_own(kind.__module__):
                 _add(known, holder)
-                frontier.append(holder)
+                ahead.append(holder)
                 objects[id(holder)] = f"an object of class {kind.__module__}.{kind.__qualname__}"
+        frontier = ahead
     return objects
 
 

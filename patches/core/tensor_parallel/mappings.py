@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from vtp_plugin.patching import PatchRecord, wrap_with
 
@@ -33,15 +34,21 @@ def records() -> tuple[PatchRecord, ...]:
     )
 
 
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group that is meant; callers in Megatron 0.12 leave out the tensor-parallel one."""
+    return parallel_state.get_tensor_model_parallel_group() if group is None else group
+
+
 def _gather(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
     output_split_sizes: Sequence[int] | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Run `_gather_along_first_dim`; pieces of different sizes travel in boxes of the largest one."""
+    group = _given(group)
     if output_split_sizes is None or group.size() == 1:
         return original(input_, group, output_split_sizes, *args, **kwargs)
     sizes = [int(size) for size in output_split_sizes]
@@ -55,12 +62,13 @@ def _gather(
 def _reduce_scatter(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
     input_split_sizes: Sequence[int] | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Run `_reduce_scatter_along_first_dim`; of pieces of different sizes each rank sums all and keeps its own."""
+    group = _given(group)
     if input_split_sizes is None or group.size() == 1:
         return original(input_, group, input_split_sizes, *args, **kwargs)
     whole = input_.clone(memory_format=torch.contiguous_format)
