@@ -1,0 +1,95 @@
+"""A GPT that sees pictures, over an edge and a cloud, trains as on one rank; the pictures stay on the edge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.core_cases import defaults_first
+from tests.multiproc.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
+from tests.pool import Pool
+
+JOBS = "tests.multiproc.picture_job"
+
+
+class PictureRuns:
+    """Runs cases on a pool; every run on one rank once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._kept: dict[PictureCase, PictureRun] = {}
+
+    def run(self, case: PictureCase) -> PictureRun:
+        return assemble(self._pool.run(case.world_size, f"{JOBS}:train", {"case": case}))
+
+    def oracle(self, case: PictureCase) -> PictureRun:
+        alone = case.alone()
+        if alone not in self._kept:
+            self._kept[alone] = self.run(alone)
+        return self._kept[alone]
+
+
+@pytest.fixture(scope="module")
+def picture_runs(pool: Pool) -> PictureRuns:
+    return PictureRuns(pool)
+
+
+def one_ring(
+    *sizes: int, language: tuple[int, ...] = (), setup: dict[str, Any] | None = None, **fields: Any
+) -> PictureCase:
+    """The whole encoder on the edge."""
+    layers = language or {2: (1, 2, 1), 3: (1, 1, 1, 1)}[len(sizes)]
+    return PictureCase(sizes=sizes, encoder=(3,), language=layers, setup=tuple((setup or {}).items()), **fields)
+
+
+ONE_RING = [
+    one_ring(1, 2, setup={"is_tied": True}, is_evaluated=True),
+    one_ring(1, 2, 2, setup={"sequence_parallel": True}),
+    one_ring(1, 2, dp=2, num_microbatches=3),
+    one_ring(1, 1, num_microbatches=1),
+    one_ring(1, 2, 1, num_microbatches=2, transport="rank0"),
+    one_ring(2, 3, setup={"sequence_parallel": True, "is_tied": True}),
+    one_ring(1, 2, setup={"some_without": True, "recompute": True}, num_microbatches=6),
+    one_ring(1, 2, 2, sites=("edge", "cloud", "cloud"), num_microbatches=7),
+    one_ring(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
+]
+
+
+def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
+    run, oracle = picture_runs.run(case), picture_runs.oracle(case)
+    has_adam = dict(case.setup).get("optimizer") == "adam"
+    assert_trains_alike(run, oracle, atol=0.01 * 5 if has_adam else 0.0)
+    if case.is_evaluated:
+        assert run.evaluations.tolist() == pytest.approx(run.losses.tolist(), rel=1e-6)
+    # Every chunk of the edge that needs data reads all; the cloud reads nothing.
+    assert [rank.num_read > 0 for rank in run.ranks] == [
+        rank < case.sizes[0] * case.dp for rank in range(case.world_size)
+    ]
+
+
+@pytest.mark.parametrize("case", defaults_first(ONE_RING, 3), ids=str)
+def test_with_the_encoder_on_the_edge_it_trains_as_on_one_rank(picture_runs: PictureRuns, case: PictureCase) -> None:
+    check_case(picture_runs, case)
+
+
+@pytest.mark.parametrize("case", [one_ring(1, 2)], ids=str)
+def test_no_picture_and_no_word_leaves_the_edge(pool: Pool, case: PictureCase) -> None:
+    """Watched from outside the plugin: activations and headers cross, and what is planted is found."""
+    (forms, found, names), *cloud = pool.run(case.world_size, f"{JOBS}:watch", {"case": case})
+    assert found == [] and any(name.startswith("encoder.") for name in names)
+    there = [name for _, _, others in cloud for name in others]
+    in_cloud = [name for name in there if name.startswith("encoder.")]
+    assert in_cloud == []
+    assert not any(
+        word in name for name in there for word in ("patches", "places", "projection", "embedding", "output")
+    )
+    # By the sizes of [S, B, H], whole or in one share of two; one number warms a channel up.
+    sizes = [18 * 2 * 48]
+    by_ring = [{f"send float32 {size // share}" for share in (1, 2)} for size in sizes]
+    sent = {form for form in forms if form.startswith("send")}
+    assert all(sent & activations for activations in by_ring)
+    assert sent <= {"send float32 1"}.union(*by_ring), forms
+    for leak in ("pictures", "tokens", "labels"):
+        (_, found, _), *_ = pool.run(case.world_size, f"{JOBS}:watch", {"case": case, "leak": leak})
+        assert ("send", leak) in found
