@@ -21,6 +21,7 @@ from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 
@@ -53,6 +54,7 @@ def packed_params(batch: dict[str, torch.Tensor]) -> PackedSeqParams | None:
     if "cu_seqlens" not in batch:
         return None
     ends, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"])
+    update_seqlen_stats_from_cu_seqlens(ends)  # for the FLOP/s of the log
     return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 

@@ -87,6 +87,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
     )
+    records += training.length_records(session)
     if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
     if session.config.layerwise_disaggregated:

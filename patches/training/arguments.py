@@ -13,6 +13,7 @@ from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.checks.batch import describe_batches, own_batches
+from vtp_plugin.options.checks.packed import packing_flag
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
@@ -291,6 +292,8 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         )
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
+    if packing_flag(args):
+        session.learn(packed_length=args.seq_length)
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)

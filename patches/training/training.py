@@ -1,4 +1,7 @@
-"""U5: start-up where stages have different numbers of chunks, and only the first has data. S1: a log on each site."""
+"""U5: start-up where stages have different numbers of chunks, and only the first has data. S1: a log on each site.
+
+H15: the lengths of packed samples, as the log counts them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vtp_plugin import log
@@ -47,6 +51,40 @@ def site_records(session: Session) -> tuple[PatchRecord, ...]:
             remove_when="Megatron knows sites",
         ),
     )
+
+
+def length_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the record for runs on packed samples."""
+    return (
+        PatchRecord(
+            id="H15",
+            target="megatron.training.training:consume_seqlen_stats_in_iteration",
+            build=wrap_with(_sum_lengths, session),
+            why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
+            "numbers of ranks: unequal stages find different sums, and a rank without lengths lets the others hang",
+            remove_when="the sum is taken over the ranks of one stage",
+        ),
+    )
+
+
+def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
+    """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the stage with the loss has seen counts."""
+    if not session.is_active or session.planned.packed_length is None:
+        return original()
+    from megatron.training import training
+
+    planned = session.planned
+    seen = training._seqlen_stats_in_iteration
+    counted = torch.zeros(2, dtype=torch.float64, device=planned.platform.device())
+    if seen is not None:
+        if planned.own.stage == planned.loss_stage:
+            counted += seen
+        seen.zero_()
+    dist.all_reduce(counted)
+    # Every rank of that stage has counted each sample of its replica once for each of its chunks.
+    stage = planned.layout.stages[planned.loss_stage]
+    total, squares = (counted / (stage.tp * stage.cp * session.running.num_loss_chunks)).tolist()
+    return (total, squares) if total else (None, None)
 
 
 def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

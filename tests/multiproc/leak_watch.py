@@ -205,11 +205,18 @@ def watch_edge(facts: dict[str, Any]) -> Callable[[], None]:
             return
         facts["num_samples"] = len(samples)
         facts["forms"] = Counter(item.form for item in watch.outgoing)
+        facts["lengths"] = [_row(item.values) for item in watch.outgoing if item.form[:2] == ("send", "int32")]
+        facts["ends"] = [_row(sample["cu_seqlens"]) for sample in samples if "cu_seqlens" in sample]
         facts["findings"] = findings(watch.outgoing, samples)
         tensors = [item.values for item in watch.outgoing if isinstance(item.values, torch.Tensor)]
         facts["numbers"] = [float(values) for values in tensors if values.numel() == 1]
 
     return after
+
+
+def _row(values: torch.Tensor | bytes) -> tuple[int, ...]:
+    assert isinstance(values, torch.Tensor)
+    return tuple(values.flatten().tolist())
 
 
 def _give_samples_patterns() -> list[dict[str, torch.Tensor]]:

@@ -309,6 +309,18 @@ def _pack_samples(facts: dict[str, Any]) -> None:
     gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 8
 
 
+def _note_lengths(facts: dict[str, Any]) -> None:
+    """Note, for every step, the tokens and the squared lengths of samples that Megatron counts its FLOP/s by."""
+    facts["lengths"] = []
+    original = training.num_floating_point_operations
+
+    def num_floating_point_operations(*args: Any, **sums: Any) -> Any:
+        facts["lengths"].append(tuple(sorted(sums.items())))
+        return original(*args, **sums)
+
+    training.num_floating_point_operations = num_floating_point_operations
+
+
 def _use_own_cache(facts: dict[str, Any]) -> Callable[[], None]:
     """Keep what Hugging Face's libraries store out of the user's home."""
     folder = tempfile.mkdtemp(prefix="vtp-hf-")
@@ -442,6 +454,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "context_parallel": _cut_sequences,
     "packed_samples": _pack_samples,
     "own_cache": _use_own_cache,
+    "note_lengths": _note_lengths,
     "fail_on_rank_1": _fail_on_rank_1,
     "note_patches": _note_patches,
     "note_progress": _note_progress,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import vocab_size
+from tests.hosts import is_older, vocab_size
 from tests.multiproc.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
 from tests.pool import Pool
 
@@ -18,7 +18,7 @@ FIRST_ID, NUM_IDS = 4000, 1000
 # More tokens in a microbatch than Megatron has timers: 0.12 gathers the times of 24 in one message.
 NUM_STEPS, NUM_MICROBATCHES, SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN_SIZE = 2, 4, 14, 2, 64
 SLICE = SEQ_LENGTH * MICRO_BATCH_SIZE * HIDDEN_SIZE // 2
-WIDTH = {"float32": 4, "int64": 8}
+WIDTH = {"float32": 4, "int64": 8, "int32": 4}
 DATA_OPTIONS = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size()))
 
 
@@ -82,15 +82,28 @@ def _run(
     return runs
 
 
+# One row of a microbatch then, as long as two: its documents end somewhere in it.
+PACKED = ["--dataloader-inter-document-masking", "--micro-batch-size", "1", "--seq-length", "28"]
+PACKED += ["--max-position-embeddings", "28", "--global-batch-size", "4"]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "layers"),
-    [("1,2", "1,1,2"), pytest.param("1,2,2", "1,1,1,1", marks=pytest.mark.full)],
+    ("sizes", "layers", "packing"),
+    [
+        ("1,2", "1,1,2", []),
+        pytest.param("1,2", "1,1,2", PACKED, id="packed", marks=pytest.mark.skipif(is_older(), reason="0.19 only")),
+        pytest.param("1,2,2", "1,1,1,1", [], marks=pytest.mark.full),
+    ],
 )
-def test_no_sample_leaves_the_edge(pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str) -> None:
+def test_no_sample_leaves_the_edge(
+    pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str, packing: list[str]
+) -> None:
     audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
-    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=["watch_edge"], extra=audit))
+    hooks = ["watch_edge", *(["packed_samples"] if packing else [])]
+    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *audit]))
     edge, *cloud = (run.facts for run in runs)
-    assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * MICRO_BATCH_SIZE
+    rows = 1 if packing else MICRO_BATCH_SIZE
+    assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * rows
     assert all(facts["num_samples"] == 0 for facts in cloud), "a cloud rank has read samples"
     assert edge["findings"] == []
     losses = [step.loss for step in runs[0].steps if step.loss is not None] + runs[0].evaluations
@@ -101,14 +114,18 @@ def test_no_sample_leaves_the_edge(pool: Pool, tmp_path: Path, data: Path, sizes
     forms: Counter[tuple[str, str, int]] = edge["forms"]
     sent = {form: count for form, count in forms.items() if form[0] == "send"}
     # Warm-up of the channels, headers, and activations or gradients, whole or in a slice for each of two ranks.
-    sizes_of = {"float32": {1, SLICE, 2 * SLICE}, "int64": {4}}
+    sizes_of = {"float32": {1, SLICE, 2 * SLICE}, "int64": {4}, **({"int32": {29}} if packing else {})}
     assert all(size in sizes_of.get(kind, ()) for _, kind, size in sent), sent
     assert sum(count for form, count in sent.items() if form[2] >= SLICE) >= 2 * NUM_STEPS * NUM_MICROBATCHES, sent
     # The audit says the same.
-    totals = [json.loads(line) for line in (tmp_path / "audit.rank0.jsonl").read_text().splitlines()]
-    totals = [line for line in totals if "total" in line and line["way"] == "sent"]
+    lines = [json.loads(line) for line in (tmp_path / "audit.rank0.jsonl").read_text().splitlines()]
+    totals = [line for line in lines if "total" in line and line["way"] == "sent"]
     assert sum(line["messages"] for line in totals) == sum(sent.values())
     assert sum(line["bytes"] for line in totals) == sum(n * size * WIDTH[kind] for (_, kind, size), n in sent.items())
+    # Of packed rows the cloud learns where their documents end, once for each row that crosses, and nothing else.
+    assert sum(line.get("cargo") == "lengths" for line in lines) == len(edge["lengths"])
+    assert set(edge["lengths"]) == set(edge["ends"])
+    assert not packing or max(len(set(ends)) for ends in edge["lengths"]) > 2, "no row has two documents"
     # What Megatron itself sums and compares cannot hold the tokens of one microbatch.
     numbers = {form for form in forms if form[0] != "send" and not form[0].startswith("store") and form[1] != "uint8"}
     assert all(size < MICRO_BATCH_SIZE * SEQ_LENGTH for _, _, size in numbers), sorted(numbers)

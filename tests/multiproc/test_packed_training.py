@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ FULL = pytest.mark.full
 SHARDED = ["--sequence-parallel", "--use-distributed-optimizer"]
 SIX = ["--num-layers", "6"]
 ONE_ROW = ["--micro-batch-size", "1"]
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
+LONGER = ["--seq-length", "13", "--max-position-embeddings", "13", "--train-iters", "7", "--save-interval", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,16 @@ def pool(script_pool: Pool) -> Pool:
 
 
 def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1) -> list[ScriptRun]:
-    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=["packed_samples"])
+    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=["packed_samples", "note_lengths"])
+
+
+def assert_same_lengths(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> None:
+    """Check that all ranks count the same lengths, those of the uniform run's last steps."""
+    found = runs[0].facts["lengths"]
+    assert found == reference[0].facts["lengths"][-len(found) :]
+    assert all(dict(step)["total_real_tokens_in_batch"] for step in found), found
+    assert len({dict(step)["seqlen_squared_sum_in_batch"] for step in found}) > 2, found
+    assert all(run.facts["lengths"] == found for run in runs)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,9 @@ def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int =
 def test_documents_of_a_row(pool: Pool, sizes: str, extra: list[str], dp: int) -> None:
     kept = [word for word in extra if word not in SHARDED]
     reference = train_packed(pool, uniform(sizes), kept, dp=dp)
-    assert_same_training(train_packed(pool, sizes, extra, dp=dp), reference)
+    runs = train_packed(pool, sizes, extra, dp=dp)
+    assert_same_training(runs, reference)
+    assert_same_lengths(runs, reference)
     if sizes == "1,2" and dp == 1:
         whole = train(pool, uniform(sizes), [*PACKED[1:], *ONE_ROW], hooks=["packed_samples"])
         assert losses(whole) != pytest.approx(losses(reference), rel=1e-4), "the lengths change nothing"
@@ -79,14 +92,44 @@ def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sizes", "layers", "extra", "dp"),
+    [
+        pytest.param("1,2", "1,1,2", [], 1, id="1,2"),
+        pytest.param("1,2,2", "1,1,1,1", [], 1, id="1,2,2", marks=FULL),
+        pytest.param("2,1,3", "1,1,1,1", ["--vtp-transport", "sliced"], 1, id="2,1,3", marks=FULL),
+        pytest.param("1,2", "1,1,2", ["--use-distributed-optimizer"], 2, id="1,2-dp-2", marks=FULL),
+    ],
+)
+def test_lengths_cross_to_the_cloud(
+    pool: Pool, tmp_path: Path, sizes: str, layers: str, extra: list[str], dp: int
+) -> None:
+    """Five steps of a U, evaluations among them, from the checkpoint of a plain run, whose stages all read the data."""
+    evaluating = ["--eval-interval", "2", "--eval-iters", "1"]
+    reference = train_packed(pool, "1,1", [*LONGER, *evaluating, "--save", str(tmp_path)], dp=dp)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shape = [*LONGER, *evaluating, *U_SHAPE, layers, *extra, "--load", str(tmp_path)]
+    if dp > 1:
+        shape += ["--no-load-optim", "--no-load-rng"]
+    runs = train_packed(pool, sizes, shape, dp=dp)
+    assert_same_training(runs, reference, first=2)
+    assert runs[0].evaluations == pytest.approx(reference[-1].evaluations[1:], rel=1e-5)
+    assert_same_lengths(runs, reference)
+
+
+@pytest.mark.parametrize(
     ("sizes", "extra"),
     [
         pytest.param("1,2", [], id="1,2"),
         pytest.param("2,1,2", ["--num-layers", "3", *SHARDED], id="2,1,2", marks=FULL),
+        pytest.param("1,2", [*U_SHAPE, "1,1,2"], id="U-1,2"),
+        pytest.param("1,2,2", [*U_SHAPE, "1,1,1,1"], id="U-1,2,2", marks=FULL),
     ],
 )
 def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
-    """Megatron's own data set for fine-tuning: several conversations in a row, and losses of the answers only."""
+    """Megatron's own data set for fine-tuning: several conversations in a row, and losses of the answers only.
+
+    In the U, whose cloud has neither tokenizer nor conversations, from the second step of the plain run on.
+    """
     pytest.importorskip("datasets", reason="Megatron reads conversations with it")
     pytest.importorskip("transformers", reason="Megatron's tokenizer for conversations needs it")
     tuned = [
@@ -96,10 +139,19 @@ def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str])
         *("--seq-length", "96", "--max-position-embeddings", "96", *PACKED[1:], *ONE_ROW),
     ]
 
-    def tune(sizes: str, extra: Sequence[str]) -> list[ScriptRun]:
+    def tune(sizes: str, extra: Sequence[str], by_rank: Mapping[int, Sequence[str]] | None = None) -> list[ScriptRun]:
         command = [word for word in arguments(sizes, extra=[*tuned, *extra]) if word != "--mock-data"]
-        kwargs = {"arguments": command, "hooks": ["packed_samples", "own_cache"]}
+        kwargs = {"arguments": command, "by_rank": by_rank, "hooks": ["packed_samples", "own_cache"]}
         return succeeded(launch(pool, num_ranks(sizes), kwargs))
 
-    reference = tune(uniform(sizes), extra[:2])
-    assert_same_training(tune(sizes, extra), reference)
+    if extra[:2] != U_SHAPE:
+        reference = tune(uniform(sizes), extra[:2])
+        assert_same_training(tune(sizes, extra), reference)
+        return
+    steps = ["--train-iters", "6", "--save-interval", "1"]
+    reference = tune("1,1", [*steps, "--save", str(tmp_path / "saved")])
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
+    nothing = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here", "--data-path", "not-here"]
+    cloud = dict.fromkeys(range(1, num_ranks(sizes)), nothing)
+    runs = tune(sizes, [*steps, *extra, "--load", str(tmp_path / "saved")], cloud)
+    assert_same_training(runs, reference, first=1)

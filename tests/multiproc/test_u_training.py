@@ -175,7 +175,7 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
         ),
         pytest.param(
             ["1,1,2", "--sft"],
-            ["--sft with --vtp-size-list"],  # the first row that refuses it is the one for unequal stages
+            ["--micro-batch-size 2 with --sft; "],
             id="fine-tuning",
             marks=pytest.mark.full,
         ),

@@ -42,9 +42,15 @@ def refused(pool: Pool, *flags: str) -> None:
     assert_refused(launch(pool, num_ranks("1,2"), {"arguments": command}), flags[0])
 
 
-@pytest.mark.parametrize("flag", ["--reset-attention-mask", pytest.param("--sft", marks=pytest.mark.full)])
-def test_packed_samples_are_refused(script_pool: Pool, flag: str) -> None:
-    refused(script_pool, flag)
+def test_masks_of_samples_are_refused(script_pool: Pool) -> None:
+    refused(script_pool, "--reset-attention-mask")
+
+
+@pytest.mark.full
+def test_several_packed_rows_are_refused(script_pool: Pool) -> None:
+    """The runs of the tests have two samples in a microbatch."""
+    command = arguments("1,2", extra=[*U_SHAPE, "--sft"])
+    assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": command}), "--micro-batch-size 2 with --sft; ")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,11 @@ class Channel:
         return HEADER_LENGTH
 
     @property
+    def sends_from_here(self) -> bool:
+        """Whether messages leave from this rank itself; another rank of its stage may send them."""
+        return bool(self.spec.probe.sends_of(dist.get_rank()))
+
+    @property
     def num_allocations(self) -> int:
         """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
         return self._transfers.memory.num_allocations

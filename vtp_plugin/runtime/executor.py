@@ -15,7 +15,8 @@ import torch
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.runtime.channel import TensorFormat
-from vtp_plugin.runtime.links import Link, Receive, Send
+from vtp_plugin.runtime.lengths import Lengths
+from vtp_plugin.runtime.links import Link, Receive, Send, SendsInARow
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of, receives_for, sends_after, started_by
 from vtp_plugin.schedule.order.placement import Placement
@@ -63,6 +64,7 @@ class Executor:
         form: of all tensors that cross.
         shape: local shape of what is received; not used with variable shapes.
         compute: what the virtual stages of this stage compute.
+        lengths: of packed samples, that cross with activations; None where none do.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Executor:
         form: TensorFormat,
         shape: Sequence[int],
         compute: Compute,
+        lengths: Lengths | None = None,
     ) -> None:
         placement = schedule.placement
         if not all(placement.crosses(v) for v in range(placement.num_vstages - 1)):
@@ -84,6 +87,7 @@ class Executor:
         self._form = form
         self._shape = shape
         self._compute = compute
+        self._lengths = lengths
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
         self._posted: dict[Action, Receive] = {}
         self._received: dict[Action, torch.Tensor | None] = {}
@@ -116,15 +120,21 @@ class Executor:
         return self._channels[channel_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:
+        if self._lengths is not None:
+            self._lengths.post(action, self._form.is_batched)
         self._posted[action] = self._channel(action).post(self._form, self._shape)
 
     def _wait_for_receive(self, action: Action) -> None:
         receive = started_by(action)
+        if self._lengths is not None:
+            self._lengths.take(receive)
         self._received[receive] = self._posted.pop(receive).take()
 
     def _send(self, action: Action) -> None:
         tensor = self._results.pop(action)
-        self._sends[action] = self._channel(action).send(tensor, self._form)
+        before = None if self._lengths is None else self._lengths.send(action, self._form.is_batched)
+        work = self._channel(action).send(tensor, self._form)
+        self._sends[action] = work if before is None else SendsInARow(before, work)
         if action.op is Op.SEND_F and not self._schedule.forward_only:
             self._compute.release(tensor)
 
@@ -134,6 +144,8 @@ class Executor:
     def _forward(self, action: Action) -> None:
         received = self._take_received(action)
         activation = received if len(received) > 1 else next(iter(received), None)
+        if self._lengths is not None:
+            self._lengths.enter(action)
         output = self._compute.forward(action, activation)
         self._keep_result(action, output)
         if not self._schedule.forward_only:

@@ -30,6 +30,18 @@ class Send(Protocol):
         ...
 
 
+class SendsInARow:
+    """Sends that are waited for together, in their order."""
+
+    def __init__(self, *sends: Send) -> None:
+        self._sends = sends
+
+    def wait(self) -> None:
+        """Return when all their tensors may be reused."""
+        for send in self._sends:
+            send.wait()
+
+
 class Link(Protocol):
     """One direction between two stages; a :class:`~vtp_plugin.runtime.channel.Channel` is one."""
 

@@ -13,6 +13,7 @@ from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.executor import Compute, Executor
+from vtp_plugin.runtime.lengths import Lengths
 from vtp_plugin.runtime.links import Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
@@ -57,6 +58,7 @@ class ScheduleRunner:
         ranks: all ranks of the run.
         platform: where this rank computes.
         options: what the orders are planned for.
+        lengths: of packed samples, where they cross with activations.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class ScheduleRunner:
         ranks: Ranks,
         platform: Platform,
         options: ScheduleOptions,
+        lengths: Lengths | None = None,
     ) -> None:
         self.placement = placement
+        self.lengths = lengths
         self.costs = options.costs
         self._in_flight = options.in_flight
         self._worker = worker
@@ -151,13 +155,15 @@ class ScheduleRunner:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
         for channel in self._channels.values():
             channel.start_step()
+        if self.lengths is not None:
+            self.lengths.start_step()
         if schedule.forward_only:
-            Executor(schedule, self._worker, self._channels, form, shape, compute).run()
+            Executor(schedule, self._worker, self._channels, form, shape, compute, self.lengths).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, self._channels, form, shape, timed or compute).run()
+        Executor(schedule, self._worker, self._channels, form, shape, timed or compute, self.lengths).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
             outputs = timed.shapes

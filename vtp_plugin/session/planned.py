@@ -40,6 +40,7 @@ class PlannedRun:
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
         is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: training steps from one line about real and planned times to the next.
+        packed_length: tokens of a row of packed samples; None without them.
         notes: lines that the start-up summary ends with.
     """
 
@@ -49,6 +50,7 @@ class PlannedRun:
     tensor_bytes: int | None = None
     is_sharded: bool = False
     log_interval_steps: int = 100
+    packed_length: int | None = None
     notes: tuple[str, ...] = ()
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from vtp_plugin.options.derived import read_schedule_options
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.runtime.lengths import Lengths
 from vtp_plugin.runtime.probe import settle, try_strategies
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight
@@ -37,6 +38,7 @@ class RunningPipeline:
             replicas than this rank's stage, none while Megatron's own is in use.
         schedule_runner: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
+        num_loss_chunks: model chunks of the stage with the loss.
     """
 
     stage_group: dist.ProcessGroup
@@ -44,6 +46,7 @@ class RunningPipeline:
     communicators: tuple[PipelineCommunicator, ...] = ()
     schedule_runner: ScheduleRunner | None = None
     tied_weight: TiedWeight | None = None
+    num_loss_chunks: int = 1
 
     @property
     def communicator(self) -> PipelineCommunicator | None:
@@ -120,7 +123,10 @@ def open_pipeline(
         orders = read_schedule_options(
             config, num_stages, planned.tensor_bytes, report_interval_steps=planned.log_interval_steps
         )
-        schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders)
+        lengths = None
+        if config.layerwise_disaggregated and planned.packed_length is not None:
+            lengths = Lengths(placement, own.stage, channels, planned.packed_length, planned.platform)
+        schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders, lengths)
     if tied and own.stage in (embedding_stages or (0, num_stages - 1)):
         own_tied = [channel for channel in opened[-len(tied) :] if channel is not None]
         tied_weight = join_tied_weight(own_tied, layout)
@@ -130,6 +136,7 @@ def open_pipeline(
         communicators=join_channels(channels, worker),
         schedule_runner=schedule_runner,
         tied_weight=tied_weight,
+        num_loss_chunks=len(placement.vstages(placement.stages[-1])),
     )
 
 

@@ -135,10 +135,16 @@ class Session:
         tensor_bytes: int | None = None,
         is_sharded: bool | None = None,
         log_interval_steps: int | None = None,
+        packed_length: int | None = None,
         note: str | None = None,
     ) -> None:
         """Add to what is planned what the model's options say; arguments as the attributes of ``PlannedRun``."""
-        known = {"tensor_bytes": tensor_bytes, "is_sharded": is_sharded, "log_interval_steps": log_interval_steps}
+        known = {
+            "tensor_bytes": tensor_bytes,
+            "is_sharded": is_sharded,
+            "log_interval_steps": log_interval_steps,
+            "packed_length": packed_length,
+        }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}
         if note is not None:
             changes["notes"] = (*self.planned.notes, note)

@@ -24,8 +24,18 @@ def check_packed(args: object, context: OptionContext) -> tuple[str, ...]:
     >>> print(*check_packed(args, OptionContext(tp_sizes=(1, 4))))
     --micro-batch-size 2 with --sft; Megatron joins the samples to one row, and its pipeline expects several; use 1
     """
-    flag = next((flag for name, flag in _FLAGS.items() if getattr(args, name, False)), "")
+    flag = packing_flag(args)
     return tuple(_problems(args, context, flag)) if flag else ()
+
+
+def packing_flag(args: object) -> str:
+    """Return the flag that packs samples; the empty string if none does.
+
+    >>> from types import SimpleNamespace
+    >>> packing_flag(SimpleNamespace(sft=True)), packing_flag(SimpleNamespace(sft=False))
+    ('--sft', '')
+    """
+    return next((flag for name, flag in _FLAGS.items() if getattr(args, name, False)), "")
 
 
 def _problems(args: object, context: OptionContext, flag: str) -> Iterator[str]:

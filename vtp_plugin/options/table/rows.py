@@ -511,12 +511,12 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported("the loss mask stays inside the stage that reads it", _OPTIONS, "--eod-mask-loss"),
     *supported(
-        "every stage reads the lengths of the samples itself, so microbatches are single rows of one cp size",
+        "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
         "tests/multiproc/test_packed_training.py::test_documents_of_a_row",
         "--dataloader-inter-document-masking",
     ),
     *supported(
-        "every stage reads the lengths of the samples itself, so microbatches are single rows of one cp size",
+        "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
         "tests/multiproc/test_packed_training.py::test_conversations",
         "--sft",
     ),
@@ -546,10 +546,8 @@ RULES: tuple[OptionRule, ...] = (
         "--account-for-loss-in-pipeline-split",
     ),
     *refused_u_shaped(
-        "the limits of packed samples do not cross to the cloud",
+        "masks of the edge's samples do not cross to the cloud, only lengths of packed ones do",
         "--reset-attention-mask",
-        "--dataloader-inter-document-masking",
-        "--sft",
     ),
     *refused_u_shaped("it counts the samples of data that the cloud does not have", "--full-validation"),
 )
