@@ -68,7 +68,7 @@ def length_records(session: Session) -> tuple[PatchRecord, ...]:
 
 
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
-    """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the stage with the loss has seen counts."""
+    """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts."""
     if not session.is_active or session.planned.packed_length is None:
         return original()
     from megatron.training import training
@@ -76,14 +76,14 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
     planned = session.planned
     seen = training._seqlen_stats_in_iteration
     counted = torch.zeros(2, dtype=torch.float64, device=planned.platform.device())
+    own = planned.own
     if seen is not None:
-        if planned.own.stage == planned.loss_stage:
-            counted += seen
+        if (own.stage, own.tp_rank, own.cp_rank) == (planned.loss_stage, 0, 0):
+            # Each sample of the replica was counted once for each chunk.
+            counted += seen / session.running.num_loss_chunks
         seen.zero_()
     dist.all_reduce(counted)
-    # Every rank of that stage has counted each sample of its replica once for each of its chunks.
-    stage = planned.layout.stages[planned.loss_stage]
-    total, squares = (counted / (stage.tp * stage.cp * session.running.num_loss_chunks)).tolist()
+    total, squares = counted.tolist()
     return (total, squares) if total else (None, None)
 
 

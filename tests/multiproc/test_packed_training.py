@@ -41,9 +41,13 @@ def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int =
 
 
 def assert_same_lengths(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> None:
-    """Check that all ranks count the same lengths, those of the uniform run's last steps."""
+    """Check that all ranks count the same lengths, those of the uniform run's last steps.
+
+    Megatron counts an evaluation with the step behind it: a run that goes on from a checkpoint misses one.
+    """
     found = runs[0].facts["lengths"]
-    assert found == reference[0].facts["lengths"][-len(found) :]
+    num_missed = 2 * (len(found) < len(reference[0].facts["lengths"]))  # it asks twice for each step
+    assert found[num_missed:] == reference[0].facts["lengths"][num_missed - len(found) :]
     assert all(dict(step)["total_real_tokens_in_batch"] for step in found), found
     assert len({dict(step)["seqlen_squared_sum_in_batch"] for step in found}) > 2, found
     assert all(run.facts["lengths"] == found for run in runs)
@@ -97,7 +101,7 @@ def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
         pytest.param("1,2", "1,1,2", [], 1, id="1,2"),
         pytest.param("1,2,2", "1,1,1,1", [], 1, id="1,2,2", marks=FULL),
         pytest.param("2,1,3", "1,1,1,1", ["--vtp-transport", "sliced"], 1, id="2,1,3", marks=FULL),
-        pytest.param("1,2", "1,1,2", ["--use-distributed-optimizer"], 2, id="1,2-dp-2", marks=FULL),
+        pytest.param("1,2", "1,1,2", ["--overlap-grad-reduce"], 2, id="1,2-dp-2", marks=FULL),
     ],
 )
 def test_lengths_cross_to_the_cloud(
@@ -108,8 +112,6 @@ def test_lengths_cross_to_the_cloud(
     reference = train_packed(pool, "1,1", [*LONGER, *evaluating, "--save", str(tmp_path)], dp=dp)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     shape = [*LONGER, *evaluating, *U_SHAPE, layers, *extra, "--load", str(tmp_path)]
-    if dp > 1:
-        shape += ["--no-load-optim", "--no-load-rng"]
     runs = train_packed(pool, sizes, shape, dp=dp)
     assert_same_training(runs, reference, first=2)
     assert runs[0].evaluations == pytest.approx(reference[-1].evaluations[1:], rel=1e-5)
