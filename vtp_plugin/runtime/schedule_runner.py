@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -72,7 +72,7 @@ class ScheduleRunner:
         lengths: Lengths | None = None,
     ) -> None:
         self.placement = placement
-        self.lengths = lengths
+        self._lengths = lengths
         self.costs = options.costs
         self._in_flight = options.in_flight
         self._worker = worker
@@ -151,19 +151,28 @@ class ScheduleRunner:
         log.info(reason)
         return schedule
 
+    def iterators(self, given: Any) -> list[Any]:
+        """Give what the chunks of this stage read: Megatron's iterators, in the cloud of a U one of lengths.
+
+        Args:
+            given: Megatron's iterator, or a list with one for each chunk; None where nothing is read.
+        """
+        by_chunk = given if isinstance(given, list) else [given]
+        return by_chunk if self._lengths is None else self._lengths.iterators(by_chunk)
+
     def run(self, schedule: Schedule, form: TensorFormat, shape: Sequence[int], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
         for channel in self._channels.values():
             channel.start_step()
-        if self.lengths is not None:
-            self.lengths.start_step()
+        if self._lengths is not None:
+            self._lengths.start_step()
         if schedule.forward_only:
-            Executor(schedule, self._worker, self._channels, form, shape, compute, self.lengths).run()
+            Executor(schedule, self._worker, self._channels, form, shape, compute, self._lengths).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, self._channels, form, shape, timed or compute, self.lengths).run()
+        Executor(schedule, self._worker, self._channels, form, shape, timed or compute, self._lengths).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
             outputs = timed.shapes

@@ -195,12 +195,11 @@ def forward_backward(
         group_size=config.microbatch_group_size_per_vp_stage,
         batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     compute = _Compute(
         host=host,
         config=config,
         chunks=chunks,
-        iterators=iterators if runner.lengths is None else runner.lengths.iterators(iterators),
+        iterators=runner.iterators(data_iterator),
         schedule=schedule,
         sync=GradSync(config, chunks, forward_only=forward_only, is_first_stage=planned.own.stage == 0),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
