@@ -25,17 +25,17 @@ from vtp_plugin.api import choose_device
 choose_device("cpu")
 {before}
 import megatron.training.training
-begin_s = time.perf_counter()
+begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
 vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu")
-applied_s = time.perf_counter()
+applied_s, applied_cpu_s = time.perf_counter(), time.process_time()
 records = sum(len(applied.records) for applied in vtp_plugin.api._Holder.session.applied)
 vtp_plugin.revert()
-print("MEASURED", applied_s - begin_s, time.perf_counter() - applied_s, records)
+print("MEASURED", applied_s - begin_s, applied_cpu_s - begin_cpu_s, time.perf_counter() - applied_s, records)
 """
 
 
 def _measure(before: str, compiled: str) -> list[float]:
-    """Start a process; return seconds to apply and to revert, and the number of records."""
+    """Start a process; return seconds to apply, of them of CPU, seconds to revert, and the number of records."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(before=before)],
@@ -59,9 +59,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = [_measure(options.before, folder) for _ in range(options.repeat + 1)][1:]
-    applied_s, reverted_s, records = (statistics.median(column) for column in zip(*found, strict=True))
+    applied_s, cpu_s, reverted_s, records = (statistics.median(column) for column in zip(*found, strict=True))
     print(
-        f"apply() {applied_s:.2f} s (longest {max(row[0] for row in found):.2f} s), revert() {reverted_s:.2f} s, "
+        f"apply() {applied_s:.2f} s (longest {max(row[0] for row in found):.2f} s; CPU {cpu_s:.2f} s, most "
+        f"{max(row[1] for row in found):.2f} s), revert() {reverted_s:.2f} s, "
         f"{records:.0f} records, {options.repeat} processes"
     )
 

@@ -27,7 +27,7 @@ class OlderHost(NotedMetrics):
         "H15": "it counts no lengths of packed samples",
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",
-        "P10": "it starts the process without arguments; --async-save has not been run with it",
+        "P10": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process",
     }
 
     def cpu_records(self) -> tuple[PatchRecord, ...]:

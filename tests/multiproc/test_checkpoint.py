@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import is_older, is_usual, resharding_flags, resume_tolerance
+from tests.hosts import background_flags, background_tolerance, is_usual, resharding_flags, resume_tolerance
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -289,10 +289,7 @@ def test_saved_in_the_background(
     pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
     """A run that another process saves trains as one that waits, and is resumed to the last bit."""
-    background = [*extra, "--async-save"]
-    if not is_older():
-        # On CPUs the lasting process of older Megatrons dies while it looks for a CUDA device, and they wait for it.
-        background += ["--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    background = [*extra, "--async-save", *background_flags()]
     _, whole = written(sizes, extra, dp=dp)
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     runs = train(pool, sizes, [*background, *saving], dp=dp)
@@ -300,7 +297,8 @@ def test_saved_in_the_background(
     assert_same_training(runs, whole, tolerance=0.0)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    assert_same_training(_resume(pool, tmp_path, sizes, background, dp=dp), whole, first=2, tolerance=0.0)
+    resumed = _resume(pool, tmp_path, sizes, background, dp=dp)
+    assert_same_training(resumed, whole, first=2, tolerance=background_tolerance())
 
 
 @pytest.mark.full

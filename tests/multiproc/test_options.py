@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import is_older
+from tests.hosts import host_name, is_older
 from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
@@ -151,12 +151,14 @@ _INJECTION = ["--rerun-mode", "validate_results", "--error-injection-rate", "2",
 def test_a_step_is_repeated(pool: Pool, sizes: str, tmp_path: Path) -> None:
     """After an error that is made up in it, a step on stages of different sizes runs again, with the same result."""
     # Older Megatrons save before they end, also where nobody has said into which folder.
-    saving = ["--save", str(tmp_path)] if is_older() else []
+    saving = ["--save", str(tmp_path), "--save-interval", "100"] if is_older() else []
     runs = launch(pool, 3, {"arguments": arguments(sizes, extra=[*_INJECTION, "transient_error", *saving])})
     # Megatron's code for a result that could not be confirmed. It compares as if the second result were another.
     assert {run.exit_code for run in runs} == {17}, [run.output[-3000:] for run in runs]
     found = [re.findall(r"First rerun: .*\((\S+) != (\S+)\)", run.output) for run in runs]
     assert any(found) and all(first == second for pairs in found for first, second in pairs)
+    if host_name() == "0.12":
+        return  # it ends in the first step already
     whole = train(pool, uniform(sizes))
     assert_same_training(runs, [replace(run, steps=run.steps[: len(runs[0].steps)]) for run in whole])
 
