@@ -63,6 +63,7 @@ def apply(
     schedule: ScheduleName = "stock",
     layerwise_disaggregated: bool = False,
     num_layer_list: Sequence[int] | str | None = None,
+    encoder_layer_list: Sequence[int] | str | None = None,
     audit: str | None = None,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
@@ -106,6 +107,8 @@ def apply(
         num_layer_list: of a U-shaped pipeline: layers of the edge's first part, of every cloud stage, of the edge's
             last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
             in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
+        encoder_layer_list: of a U-shaped pipeline with two rings: layers of the encoder's parts, likewise; its last
+            part is on the edge, in the chunk of the language model's first part.
         audit: file that records every message between stages; each rank adds its number to the name.
         in_flight: of a U-shaped pipeline, or of modules in a planned order: most microbatches in flight, on all stages
             or on each.

@@ -114,6 +114,14 @@ class VtpConfig:
         name="--num-layer-list",
         parse=parse_layer_list,
     )
+    encoder_layer_list: tuple[int, ...] | None = _where(
+        None,
+        "U-shaped pipeline with an encoder whose middle layers are in the cloud, too: two rings. Layers of its first "
+        "part on the edge, of its part on every cloud stage, and of its last part on the edge, which is where the "
+        "first part of the language model is",
+        "1,3,3,1",
+        parse=functools.partial(parse_layer_list, flag="--vtp-encoder-layer-list"),
+    )
     transport: TransportName = _what(
         "auto",
         "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
@@ -215,6 +223,8 @@ class VtpConfig:
         self._check_list("etp_list", self.etp_list, "expert tensor-parallel")
         if self.num_layer_list is not None and not self.layerwise_disaggregated:
             raise LayoutError("--num-layer-list is for --layerwise-disaggregated-training; give both or none")
+        if self.encoder_layer_list is not None and not self.layerwise_disaggregated:
+            raise LayoutError("--vtp-encoder-layer-list is for --layerwise-disaggregated-training; give both or none")
         if self.dp_list is not None and self.data_parallel_size is not None:
             raise LayoutError(
                 f"data-parallel size {self.data_parallel_size} and vtp_dp_list {format_value(self.dp_list)} say the "
@@ -245,6 +255,11 @@ class VtpConfig:
                 f"vtp_{name} {shown} has {len(sizes)} entries, the size list has {len(self.size_list)} stages; "
                 f"give one {what} size per stage"
             )
+
+    @property
+    def num_rings(self) -> int:
+        """How often a microbatch passes the cloud of a U-shaped pipeline; 0 for other pipelines."""
+        return 0 if not self.layerwise_disaggregated else 1 if self.encoder_layer_list is None else 2
 
     @property
     def has_several_sites(self) -> bool:

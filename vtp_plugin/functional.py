@@ -243,7 +243,7 @@ def _format(session: Session, config: Any, tensor: torch.Tensor | None) -> Tenso
         return tensor_format(session, config)
     assert tensor is not None
     form = session.tensor_format or TensorFormat(dtype=tensor.dtype, width=tensor.shape[-1])
-    return session.agree_on_format(lambda: form)
+    return session.agree_on_formats(lambda: (form,))[0]
 
 
 def _communicators(session: Session, group: Group) -> list[PipelineCommunicator]:

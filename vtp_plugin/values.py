@@ -103,7 +103,7 @@ def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
         ) from None
 
 
-def parse_layer_list(value: str | Sequence[int]) -> tuple[int, ...]:
+def parse_layer_list(value: str | Sequence[int], *, flag: str = "--num-layer-list") -> tuple[int, ...]:
     """Read numbers of layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
 
     >>> parse_layer_list("1,3,3,1")
@@ -115,7 +115,7 @@ def parse_layer_list(value: str | Sequence[int]) -> tuple[int, ...]:
     entries = _entries(value)
     if not all(entry.isdecimal() and int(entry) > 0 for entry in entries):
         raise LayoutError(
-            f"--num-layer-list {','.join(entries)!r}: every entry is the number of layers of one part, at least 1; "
+            f"{flag} {','.join(entries)!r}: every entry is the number of layers of one part, at least 1; "
             "write the edge's first part, every cloud stage, the edge's last part, such as 1,3,3,1"
         )
     return tuple(int(entry) for entry in entries)

@@ -4,6 +4,10 @@ The whole encoder on the edge, with the language model's first and last layers:
 
     torchrun --nproc-per-node 3 examples/edge_pictures/train.py --sizes 1,2 --encoder 3 --language 1,2,1
 
+Two rings, with the middle layers of the encoder in the cloud, too:
+
+    torchrun --nproc-per-node 3 examples/edge_pictures/train.py --sizes 1,2 --encoder 1,1,1 --language 1,2,1
+
 The same model on one rank, without the plugin, prints the same losses and norms:
 
     torchrun --nproc-per-node 1 examples/edge_pictures/train.py --sizes 1 --encoder 3 --language 4
@@ -29,7 +33,7 @@ def parse() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=numbers, default=(1, 2), help="tensor-parallel size of every stage")
-    parser.add_argument("--encoder", type=numbers, default=(3,), help="layers of the encoder")
+    parser.add_argument("--encoder", type=numbers, default=(3,), help="layers of the encoder, or of its parts")
     parser.add_argument("--language", type=numbers, default=(1, 2, 1), help="layers of every part of the GPT")
     parser.add_argument("--steps", type=int, default=5, help="default %(default)s")
     parser.add_argument("--microbatches", type=int, default=4, help="default %(default)s")
@@ -42,7 +46,12 @@ is_alone = len(options.sizes) == 1
 if is_alone:
     choose_device("cpu")
 else:
-    vtp_plugin.apply(vtp_size_list=options.sizes, device="cpu", layerwise_disaggregated=True)
+    vtp_plugin.apply(
+        vtp_size_list=options.sizes,
+        device="cpu",
+        layerwise_disaggregated=True,
+        encoder_layer_list=options.encoder if len(options.encoder) > 1 else None,
+    )
 
 from picture_model import Setup, Training, loss_of, start
 

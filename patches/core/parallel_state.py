@@ -252,7 +252,7 @@ def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_s
         raise ConfigError(
             "Megatron's parallel_state is already initialized; call vtp_plugin.apply() before initialize_model_parallel"
         )
-    refuse(host.problems_of_groups(options))
+    refuse((*host.problems_of_groups(options), *host.problems_of_rings(session.config.num_rings)))
     tensor_size = int(options["tensor_model_parallel_size"])
     if not session.is_planned:
         session.plan(

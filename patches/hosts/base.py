@@ -136,21 +136,25 @@ class MegatronHost(ABC):
         """
 
     @abstractmethod
-    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
-        """Let `validate_args` see two chunks on every stage of a U-shaped pipeline.
+    def written_layers(
+        self, args: argparse.Namespace, layers: Sequence[int], num_rings: int = 1
+    ) -> AbstractContextManager[None]:
+        """Let `validate_args` see two chunks on every stage of a U-shaped pipeline, one more than it has rings.
 
         Args:
             args: Megatron's; where they can hold the layers, they do from then on.
             layers: of the edge's first part, of every cloud stage, of the edge's last part.
+            num_rings: how often a microbatch passes the cloud; the layers are those of the last ring.
         """
 
     @abstractmethod
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
         """Say why a model would not get the layers of a U-shaped pipeline.
 
         Args:
             layers: as for :meth:`written_layers`; None where the plugin was not told.
             config: of the model.
+            num_rings: as for :meth:`written_layers`.
         """
 
     def u_records(self, session: Session) -> tuple[PatchRecord, ...]:
@@ -249,6 +253,11 @@ class MegatronHost(ABC):
                 f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.19 "
                 "only; use that, or give every stage the same sizes"
             )
+
+    def problems_of_rings(self, num_rings: int) -> Iterable[str]:
+        """Say why this family cannot train a U-shaped pipeline of so many rings."""
+        if num_rings > 1 and not self.is_newest:
+            yield f"--vtp-encoder-layer-list with Megatron {self.name}: two rings were run with 0.19 only; use that"
 
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
         """Say what of the call of `initialize_model_parallel` does not work beside a list of sizes."""

@@ -111,11 +111,13 @@ class Host(OlderHost):
             f"--pipeline-model-parallel-layout {text!r}: Megatron 0.12 has no such layouts; use --num-layer-list"
         )
 
-    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
+    def written_layers(
+        self, args: argparse.Namespace, layers: Sequence[int], num_rings: int = 1
+    ) -> AbstractContextManager[None]:
         # For the checks only: the chunks' layers come from U10 and U11, which know the list.
         return UndoStack().during(Name(args, "num_virtual_stages_per_pipeline_rank"), 2)
 
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
         if layers is None:
             yield (
                 "Megatron 0.12 has no layouts of the pipeline, so the plugin must know the layers of a U; give "

@@ -83,12 +83,14 @@ class GroupedHost(MegatronHost):
             )
         return tuple(part.count(LayerType.decoder) for part in parts)
 
-    def written_layers(self, args: argparse.Namespace, layers: Sequence[int]) -> AbstractContextManager[None]:
+    def written_layers(
+        self, args: argparse.Namespace, layers: Sequence[int], num_rings: int = 1
+    ) -> AbstractContextManager[None]:
         num_predicting = getattr(args, "mtp_num_layers", None) or 0
-        args.pipeline_model_parallel_layout = layout_of(layers, num_predicting=num_predicting)
+        args.pipeline_model_parallel_layout = layout_of(layers, num_predicting=num_predicting, num_rings=num_rings)
         return contextlib.nullcontext()
 
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any) -> Iterable[str]:
+    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
         found = config.pipeline_model_parallel_layout
         if found is None:
             yield (
@@ -96,7 +98,8 @@ class GroupedHost(MegatronHost):
                 "in an interleaved pipeline; set it, such as 'Et|ttt|ttt|tL||'"
             )
         elif layers is not None:
-            text = layout_of(layers, num_predicting=getattr(config, "mtp_num_layers", None) or 0)
+            num_predicting = getattr(config, "mtp_num_layers", None) or 0
+            text = layout_of(layers, num_predicting=num_predicting, num_rings=num_rings)
             if PipelineParallelLayerLayout.from_str(text, len(layers) - 1).layout != found.layout:
                 yield f"the model's config has another pipeline_model_parallel_layout; set {text!r}"
 

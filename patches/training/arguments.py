@@ -204,7 +204,7 @@ def _prepare(
     session.open_audit(args.rank)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     if config.layerwise_disaggregated:
-        written_layers = host.written_layers(args, _read_layers(session, host, args))
+        written_layers = host.written_layers(args, _read_layers(session, host, args), config.num_rings)
         if host.mindspeed is not None:
             # MindSpeed-LLM has flags of these names, and would act on them.
             args.layerwise_disaggregated_training, args.num_layer_list = False, None
@@ -268,7 +268,12 @@ def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace)
         ConfigError: the parts do not fit, or an option does not work with them.
     """
     layers, text = session.config.num_layer_list, getattr(args, "pipeline_model_parallel_layout", None)
-    refuse(check_u_layers(layers, text))
+    refuse(
+        (
+            *check_u_layers(layers, text, session.config.encoder_layer_list),
+            *host.problems_of_rings(session.config.num_rings),
+        )
+    )
     option = "--num-layer-list"
     if layers is None:
         layers, option = host.layers_of_layout(text), "--pipeline-model-parallel-layout"

@@ -18,6 +18,7 @@ from tests.multiproc.core_job import cpu_only
 from tests.multiproc.leak_watch import Watch
 from tests.multiproc.picture_cases import NUM_STEPS, PictureCase, PictureResult
 from tests.pool import TIMEOUT_S, init_gloo
+from vtp_plugin.errors import ConfigError
 
 WINDOW = 4  # numbers in a row that do not come about by chance
 
@@ -123,6 +124,18 @@ def watch(case: PictureCase, *, leak: str = "") -> tuple[dict[str, int], list[tu
         forms[key] = forms.get(key, 0) + 1
     found = [(one.how, name) for one in outgoing for name, some in windows.items() if _windows([one.values]) & some]
     return forms, sorted(set(found)), names
+
+
+def refusal(case: PictureCase) -> str:
+    """Let the encoder's configuration differ from the language model's; return this rank's error."""
+    init_gloo()
+    with _training(case) as run:
+        run.config.calculate_per_token_loss = False
+        try:
+            run.step(0)
+        except ConfigError as error:
+            return str(error)
+    return "nothing"
 
 
 def _leak(what: str, rank: int, setup: Setup) -> None:

@@ -26,6 +26,7 @@ from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import open_channels, own_channels
+from vtp_plugin.runtime.executor import LinkForm
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.startup import Agreement
@@ -163,7 +164,8 @@ def run(
         numbers = Numbers(placement.num_vstages, [one.factor * duration for duration in forward_ms])
         with _logged() as printed:
             schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
-            pipeline.run(schedule, form, () if varying else SHAPE, numbers)
+            link_form = LinkForm(form=form, shape=() if varying else SHAPE)
+            pipeline.run(schedule, [link_form] * (placement.num_vstages - 1), numbers)
         own = placement.vstages(stage)
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.multiproc.core_cases import defaults_first
 from tests.multiproc.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
-from tests.pool import Pool
+from tests.pool import ENVIRONMENT, Pool
 
 JOBS = "tests.multiproc.picture_job"
 
@@ -68,24 +73,61 @@ def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
     ]
 
 
-@pytest.mark.parametrize("case", defaults_first(ONE_RING, 3), ids=str)
+@pytest.mark.parametrize("case", defaults_first(ONE_RING, 2), ids=str)
 def test_with_the_encoder_on_the_edge_it_trains_as_on_one_rank(picture_runs: PictureRuns, case: PictureCase) -> None:
     check_case(picture_runs, case)
 
 
-@pytest.mark.parametrize("case", [one_ring(1, 2)], ids=str)
+def two_rings(
+    *sizes: int, encoder: tuple[int, ...] = (), setup: dict[str, Any] | None = None, **fields: Any
+) -> PictureCase:
+    """The encoder's middle layers in the cloud, too."""
+    parts = {2: (1, 2, 1), 3: (1, 1, 1, 1)}[len(sizes)]
+    return PictureCase(
+        sizes=sizes, encoder=encoder or parts, language=parts, setup=tuple((setup or {}).items()), **fields
+    )
+
+
+TWO_RINGS = [
+    two_rings(1, 2, 2, setup={"sequence_parallel": True, "is_tied": True}, is_evaluated=True),
+    two_rings(1, 2, setup={"some_without": True}, num_microbatches=6),
+    two_rings(1, 2, dp=2, num_microbatches=3, sites=("edge", "cloud")),
+    two_rings(1, 1, num_microbatches=1),
+    two_rings(1, 2, 1, num_microbatches=2, transport="rank0", in_flight=(2, 1, 1)),
+    two_rings(2, 3, setup={"sequence_parallel": True}, encoder=(2, 1, 1)),
+    two_rings(2, 1, setup={"sequence_parallel": True, "some_without": True, "is_tied": True}, num_microbatches=7),
+    two_rings(1, 1, 1, setup={"recompute": True}, in_flight=(1, 1, 1)),
+    two_rings(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 3), ids=str)
+def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
+    picture_runs: PictureRuns, case: PictureCase
+) -> None:
+    check_case(picture_runs, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(one_ring(1, 2), id="one ring", marks=pytest.mark.full),
+        pytest.param(two_rings(1, 2), id="two rings"),
+    ],
+)
 def test_no_picture_and_no_word_leaves_the_edge(pool: Pool, case: PictureCase) -> None:
     """Watched from outside the plugin: activations and headers cross, and what is planted is found."""
     (forms, found, names), *cloud = pool.run(case.world_size, f"{JOBS}:watch", {"case": case})
     assert found == [] and any(name.startswith("encoder.") for name in names)
     there = [name for _, _, others in cloud for name in others]
     in_cloud = [name for name in there if name.startswith("encoder.")]
-    assert in_cloud == []
+    # Layers 1 and 2 of the encoder, if there are two rings; what sees pictures or words is on the edge.
+    assert {name.partition(".layers.")[2][0] for name in in_cloud} == (set("12") if len(case.encoder) > 1 else set())
     assert not any(
         word in name for name in there for word in ("patches", "places", "projection", "embedding", "output")
     )
     # By the sizes of [S, B, H], whole or in one share of two; one number warms a channel up.
-    sizes = [18 * 2 * 48]
+    sizes = [18 * 2 * 48, *([6 * 2 * 24] if len(case.encoder) > 1 else [])]
     by_ring = [{f"send float32 {size // share}" for share in (1, 2)} for size in sizes]
     sent = {form for form in forms if form.startswith("send")}
     assert all(sent & activations for activations in by_ring)
@@ -93,3 +135,41 @@ def test_no_picture_and_no_word_leaves_the_edge(pool: Pool, case: PictureCase) -
     for leak in ("pictures", "tokens", "labels"):
         (_, found, _), *_ = pool.run(case.world_size, f"{JOBS}:watch", {"case": case, "leak": leak})
         assert ("send", leak) in found
+
+
+def test_configurations_that_differ_are_refused_on_all_ranks(pool: Pool) -> None:
+    case = two_rings(1, 2)
+    lines = pool.run(case.world_size, f"{JOBS}:refusal", {"case": case})
+    wanted = (
+        "model chunks 0 and 1 have calculate_per_token_loss=False and True; give the encoder and the language model"
+    )
+    assert all(wanted in line for line in lines), lines
+
+
+STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
+
+
+def example(num_ranks: int, words: str) -> list[tuple[str, ...]]:
+    """Start the example as a user does; return what it prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    done = subprocess.run(
+        [*launcher, "examples/edge_pictures/train.py", *words.split(), "--steps", "3"],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return STEP.findall(done.stdout)
+
+
+@pytest.mark.full
+def test_the_example_prints_the_same_on_one_rank() -> None:
+    alone = example(1, "--sizes 1 --encoder 3 --language 4")
+    assert [number for number, *_ in alone] == ["1", "2", "3"]
+    for encoder in ("3", "1,1,1"):
+        found = example(3, f"--sizes 1,2 --encoder {encoder} --language 1,2,1")
+        for ours, theirs in zip(found, alone, strict=True):
+            assert [*map(float, ours)] == pytest.approx([*map(float, theirs)], rel=1e-5)

@@ -22,7 +22,7 @@ from vtp_plugin.schedule.make.u_shape import UOrder, plan_u_shape, reference_u_s
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channels
-from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, num_rings, plain_placement, u_placement
 from vtp_plugin.schedule.proof.check import check
 
 SETTINGS = settings(max_examples=80)
@@ -246,11 +246,15 @@ UCase = tuple[Placement, int, Costs, tuple[int, ...]]
 
 @st.composite
 def u_cases(draw: st.DrawFn) -> UCase:
-    num_stages = draw(st.integers(2, 5))
-    placement = u_placement(num_stages, num_replicas=draw(replicas(num_stages)))
+    rings = draw(st.sampled_from([1, 1, 2]))
+    num_stages = draw(st.integers(2, 5 if rings == 1 else 3))
+    placement = u_placement(num_stages, num_rings=rings, num_replicas=draw(replicas(num_stages)))
     limits = draw(st.lists(st.integers(1, 12), min_size=placement.num_workers, max_size=placement.num_workers))
     num_microbatches = microbatches(draw, placement.num_replicas, 10)
-    return placement, num_microbatches, draw(costs_of(placement)), tuple(limits)
+    costs = draw(costs_of(placement))
+    # Both rings cross the same boundaries.
+    latency = tuple(costs.latency[v % num_stages] for v in range(placement.num_vstages - 1))
+    return placement, num_microbatches, replace(costs, latency=latency), tuple(limits)
 
 
 def plan_of(case: UCase, *, forward_only: bool = False) -> UOrder:
@@ -259,6 +263,7 @@ def plan_of(case: UCase, *, forward_only: bool = False) -> UOrder:
         placement.num_stages,
         num_microbatches,
         costs,
+        num_rings=num_rings(placement),
         num_replicas=placement.num_replicas,
         limits=limits,
         forward_only=forward_only,
@@ -273,10 +278,11 @@ def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
     plan = plan_of(case, forward_only=forward_only)
     event(plan.candidate.split(",")[0])
     event("replicas" if max(placement.num_replicas) > 1 else "no replicas")
+    event(f"{num_rings(placement)} rings")
     wanted = Counter(
         Action(op=op, vstage=vstage, microbatch=microbatch)
         for op in ((Op.F,) if forward_only else (Op.F, Op.B))
-        for vstage in range(num_stages + 1)
+        for vstage in range(placement.num_vstages)
         for microbatch in range(num_microbatches)
     )
     assert Counter(action for order in plan.schedule.orders for action in order) == wanted
@@ -287,7 +293,9 @@ def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
     chain = make_chain(placement, costs, forward_only=forward_only)
     assert plan.lower_bound == lower_bound(chain, num_microbatches, limits) <= plan.makespan
     assert plan_of(case, forward_only=forward_only) == plan
-    if not forward_only and max(placement.num_replicas) == 1:
+    if num_rings(placement) > 1:
+        assert plan.reference_makespan is None
+    elif not forward_only and max(placement.num_replicas) == 1:
         reference = reference_u_shape(num_stages, num_microbatches)
         fits = all(peak <= limit for peak, limit in zip(oracle.peaks(reference), limits, strict=True))
         assert (plan.reference_makespan is not None) == fits
@@ -300,19 +308,20 @@ def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
 def test_search_and_simulator_agree_on_bandwidth(case: UCase, data: st.DataObject) -> None:
     """Two implementations: the search's inner loop, and the walk through lowered lists."""
     placement, num_microbatches, costs, limits = case
-    num_stages = placement.num_stages
-    sizes = data.draw(st.lists(st.integers(0, 12), min_size=num_stages, max_size=num_stages))
-    costs = replace(costs, message_bytes=tuple(sizes), bandwidth=(4.0,) * num_stages)
+    num_links = placement.num_vstages - 1
+    sizes = data.draw(st.lists(st.integers(0, 12), min_size=num_links, max_size=num_links))
+    costs = replace(costs, message_bytes=tuple(sizes), bandwidth=(4.0,) * num_links)
     plan = plan_of((placement, num_microbatches, costs, limits))
     timeline = simulate(plan.schedule, costs)
     assert plan.lower_bound <= plan.makespan == timeline.makespan
     assert plan.in_flight == timeline.in_flight
     for channel, total in timeline.bytes_by_channel:
         flights = [flight for flight in timeline.flights if flight.channel == channel]
-        # A pair of workers carries every max-th microbatch; in the U, a link has the number of its upstream stage.
+        # A pair of workers carries every max-th microbatch; with two rings, two links share it.
         (upstream, _), (downstream, _) = (oracle.workers(placement)[w] for w in (channel.upstream, channel.downstream))
         num_pairs = max(placement.num_replicas[upstream], placement.num_replicas[downstream])
-        assert total == num_microbatches // num_pairs * sizes[upstream]
+        between = [v for v in range(num_links) if placement.stages[v : v + 2] == (upstream, downstream)]
+        assert total == num_microbatches // num_pairs * sum(sizes[v] for v in between)
         assert all(first.end <= second.end for first, second in itertools.pairwise(flights))
 
 

@@ -35,7 +35,7 @@ from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.collectives import StageCollectives
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
-from vtp_plugin.runtime.executor import Executor
+from vtp_plugin.runtime.executor import Executor, LinkForm
 from vtp_plugin.runtime.work import TimedWaits
 from vtp_plugin.schedule.cost.costs import uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -64,9 +64,15 @@ stage = StageCollectives("boundary", None, None, TimedWaits(platform, None), Non
 
 
 class Compute:
-    def forward(self, action, activation):
-        return None
+    def __init__(self, output=None):
+        self.output = output
 
+    def forward(self, action, activation):
+        return self.output
+
+
+fixed = (LinkForm(form=replace(form, has_variable_shapes=False), shape=(4, 1, 2)),)
+long = Compute(torch.zeros(5, 1, 2))
 
 CASES = {
     "an order that deadlocks": lambda: require_valid_order(deadlocked),
@@ -93,7 +99,8 @@ CASES = {
         form, recv_prev=True, shape=(1,), wait=True
     ),
     "a stage without a group": lambda: stage._run("broadcast", (0, 1), "boundary", lambda: None),
-    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, None, (), Compute()).run(),
+    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, (), Compute()).run(),
+    "an output of another length": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, fixed, long).run(),
 }
 for name, run in CASES.items():
     try:

@@ -269,7 +269,7 @@ def test_legend_names_what_is_drawn() -> None:
 
 def test_sites_stand_above_their_stages() -> None:
     rules = TransportRules(sites=("edge", "cloud", "cloud"))
-    svg = draw_pipeline(layout_of((1, 4, 4)), rules=rules, is_u_shaped=True)
+    svg = draw_pipeline(layout_of((1, 4, 4)), rules=rules, num_rings=1)
     root = ET.fromstring(svg)
     sites = elements(root, "text", "site")
     frames = elements(root, "rect", "frame")

@@ -95,7 +95,7 @@ def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRu
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
     monkeypatch.setattr(PlannedRun, "check_model_config", lambda *arguments: None)
-    monkeypatch.setattr(session, "agree_on_format", lambda read: read())
+    monkeypatch.setattr(session, "agree_on_formats", lambda read: read())
     names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     config = SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **{rule.attribute: True})
     with pytest.raises(ConfigError, match=f"{rule.option} with --vtp-size-list 1,2; .*{rule.way_out}"):

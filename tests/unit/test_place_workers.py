@@ -18,15 +18,15 @@ from vtp_plugin.schedule.order.placement import place_workers
 
 
 @pytest.mark.parametrize("mode", DpMode)
-@pytest.mark.parametrize("is_u_shaped", [False, True])
+@pytest.mark.parametrize("num_rings", [0, 1, 2])
 @pytest.mark.parametrize("dp_sizes", [(1, 2), (4, 2), (2, 2), (2, 4, 4), (2, 1, 2), (1, 4, 2), (3, 1, 3)], ids=str)
-def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], is_u_shaped: bool, mode: DpMode) -> None:
+def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], num_rings: int, mode: DpMode) -> None:
     tp_sizes = (2, 1, 3)[: len(dp_sizes)]
     world_size = sum(map(math.prod, zip(tp_sizes, dp_sizes, strict=True)))
     layout = PipelineLayout.from_sizes(tp_sizes, world_size=world_size, dp=dp_sizes)
     replicas = ReplicaMap(dp_sizes=dp_sizes, mode=mode)
-    placement = place_workers(replicas, num_chunks=1, is_u_shaped=is_u_shaped)
-    boundaries = pipeline_boundaries(layout, is_ring=is_u_shaped, dp_mode=mode)
+    placement = place_workers(replicas, num_chunks=1, num_rings=num_rings)
+    boundaries = pipeline_boundaries(layout, is_ring=num_rings > 0, dp_mode=mode)
     found = []
     for rank in range(world_size):
         own = layout.coord(rank)
@@ -51,7 +51,7 @@ def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], is_u_shaped: bool, 
 
 
 def test_interleaving_needs_equal_replicas() -> None:
-    equal = place_workers(ReplicaMap(dp_sizes=(2, 2)), num_chunks=2, is_u_shaped=False)
+    equal = place_workers(ReplicaMap(dp_sizes=(2, 2)), num_chunks=2, num_rings=0)
     assert equal.stages == (0, 1, 0, 1) and equal.num_workers == 2
     with pytest.raises(ConfigError, match="2 model chunks on each stage do not work with --vtp-dp-list 1,2"):
-        place_workers(ReplicaMap(dp_sizes=(1, 2)), num_chunks=2, is_u_shaped=False)
+        place_workers(ReplicaMap(dp_sizes=(1, 2)), num_chunks=2, num_rings=0)

@@ -45,7 +45,7 @@ def draw_pipeline(
     is_ring: bool = False,
     rules: TransportRules | None = None,
     dp_mode: DpMode = DpMode.MULTIPLEX,
-    is_u_shaped: bool = False,
+    num_rings: int = 0,
 ) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
@@ -58,7 +58,7 @@ def draw_pipeline(
         is_ring: whether the last stage sends to the first, as with virtual stages.
         rules: how boundaries are crossed, and the sites; by default the automatic choice inside one site.
         dp_mode: how stages of different data-parallel sizes work together.
-        is_u_shaped: whether the first stage also holds the last layers, which makes the pipeline a ring.
+        num_rings: how often a microbatch passes the cloud, if the first stage also holds the last layers; else 0.
 
     Returns:
         An SVG document (see :mod:`vtp_plugin.svg`). Transfers are paths of the class `transfer`, each with a title such
@@ -71,11 +71,11 @@ def draw_pipeline(
     >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
     (2, 1)
     """
-    title, subtitle = _titles(layout, dp_mode, is_u_shaped)
+    title, subtitle = _titles(layout, dp_mode, num_rings)
     head = [*((line, "title") for line in textwrap.wrap(title, _TEXT_COLUMNS)), (subtitle, "")]
     picture = arrange(
         layout,
-        is_ring=is_ring or is_u_shaped,
+        is_ring=is_ring or num_rings > 0,
         rules=rules or TransportRules(),
         dp_mode=dp_mode,
         head_height=len(head) * LINE_HEIGHT,
@@ -83,7 +83,7 @@ def draw_pipeline(
     legend = _legend(picture)
     body = [heads()]
     body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
-    body += [*_headers(picture), *_rows(picture), *_arrows(picture, is_u_shaped)]
+    body += [*_headers(picture), *_rows(picture), *_arrows(picture, num_rings)]
     for index, (kind, text) in enumerate(legend):
         body += legend_entry(picture.bottom + index * LEGEND_STEP, kind, text)
     # The most that each text can take; a mark of the legend takes as much as six letters.
@@ -94,23 +94,23 @@ def draw_pipeline(
     return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=STYLE, body=body)
 
 
-def _arrows(picture: Picture, is_u_shaped: bool) -> Iterator[str]:
+def _arrows(picture: Picture, num_rings: int) -> Iterator[str]:
     """Draw what crosses, after all boxes: what is painted last lies on top."""
     lines: list[Sequence[Point]] = []
     for drawn in picture.boundaries:
         yield from _transfers(picture, drawn, lines)
         yield from _finish(picture, drawn)
-    yield from _labels(picture, lines, is_u_shaped)
+    yield from _labels(picture, lines, num_rings)
 
 
-def _titles(layout: PipelineLayout, dp_mode: DpMode, is_u_shaped: bool) -> tuple[str, str]:
+def _titles(layout: PipelineLayout, dp_mode: DpMode, num_rings: int) -> tuple[str, str]:
     """Return the flags that the picture shows, and what they mean."""
     title, what = f"--vtp-size-list {_commas(layout.tp_sizes)}", "tensor-parallel size"
     if len(set(layout.cp_sizes)) > 1:
         title, what = f"{title} --vtp-cp-list {_commas(layout.cp_sizes)}", "parallel sizes"
     if len(set(layout.dp_sizes)) > 1:
         title, what = f"{title} --vtp-dp-list {_commas(layout.dp_sizes)} --vtp-dp-mode {dp_mode}", "parallel sizes"
-    if is_u_shaped:
+    if num_rings:
         title += " --layerwise-disaggregated-training"
     return title, _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
 
@@ -209,7 +209,7 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
             yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
 
 
-def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: bool) -> Iterator[str]:
+def _labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int) -> Iterator[str]:
     """Say how each boundary is crossed, next to its arrows; no label covers an arrow or another label."""
     taken: list[Area] = []
     for drawn in picture.boundaries:
@@ -221,7 +221,8 @@ def _labels(picture: Picture, lines: Sequence[Sequence[Point]], is_u_shaped: boo
         if picture.goes_round(drawn):
             where = f"on to stage {boundary.downstream}"
             if drawn.is_wrap:
-                where = "back to the edge" if is_u_shaped else "to the next virtual stage"
+                where = "back to the edge" if num_rings else "to the next virtual stage"
+                where += ", twice" if num_rings > 1 else ""
             text = f"{where}, {text}"
             y = picture.way_round(drawn, first, len(picture.edges(drawn)) - 1, len(picture.edges(drawn)))[1]
             places = [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]

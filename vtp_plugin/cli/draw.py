@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
         is_ring=flags.is_ring,
         rules=flags.rules,
         dp_mode=flags.replicas.mode,
-        is_u_shaped=flags.config.layerwise_disaggregated,
+        num_rings=flags.config.num_rings,
     )
     write_file(output, picture)
     if options.json:

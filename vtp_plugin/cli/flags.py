@@ -20,7 +20,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.footprint.state import Footprint, footprints
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.layout.u_layers import check_layers
+from vtp_plugin.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.options.derived import (
     ScheduleOptions,
     choose_cp_sizes,
@@ -158,7 +158,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     num_chunks = _num_chunks(args, layout.num_stages)
     why_no_activations = model_flags.why_no_activations(args, layout)
-    placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
+    placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
     fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
     return Run(
         config=config,
@@ -238,6 +238,8 @@ def _memory(
     is_u_shaped = config.layerwise_disaggregated
     if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
         return reason
+    if config.encoder_layer_list is not None:
+        return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
     chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
     model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
@@ -250,6 +252,10 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
     if config.num_layer_list is not None:
         layers, num_layers = config.num_layer_list, args.num_layers or None
         check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
+    if config.encoder_layer_list is not None:
+        layers, option = config.encoder_layer_list, "--vtp-encoder-layer-list"
+        check_layers(layers, num_stages=layout.num_stages, num_layers=None, option=option)
+        check_two_rings(layout.cp_sizes, layout.dp_sizes)
     refuse(check_run(args, option_context(config, layout), replicas))
 
 

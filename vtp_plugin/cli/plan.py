@@ -15,6 +15,7 @@ from vtp_plugin.cli.parser import print_json
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.show import format_ranks, size_names, size_texts
 from vtp_plugin.options.checks.batch import describe_batches
+from vtp_plugin.values import format_value
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
@@ -123,8 +124,22 @@ def _tensor(flags: Run) -> Iterator[str]:
     yield f"What crosses: activations [S, B, H] (sequence, batch, hidden){what}."
     part = "S[0:1/4] is the first quarter" if flags.shape is None else "S[0:512] is the first 512 positions"
     yield f"Gradients of the same shape come back. {part} of the sequence; a part without S has all of it."
+    if flags.config.num_rings > 1:
+        yield (
+            f"Two rings: layers of the encoder {format_value(flags.config.encoder_layer_list)}, then of the language "
+            f"model{_layers(flags)}. Every boundary is crossed in both:"
+        )
+        yield (
+            "the encoder's activations have its own hidden size. The edge has the model chunks 0, 1 and 2, a cloud "
+            "stage 0 and 1."
+        )
     if not flags.replicas.is_equal and flags.shape is not None and flags.global_batch_size:
         yield from describe_batches(flags.global_batch_size, flags.shape[1], flags.replicas).splitlines()
+
+
+def _layers(flags: Run) -> str:
+    layers = flags.config.num_layer_list
+    return "" if layers is None else f" {format_value(layers)}"
 
 
 def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) -> Iterator[str]:
@@ -153,9 +168,11 @@ def _buffers(views: Sequence[BoundaryView]) -> Iterator[str]:
 
 def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
     """Say how much crosses between sites."""
+    ring = ", in the language model's ring alone" if flags.config.num_rings > 1 else ""
     for (source, target), (share, num_bytes) in site_traffic(flags, views).items():
         size = f"{share:g} tensors" if num_bytes is None else format_bytes(num_bytes)
-        yield f"site {source} sends to site {target}: {size} for each microbatch, activations and gradients together"
+        what = f"activations and gradients together{ring}"
+        yield f"site {source} sends to site {target}: {size} for each microbatch, {what}"
 
 
 def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:

@@ -166,12 +166,12 @@ def _of_modules(options: argparse.Namespace) -> _Question:
 
 def _model_costs(flags: Run) -> Costs:
     """Return durations for a run without costs; of a split run they are those of the joined microbatches."""
-    is_u_shaped = flags.config.layerwise_disaggregated
-    costs = u_costs(flags.layout.num_stages) if is_u_shaped else uniform_costs(flags.placement)
+    num_rings = flags.config.num_rings
+    costs = u_costs(flags.layout.num_stages, num_rings=num_rings) if num_rings else uniform_costs(flags.placement)
     if not flags.replicas.is_split:
         return costs
     replicas = ReplicaMap(dp_sizes=flags.layout.dp_sizes)
-    return split_costs(place_workers(replicas, num_chunks=1, is_u_shaped=is_u_shaped), costs)
+    return split_costs(place_workers(replicas, num_chunks=1, num_rings=num_rings), costs)
 
 
 def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float | None]:

@@ -33,6 +33,28 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | No
         raise ConfigError(f"{option} has {sum(layers)} layers ({shown}), --num-layers is {num_layers}; make both equal")
 
 
+def check_two_rings(cp_sizes: Sequence[int], dp_sizes: Sequence[int]) -> None:
+    """Refuse what was not run with two rings.
+
+    Args:
+        cp_sizes: context-parallel size of every stage.
+        dp_sizes: data-parallel size of every stage.
+
+    Raises:
+        ConfigError: a stage has context parallelism, or stages have different numbers of replicas.
+    """
+    if max(cp_sizes) > 1:
+        raise LayoutError(
+            f"--vtp-encoder-layer-list with context-parallel sizes {','.join(map(str, cp_sizes))}: two rings were run "
+            "without context parallelism only; leave one of them out"
+        )
+    if len(set(dp_sizes)) > 1:
+        raise LayoutError(
+            f"--vtp-encoder-layer-list with data-parallel sizes {','.join(map(str, dp_sizes))}: two rings were run "
+            "with one number of replicas only; give all stages one"
+        )
+
+
 def layers_of_chunk(layers: Sequence[int], *, stage: int, chunk: int) -> range:
     """List the layers of a model chunk, by their numbers in the whole model from 0 on.
 
@@ -50,17 +72,19 @@ def layers_of_chunk(layers: Sequence[int], *, stage: int, chunk: int) -> range:
     return range(first, first + layers[part])
 
 
-def layout_of(layers: Sequence[int], *, num_predicting: int = 0) -> str:
+def layout_of(layers: Sequence[int], *, num_predicting: int = 0, num_rings: int = 1) -> str:
     """Write Megatron's pipeline layout: first chunks of all stages, then their second ones, the cloud's empty.
 
     Args:
         layers: of every part.
         num_predicting: layers of multi-token prediction; they follow the edge's last part.
+        num_rings: those before the last one, an encoder's, have other chunks, which are empty here.
 
-    >>> layout_of((1, 3, 3, 1)), layout_of((1, 3, 1), num_predicting=1)
-    ('Et|ttt|ttt|tL||', 'Et|ttt|tmL|')
+    >>> layout_of((1, 3, 3, 1)), layout_of((1, 3, 1), num_predicting=1), layout_of((1, 3, 1), num_rings=2)
+    ('Et|ttt|ttt|tL||', 'Et|ttt|tmL|', '||Et|ttt|tL|')
     """
     parts = ["t" * part for part in layers]
     num_stages = len(layers) - 1
     last = parts[-1] + "m" * num_predicting + "L"
-    return "|".join(["E" + parts[0], *parts[1:-1], last, *[""] * (num_stages - 1)])
+    before = [""] * (num_stages * (num_rings - 1))
+    return "|".join([*before, "E" + parts[0], *parts[1:-1], last, *[""] * (num_stages - 1)])

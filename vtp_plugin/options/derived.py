@@ -269,7 +269,8 @@ def read_schedule_options(
         check_in_flight(config.in_flight, num_stages)
     costs = None
     if config.costs is not None:
-        costs = parse_costs(config.costs, fixed or u_placement(num_stages), message_bytes=message_bytes)
+        placement = fixed or u_placement(num_stages, num_rings=config.num_rings)
+        costs = parse_costs(config.costs, placement, message_bytes=message_bytes)
     return ScheduleOptions(
         costs=costs,
         in_flight=config.in_flight,

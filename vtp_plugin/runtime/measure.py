@@ -19,7 +19,7 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.executor import Compute, Inputs
+from vtp_plugin.runtime.executor import Compute, Inputs, LinkForm
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.placement import Placement
@@ -152,23 +152,21 @@ class TimedCompute:
 def measure_links(
     placement: Placement,
     channels: Mapping[ChannelId, Channel],
-    form: TensorFormat,
-    shape: Sequence[int],
+    link_forms: Sequence[LinkForm],
     outputs: Mapping[int, tuple[int, ...]],
     platform: Platform,
 ) -> Report:
     """Send messages back and forth on every link of this rank; a collective call, while nothing else is under way.
 
     The links take turns, in one order on all ranks. The upstream side sends a small tensor and gets one back, a few
-    times; then it does the same with a tensor of the run's size. Each crosses as in the run, with the collectives
-    inside the stages. The fastest small round trip is twice the latency. What a large one takes on top is twice the
-    transfer time: both directions are assumed to be equally fast.
+    times; then it does the same with a tensor of the run's size, for every ring of a U with that ring's. Each crosses
+    as in the run, with the collectives inside the stages. The fastest small round trip is twice the latency. What a
+    large one takes on top is twice the transfer time: both directions are assumed to be equally fast.
 
     Args:
         placement: which stage holds which virtual stage.
         channels: of this rank.
-        form: of all tensors that cross.
-        shape: local shape of every tensor; not used with variable shapes.
+        link_forms: what crosses, by the virtual stage whose output it is.
         outputs: by virtual stage of this rank, the local shape of an output.
         platform: where the tensors are.
 
@@ -181,24 +179,25 @@ def measure_links(
         upstream, downstream = (placement.stage_of(worker) for worker in (name.upstream, name.downstream))
         links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
         # A header would add the same to both: the shape of the small tensor is known.
-        small = dataclasses.replace(form, has_variable_shapes=False)
+        small = dataclasses.replace(link_forms[links[0]].form, has_variable_shapes=False)
         small_shape = there.local_shape(there.spec.probe.src.shape, small)
         is_asking = dist.get_rank() in there.spec.src.ranks
         if not is_asking:
-            for sent_form, sent_shape in ((small, small_shape), (form, shape)):
+            for link_form in (LinkForm(form=small, shape=small_shape), *(link_forms[link] for link in links)):
                 for _ in range(_NUM_PINGS):
-                    answer(there, back, sent_form, sent_shape)
+                    answer(there, back, link_form.form, link_form.shape)
             continue
         device = platform.device()
-        tensor = torch.zeros(outputs[links[0]], dtype=form.dtype, device=device)
-        small_tensor = torch.zeros(small_shape, dtype=form.dtype, device=device)
+        small_tensor = torch.zeros(small_shape, dtype=small.dtype, device=device)
         small_ms = min(ask_ms(there, back, small_tensor, small, platform) for _ in range(_NUM_PINGS))
-        tensor_ms = min(ask_ms(there, back, tensor, form, platform) for _ in range(_NUM_PINGS))
-        whole = there.whole_shape(tensor.shape, form)
-        for link in map(str, links):
-            report["latency_ms"][link] = small_ms / 2
-            report["transfer_ms"][link] = max(0.0, tensor_ms - small_ms) / 2
-            report["message_bytes"][link] = torch.Size(whole).numel() * form.dtype.itemsize
+        for link in links:
+            form = link_forms[link].form
+            tensor = torch.zeros(outputs[link], dtype=form.dtype, device=device)
+            tensor_ms = min(ask_ms(there, back, tensor, form, platform) for _ in range(_NUM_PINGS))
+            whole = there.whole_shape(tensor.shape, form)
+            report["latency_ms"][str(link)] = small_ms / 2
+            report["transfer_ms"][str(link)] = max(0.0, tensor_ms - small_ms) / 2
+            report["message_bytes"][str(link)] = torch.Size(whole).numel() * form.dtype.itemsize
     return report
 
 

@@ -11,8 +11,8 @@ from vtp_plugin import log
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.executor import Compute, Executor
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.executor import Compute, Executor, LinkForm
 from vtp_plugin.runtime.lengths import Lengths
 from vtp_plugin.runtime.links import Link
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
@@ -160,24 +160,23 @@ class ScheduleRunner:
         by_chunk = given if isinstance(given, list) else [given]
         return by_chunk if self._lengths is None else self._lengths.iterators(by_chunk)
 
-    def run(self, schedule: Schedule, form: TensorFormat, shape: Sequence[int], compute: Compute) -> None:
+    def run(self, schedule: Schedule, link_forms: Sequence[LinkForm], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
         for channel in self._channels.values():
             channel.start_step()
         if self._lengths is not None:
             self._lengths.start_step()
         if schedule.forward_only:
-            Executor(schedule, self._worker, self._channels, form, shape, compute, self._lengths).run()
+            Executor(schedule, self._worker, self._channels, link_forms, compute, self._lengths).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, self._channels, form, shape, timed or compute, self._lengths).run()
+        Executor(schedule, self._worker, self._channels, link_forms, timed or compute, self._lengths).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
-            outputs = timed.shapes
             channels = {name: link for name, link in self._channels.items() if isinstance(link, Channel)}
-            tried = measure_links(self.placement, channels, form, shape, outputs, self._platform)
+            tried = measure_links(self.placement, channels, link_forms, timed.shapes, self._platform)
             self._report = {**timed.report(), **tried}
             self._timed = None
         if time is not None:

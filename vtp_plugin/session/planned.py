@@ -13,7 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.show import describe_layout
-from vtp_plugin.layout.u_layers import check_layers
+from vtp_plugin.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import (
     is_active,
@@ -59,9 +59,15 @@ class PlannedRun:
         Raises:
             ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline.
         """
-        if self.config.num_layer_list is not None:
-            layers, num_stages = self.config.num_layer_list, self.layout.num_stages
-            check_layers(layers, num_stages=num_stages, num_layers=None, option="--num-layer-list")
+        lists = {
+            "--num-layer-list": self.config.num_layer_list,
+            "--vtp-encoder-layer-list": self.config.encoder_layer_list,
+        }
+        for option, layers in lists.items():
+            if layers is not None:
+                check_layers(layers, num_stages=self.layout.num_stages, num_layers=None, option=option)
+        if self.config.num_rings > 1:
+            check_two_rings(self.layout.cp_sizes, self.layout.dp_sizes)
         self.replicas.check(self.boundaries)
         read_schedule_options(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self.boundaries:

@@ -12,7 +12,7 @@ from vtp_plugin.boundary.channel_spec import distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.tied import tied_weight_specs
-from vtp_plugin.errors import PlanError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.options.derived import read_schedule_options
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
@@ -95,7 +95,12 @@ def open_pipeline(
     """
     layout, config, replicas = planned.layout, planned.config, planned.replicas
     num_stages = layout.num_stages
-    placement = place_workers(replicas, num_chunks=num_chunks, is_u_shaped=config.layerwise_disaggregated)
+    placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
+    if config.num_rings > 1 and num_chunks != config.num_rings + 1:
+        raise ConfigError(
+            f"--vtp-encoder-layer-list with {num_chunks} model chunks: the edge has {config.num_rings + 1}; give "
+            f"initialize_model_parallel virtual_pipeline_model_parallel_size={config.num_rings + 1}"
+        )
     if not planned.is_active:
         return RunningPipeline(stage_group=stage_group, pipeline_groups=pipeline_groups)
     own = planned.own

@@ -220,8 +220,8 @@ class Session:
         if rank is not None and self.is_planned:
             log.set_reporter(rank=rank, is_reporter=rank in self.planned.reporting_ranks.values())
 
-    def agree_on_format(self, read: Callable[[], TensorFormat]) -> TensorFormat:
-        """Read how tensors cross and, the first time, compare it over all ranks; a collective call.
+    def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
+        """Read how tensors cross, ring by ring, and, the first time, compare it over all ranks; a collective call.
 
         A tensor of another type or shape than the receiver expects would end a process inside the backend.
 
@@ -234,14 +234,18 @@ class Session:
         if self.tensor_format is not None or dist.get_backend() == "fake":
             return read()
         tp_size = self.planned.layout.tp_sizes[self.planned.own.stage]
-        found: list[TensorFormat] = []
+        found: list[tuple[TensorFormat, ...]] = []
 
         def prepare() -> dict[str, object]:
             found.append(read())
-            return state_format(found[0], tp_size)
+            forms = [state_format(form, tp_size) for form in found[0]]
+            rings = ["", *(f" of ring {number}" for number in range(2, len(forms) + 1))]
+            return {
+                f"{name}{ring}": value for ring, form in zip(rings, forms, strict=True) for name, value in form.items()
+            }
 
         self.ranks.agree("the first step's check", prepare, is_partial=True)
-        self.tensor_format = found[0]
+        self.tensor_format = found[0][-1]
         return found[0]
 
     def refuse_originals(self, name: str, value: object) -> None:

@@ -47,6 +47,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
         "timeout_s": config.timeout_s,
         "schedule": config.schedule,
         "layerwise disaggregated": config.layerwise_disaggregated,
+        "vtp_encoder_layer_list": ",".join(map(str, config.encoder_layer_list or ())),
         "num_layer_list": ",".join(map(str, config.num_layer_list or ())),
         "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
         "vtp_costs": " ".join(config.costs or ()),

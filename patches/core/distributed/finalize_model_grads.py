@@ -107,8 +107,9 @@ def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.
         if len(stages) > 1 and tied.stage in stages and (gradient := _tied_gradient(chunk)) is not None:
             tied.sum_gradients(gradient, stages)
     elif session.config.layerwise_disaggregated and session.planned.own.stage == 0:
-        ends = _tied_gradient(model[0]), _tied_gradient(model[-1])
-        if ends[0] is not None and ends[1] is not None:
+        # In two rings the first chunk is the encoder's.
+        ends = [gradient for chunk in model if (gradient := _tied_gradient(chunk)) is not None]
+        if len(ends) == 2:
             # Both chunks lie on the edge: their weights stay equal if both take the sum.
             ends[0].add_(ends[1])
             ends[1].copy_(ends[0])

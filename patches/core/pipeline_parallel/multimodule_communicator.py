@@ -22,7 +22,7 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import module_f
 from vtp_plugin.patches.core.pipeline_parallel.schedules import timed_step
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
-from vtp_plugin.runtime.executor import Inputs
+from vtp_plugin.runtime.executor import Inputs, LinkForm
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.runtime.links import ActivationLink, GradientLink, Link, ModuleLink
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
@@ -315,7 +315,7 @@ def _forward_backward(
     )
     with timed_step(config):
         with compute.sync.step():
-            modules.runner.run(schedule, _OF_LINKS, (), compute)
+            modules.runner.run(schedule, [_OF_LINKS] * (schedule.placement.num_vstages - 1), compute)
         if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 [model],
@@ -327,4 +327,4 @@ def _forward_backward(
 
 
 # Every link knows how its tensors cross.
-_OF_LINKS = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
+_OF_LINKS = LinkForm(form=TensorFormat(dtype=torch.float32, has_variable_shapes=True), shape=())

@@ -19,12 +19,23 @@ from vtp_plugin.session.modules import ModulePipeline
 from vtp_plugin.session.planned import check_sizes
 
 
-def tensor_format(session: Session, config: Any, check: Callable[[], None] = lambda: None) -> TensorFormat:
+def tensor_format(session: Session, config: Any) -> TensorFormat:
     """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
+
+    Raises:
+        ConfigError, PatchError: as :func:`tensor_formats`.
+    """
+    return tensor_formats(session, [config])[0]
+
+
+def tensor_formats(
+    session: Session, configs: Sequence[Any], check: Callable[[], None] = lambda: None
+) -> tuple[TensorFormat, ...]:
+    """Read from the configurations of a U's rings how tensors cross in each; the first time all ranks compare them.
 
     Args:
         session: the applied plugin.
-        config: of the model.
+        configs: of what crosses in every ring, one for all other pipelines.
         check: a further check; it raises ConfigError.
 
     Raises:
@@ -32,12 +43,12 @@ def tensor_format(session: Session, config: Any, check: Callable[[], None] = lam
         PatchError: its ``finalize_model_grads_func`` was taken from Megatron before the plugin was applied.
     """
 
-    def read() -> TensorFormat:
+    def read() -> tuple[TensorFormat, ...]:
         # Inside the comparison: if one rank refuses here, the others learn why and do not wait for it.
         check()
-        return _read_format(session, config)
+        return tuple(_read_format(session, config) for config in configs)
 
-    return session.agree_on_format(read)
+    return session.agree_on_formats(read)
 
 
 def _read_format(session: Session, config: Any) -> TensorFormat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,15 +15,29 @@ from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.options.table.check import check_step
-from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.executor import Inputs
+from vtp_plugin.runtime.executor import Inputs, LinkForm
 from vtp_plugin.runtime.grad_sync import GradSync
 from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.session import Session
+
+# What Megatron reads from the configuration of the first chunk, for all of them.
+_COMMON = (
+    "sequence_parallel",
+    "pipeline_dtype",
+    "variable_seq_lengths",
+    "calculate_per_token_loss",
+    "deallocate_pipeline_outputs",
+    "batch_p2p_comm",
+    "fp16",
+    "bf16",
+)
 
 
 def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
@@ -184,10 +198,9 @@ def forward_backward(
     arguments = SimpleNamespace(p2p_communicator=p2p_communicator, adjust_tensor_shapes_fn=adjust_tensor_shapes_fn)
     # Before anything else: the ranks compare the format here, so if one refuses its configuration, all stop.
     problems = check_step(arguments, session.planned.option_context)
-    form = tensor_format(session, config, functools.partial(refuse, problems))
+    forms = _formats(session, chunks, problems)
     groups = host.default_groups() if pg_collection is None else pg_collection
     sizes = {"seq_length": seq_length, "micro_batch_size": micro_batch_size, "decoder_seq_length": decoder_seq_length}
-    shape = host.tensor_shape(groups=groups, config=config, model=chunks[0], **sizes)
     planned, runner = session.planned, session.running.require_schedule_runner()
     schedule = runner.schedule(
         num_microbatches,
@@ -195,6 +208,7 @@ def forward_backward(
         group_size=config.microbatch_group_size_per_vp_stage,
         batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
+    link_forms = _link_forms(host, groups, chunks, forms, sizes, schedule.placement)
     compute = _Compute(
         host=host,
         config=config,
@@ -212,7 +226,7 @@ def forward_backward(
     )
     with timed_step(config):
         with compute.sync.step():
-            runner.run(schedule, form, shape, compute)
+            runner.run(schedule, link_forms, compute)
         if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 chunks,
@@ -220,6 +234,48 @@ def forward_backward(
                 **host.finalize_options(groups, force_all_reduce),
             )
     return compute.reports
+
+
+def _problems_of_chunks(chunks: list[Any]) -> Iterator[str]:
+    """Say what differs between the configurations of chunks, where Megatron reads that of the first one for all."""
+    first, *others = map(get_model_config, chunks)
+    for number, config in enumerate(others, 1):
+        for name in _COMMON:
+            if (mine := getattr(first, name, None)) != (other := getattr(config, name, None)):
+                yield (
+                    f"the configurations of model chunks 0 and {number} have {name}={mine} and {other}; give the "
+                    "encoder and the language model the same"
+                )
+
+
+def _formats(session: Session, chunks: list[Any], problems: Sequence[str]) -> tuple[TensorFormat, ...]:
+    """Read how tensors cross in every ring: chunk i sends into ring i, in the form that its configuration says."""
+    num_rings = max(1, session.config.num_rings)
+    if num_rings > 1:
+        problems = (*problems, *_problems_of_chunks(chunks))
+    return tensor_formats(session, [*map(get_model_config, chunks[:num_rings])], functools.partial(refuse, problems))
+
+
+def _link_forms(
+    host: MegatronHost,
+    groups: Any,
+    chunks: list[Any],
+    forms: Sequence[TensorFormat],
+    sizes: dict[str, Any],
+    placement: Placement,
+) -> list[LinkForm]:
+    """Say what crosses, by the virtual stage whose output it is.
+
+    Of two rings, the first carries the encoder's ``seq_length`` rows, the second the ``decoder_seq_length``, if it is
+    given, as in Megatron's models of two stacks.
+    """
+    by_ring: list[LinkForm] = []
+    for ring, form in enumerate(forms):
+        own = sizes if ring == len(forms) - 1 else {**sizes, "decoder_seq_length": None}
+        chunk = chunks[ring]
+        shape = host.tensor_shape(groups=groups, config=get_model_config(chunk), model=chunk, **own)
+        by_ring.append(LinkForm(form=form, shape=shape))
+    return [by_ring[min(placement.chunk(v), len(forms) - 1)] for v in range(placement.num_vstages - 1)]
 
 
 @contextmanager

@@ -80,6 +80,15 @@ class Chain:
         return tuple(range(c * width, c * width + size) for c, size in zip(self.boundaries, sizes, strict=True))
 
     @property
+    def queues(self) -> tuple[bool, ...]:
+        """Whether the message to the next leg waits for the messages before it on its channel, by leg.
+
+        Of two rings an instant message waits for those of the other ring, too.
+        """
+        slow = {boundary for boundary, time in zip(self.boundaries, self.occupancy, strict=True) if time}
+        return tuple(boundary in slow for boundary in self.boundaries)
+
+    @property
     def num_channels(self) -> int:
         """Number of channels, unused ones included."""
         return (max(self.boundaries) + 1) * max(self.num_replicas)
@@ -193,7 +202,7 @@ def dispatch(
             last.
         detours: Gives a ranking, or None, for each decision of stage 0; a ranking replaces `ranking[0]` that once.
     """
-    durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
+    durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
     channels, takers = chain.channels, chain.takers
     last_leg = chain.num_legs - 1
     arrived, upcoming = _start(chain, num_microbatches)
@@ -224,7 +233,7 @@ def dispatch(
             end = free_at[worker] = now + durations[q]
             heappush(events, (end, worker))
             if q < last_leg:
-                if occupancy[q]:
+                if queues[q]:
                     channel = channels[q][h % len(channels[q])]
                     end = channel_free_at[channel] = max(end, channel_free_at[channel]) + occupancy[q]
                 end += latency[q]
@@ -244,7 +253,7 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     >>> makespan(make_chain(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
-    durations, latency, occupancy = chain.durations, chain.latency, chain.occupancy
+    durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
     channels, takers = chain.channels, chain.takers
     last_leg = chain.num_legs - 1
     arrived, upcoming = _start(chain, num_microbatches)
@@ -267,7 +276,7 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
             index += 1
             now = end = (there if there > now else now) + durations[q]
             if q < last_leg:
-                if occupancy[q]:
+                if queues[q]:
                     channel = channels[q][h % len(channels[q])]
                     end = channel_free_at[channel] = max(end, channel_free_at[channel]) + occupancy[q]
                 arrived[q + 1][h] = end + latency[q]

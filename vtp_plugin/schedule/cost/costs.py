@@ -102,25 +102,29 @@ def split_costs(placement: Placement, costs: Costs) -> Costs:
     )
 
 
-def u_costs(num_stages: int, *, cloud: float = 2.0, latency: float = 0.0, edge: float = 1.0) -> Costs:
+def u_costs(
+    num_stages: int, *, cloud: float = 2.0, latency: float = 0.0, edge: float = 1.0, num_rings: int = 1
+) -> Costs:
     """Costs of the model U-shape: backward takes twice the forward, latency only between edge and cloud.
 
     Args:
         num_stages: Pipeline stages, the edge included.
         cloud: Forward of a cloud stage.
         latency: One way, between the edge and the first, and the edge and the last cloud stage.
-        edge: Forward of each of the edge's two parts.
+        edge: Forward of each of the edge's parts.
+        num_rings: How often a microbatch passes the cloud.
 
     >>> u_costs(3, latency=0.5).latency, u_costs(3).backward
     ((0.5, 0.0, 0.5), (2.0, 4.0, 4.0, 2.0))
     """
-    placement = u_placement(num_stages)
-    forward = (edge, *[cloud] * (num_stages - 1), edge)
-    latencies = [latency if 0 in placement.stages[v : v + 2] else 0.0 for v in range(num_stages)]
+    placement = u_placement(num_stages, num_rings=num_rings)
+    forward = tuple(cloud if stage else edge for stage in placement.stages)
+    num_links = placement.num_vstages - 1
+    latencies = [latency if 0 in placement.stages[v : v + 2] else 0.0 for v in range(num_links)]
     return Costs(
         forward=forward,
         backward=tuple(2 * duration for duration in forward),
         latency=tuple(latencies),
-        bandwidth=(math.inf,) * num_stages,
-        message_bytes=(0,) * num_stages,
+        bandwidth=(math.inf,) * num_links,
+        message_bytes=(0,) * num_links,
     )

@@ -34,8 +34,8 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
         "forward_ms": CostKey(
             unit="milliseconds",
             meaning="forward of one microbatch, one number for each part of the model in its order; of a U that is the "
-            "edge's first part, every cloud stage, the edge's last part; of modules their stages, encoders first; must "
-            "be given",
+            "edge's first part, every cloud stage, the edge's last part (of two rings the edge's next part, every "
+            "cloud stage and the edge's last part follow); must be given",
         ),
         "backward_ms": CostKey(unit="milliseconds", meaning="its backward, likewise; default twice the forward"),
         "latency_ms": CostKey(
@@ -45,7 +45,9 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
         "mbit": CostKey(
             unit="Mbit/s", meaning="bandwidth of the same links, written likewise; default, and from 1e6 on, no limit"
         ),
-        "message_kib": CostKey(unit="KiB", meaning="size of an activation, one number; default as in the run"),
+        "message_kib": CostKey(
+            unit="KiB", meaning="size of an activation, one number, or one for each link; default as in the run"
+        ),
     }
 )
 """The words of :func:`parse_costs`, in the order in which they are printed."""
@@ -60,7 +62,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
             `backward_ms`: of its backward, likewise; default twice the forward;
             `latency_ms`: one way, from each virtual stage to the next, or one number for the links from and to stage 0;
             `mbit`: bandwidth of these links in Mbit/s, written likewise; default, and from 1e6 on, no limit;
-            `message_kib`: size of an activation in KiB; one number.
+            `message_kib`: size of an activation in KiB; one number, or one from each virtual stage to the next.
         placement: Which stage holds which virtual stage.
         message_bytes: Size of an activation where the words do not say it; None if it is not known.
 
@@ -84,14 +86,18 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     twice = tuple(2 * duration for duration in forward)
     bandwidth = _by_link(values, "mbit", placement, nothing=math.inf)
     message_kib = values.get("message_kib", () if message_bytes is None else (message_bytes / 1024,))
-    if len(message_kib) != 1 and min(bandwidth, default=math.inf) < math.inf:
+    if not message_kib and min(bandwidth, default=math.inf) < math.inf:
         raise ConfigError("costs: with mbit the size of an activation counts; give message_kib=, one number in KiB")
+    if len(message_kib) > 1:
+        _entries(values, "message_kib", num_vstages - 1, "links between virtual stages")
+    else:
+        message_kib = (message_kib or (0.0,)) * (num_vstages - 1)
     return Costs(
         forward=forward,
         backward=_entries(values, "backward_ms", num_vstages, "virtual stages") if "backward_ms" in values else twice,
         latency=_by_link(values, "latency_ms", placement, nothing=0.0),
         bandwidth=tuple(rate * _BYTES_PER_MS if rate < _MOST_MBIT else math.inf for rate in bandwidth),
-        message_bytes=(round(message_kib[0] * 1024) if message_kib else 0,) * (num_vstages - 1),
+        message_bytes=tuple(round(size * 1024) for size in message_kib),
     )
 
 
@@ -99,6 +105,7 @@ def format_costs(costs: Costs) -> str:
     """Write costs in ms for :func:`parse_costs`, which inverts this up to rounding to four digits.
 
     If no link has a limit of bandwidth, `mbit` is left out; if only some have one, the others get 1,000,000 Mbit/s.
+    Messages of one size are written as one number.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
@@ -109,15 +116,17 @@ def format_costs(costs: Costs) -> str:
         "backward_ms": costs.backward,
         "latency_ms": costs.latency,
         "mbit": tuple(min(rate / _BYTES_PER_MS, _MOST_MBIT) for rate in costs.bandwidth),
-        "message_kib": (max(costs.message_bytes, default=0) / 1024,),
+        "message_kib": tuple(size / 1024 for size in costs.message_bytes),
     }
+    if len(set(rows["message_kib"])) <= 1:
+        rows["message_kib"] = rows["message_kib"][:1] or (0.0,)
     if min(rows["mbit"], default=_MOST_MBIT) >= _MOST_MBIT:
         del rows["mbit"]
     return " ".join(f"{name}={','.join(f'{value:.4g}' for value in row)}" for name, row in rows.items())
 
 
 def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placement: Placement) -> Costs:
-    """Combine what the ranks measured: the slowest value of every figure, in ms.
+    """Combine what the ranks measured: the slowest value of every figure, in ms; messages of a ring have one size.
 
     Args:
         reports: One for each rank: by the names `forward_ms`, `backward_ms` (keys: virtual stage), `latency_ms`,
@@ -138,15 +147,18 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
 
     vstages = range(placement.num_vstages)
     transfers = [slowest("transfer_ms", v) for v in vstages[:-1]]
-    sizes = [round(slowest("message_bytes", v)) for v in vstages[:-1]]
+    measured = [round(slowest("message_bytes", v)) for v in vstages[:-1]]
+    # Of a replica's share, another stage may have measured the whole. In every ring something else crosses.
+    rings = [placement.chunk(v) for v in vstages[:-1]]
+    sizes = [max(size for size, other in zip(measured, rings, strict=True) if other == ring) for ring in rings]
     return Costs(
         forward=tuple(slowest("forward_ms", v) for v in vstages),
         backward=tuple(slowest("backward_ms", v) for v in vstages),
         latency=tuple(slowest("latency_ms", v) for v in vstages[:-1]),
         bandwidth=tuple(
-            size / time if size and time else math.inf for size, time in zip(sizes, transfers, strict=True)
+            size / time if size and time else math.inf for size, time in zip(measured, transfers, strict=True)
         ),
-        message_bytes=(max(sizes, default=0),) * len(sizes),
+        message_bytes=tuple(sizes),
     )
 
 

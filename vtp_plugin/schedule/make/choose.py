@@ -11,7 +11,7 @@ from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one
 from vtp_plugin.schedule.make.limits import choose_limits
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, u_placement
+from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import peak_activations, require_valid
 
@@ -45,7 +45,7 @@ class ScheduleRequest:
 
 def is_u_shaped(placement: Placement) -> bool:
     """Whether costs and limits decide on the order; the other placements have one order each."""
-    return placement.num_stages > 1 and placement.stages == u_placement(placement.num_stages).stages
+    return num_rings(placement) > 0
 
 
 def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
@@ -102,12 +102,14 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
 def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     """Choose the order of a U; the reason names its costs, its limits, and the activations that it keeps."""
     placement = request.placement
-    costs = request.costs or u_costs(placement.num_stages)
+    rings = num_rings(placement)
+    costs = request.costs or u_costs(placement.num_stages, num_rings=rings)
     limits, why = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
     order = plan_u_shape(
         placement.num_stages,
         request.num_microbatches,
         costs,
+        num_rings=rings,
         num_replicas=placement.num_replicas,
         limits=placement.by_worker(limits),
         forward_only=request.forward_only,

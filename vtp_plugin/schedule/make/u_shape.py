@@ -4,6 +4,9 @@ The edge has four kinds of work: FS and BE, forward and backward of the first pa
 the last part. A microbatch passes FS, the cloud, FE, BS, the cloud backwards, BE. The choice of what the edge runs next
 decides how much of the links' latency is hidden, and no single rule is good for all durations and latencies. So the
 planner builds and simulates a portfolio of orders, and takes the best.
+
+With several rings, for example an encoder's and then a language model's, the edge has parts between them: its kinds of
+work are F1, F2, .., and the backwards .., B2, B1.
 """
 
 from __future__ import annotations
@@ -29,22 +32,10 @@ from vtp_plugin.schedule.cost.chain import (
 )
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.make.generate import require_counts, require_shares
+from vtp_plugin.schedule.make.rankings import rankings
 from vtp_plugin.schedule.order.placement import Placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
-# Rankings of the edge's legs, most urgent first. These 7 of the 24 possible ones include a best one in every case of a
-# grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS first is the rule that
-# keeps the fewest activations of the last part.
-_EDGE_RANKINGS = (
-    ("BS", "FS", "FE", "BE"),
-    ("BS", "FE", "FS", "BE"),
-    ("BE", "BS", "FS", "FE"),
-    ("BS", "BE", "FS", "FE"),
-    ("BS", "BE", "FE", "FS"),
-    ("BS", "FE", "BE", "FS"),
-    ("BS", "FS", "BE", "FE"),
-)
-_EDGE_LEGS = {"FS": 0, "FE": 1, "BS": 2, "BE": 3}
 _CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, math.inf)  # microbatches above need; infinity: up to the limit
 _EDGE_SLACKS = (0, 1, 2, math.inf)
 _NUM_PERTURBED = 160
@@ -61,7 +52,7 @@ class UOrder:
         makespan: Its simulated time, in the unit of the costs.
         lower_bound: Time that no order can beat under the limits.
         reference_makespan: Time of the reference's order; None if that breaks a limit or does not exist (forward only,
-            replicas).
+            replicas, several rings).
         in_flight: Most microbatches in flight on each worker, never above the limits.
         num_candidates: How many orders were simulated.
     """
@@ -135,6 +126,7 @@ def plan_u_shape(
     num_microbatches: int,
     costs: Costs,
     *,
+    num_rings: int = 1,
     num_replicas: tuple[int, ...] = (),
     limits: Sequence[int] | None = None,
     forward_only: bool = False,
@@ -151,7 +143,8 @@ def plan_u_shape(
     Args:
         num_stages: Pipeline stages with the edge, P >= 2.
         num_microbatches: Microbatches of the step, m >= 1; every stage's replicas share them.
-        costs: Of the P + 1 virtual stages.
+        costs: Of the P + 1 virtual stages; with R rings, of all R P + 1.
+        num_rings: How often a microbatch passes the cloud, R.
         num_replicas: Replicas of every stage; one each by default.
         limits: Most microbatches in flight on each worker: it holds an activation of each, from the start of its first
             forward to the end of its last backward. No limit by default.
@@ -166,19 +159,23 @@ def plan_u_shape(
     >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
     (109.0, 109.0, 129.0)
     """
-    placement = u_placement(num_stages, num_replicas=num_replicas)
+    placement = u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas)
     require_counts(num_stages, num_microbatches)
     require_shares(placement, num_microbatches)
     limits = (num_microbatches,) * placement.num_workers if limits is None else tuple(limits)
     _check_limits(limits, placement)
     if len(costs.forward) != placement.num_vstages:
+        rings = "" if num_rings == 1 else f" and {num_rings} rings"
         raise ConfigError(
-            f"costs of {len(costs.forward)} virtual stages: a U of {num_stages} stages has {placement.num_vstages}"
+            f"costs of {len(costs.forward)} virtual stages: a U of {num_stages} stages{rings} has "
+            f"{placement.num_vstages}"
         )
 
     chain = make_chain(placement, costs, forward_only=forward_only)
     search = _Search(in_ticks(chain), num_microbatches, limits)
-    reference = None if forward_only or max(placement.num_replicas) > 1 else search.try_reference()
+    # The reference knows neither evaluation nor replicas, and one ring only.
+    has_reference = not forward_only and max(placement.num_replicas) == 1 and num_rings == 1
+    reference = search.try_reference() if has_reference else None
     search.try_rules()
     search.try_perturbed()
     _, _, name, orders = search.best
@@ -219,7 +216,7 @@ class _Search:
         self.chain = chain
         # With time as it is, and reversed: a bool is the index.
         self.chains = (chain, chain.reversed())
-        self.rankings = tuple(tuple(_rankings(one)) for one in self.chains)
+        self.rankings = tuple(tuple(rankings(one)) for one in self.chains)
         self.num_microbatches = num_microbatches
         self.limits = tuple(
             min(limit, num_microbatches // chain.num_replicas[stage])
@@ -308,17 +305,6 @@ class _Search:
         direction = "reversed" if is_reversed else "forward"
         perturbed = "" if seed is None else f", perturbed {seed}"
         return self.offer(f"greedy {direction} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)
-
-
-def _rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
-    """Yield a ranking for every stage, with a name; the cloud prefers backwards, or forwards."""
-    edge_legs = chain.legs(0)
-    is_forward_only = len(edge_legs) == 2
-    edge_rankings = (("FE", "FS"), ("FS", "FE")) if is_forward_only else _EDGE_RANKINGS
-    for edge, cloud in product(edge_rankings, ("",) if is_forward_only else ("B", "F")):
-        cloud_rankings = [chain.legs(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, chain.num_stages)]
-        name = f"edge {'>'.join(edge)}" + (f", cloud {cloud} first" if cloud else "")
-        yield [tuple(edge_legs[_EDGE_LEGS[kind]] for kind in edge), *cloud_rankings], name
 
 
 def _detours(rankings: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int] | None]:

@@ -210,18 +210,35 @@ def interleaved_placement(num_stages: int, num_chunks: int) -> Placement:
     return Placement(stages=tuple(range(num_stages)) * num_chunks)
 
 
-def u_placement(num_stages: int, *, num_replicas: tuple[int, ...] = ()) -> Placement:
+def u_placement(num_stages: int, *, num_rings: int = 1, num_replicas: tuple[int, ...] = ()) -> Placement:
     """Place the first and the last part of the model on stage 0, the edge: (0, 1, .., P-1, 0).
 
-    Raises:
-        ConfigError: Fewer than two stages: an edge without a cloud is no pipeline.
+    With several rings the model goes through the cloud as often, and through the edge between: an encoder, then a
+    language model, for example.
 
-    >>> u_placement(2).stages
-    (0, 1, 0)
+    Raises:
+        ConfigError: Fewer than two stages: an edge without a cloud is no pipeline. Or fewer than one ring.
+
+    >>> u_placement(2).stages, u_placement(3, num_rings=2).stages
+    ((0, 1, 0), (0, 1, 2, 0, 1, 2, 0))
     """
     if num_stages < 2:
         raise ConfigError(f"a U-shaped pipeline of {num_stages} stage: it needs an edge and at least one cloud stage")
-    return Placement(stages=(*range(num_stages), 0), num_replicas=num_replicas)
+    if num_rings < 1:
+        raise ConfigError(f"a U-shaped pipeline of {num_rings} rings: it needs at least one")
+    return Placement(stages=(*range(num_stages),) * num_rings + (0,), num_replicas=num_replicas)
+
+
+def num_rings(placement: Placement) -> int:
+    """Return how often a U-shaped placement passes the cloud; 0 if it is not of that shape.
+
+    >>> [num_rings(one) for one in (u_placement(3), u_placement(2, num_rings=2), interleaved_placement(2, 2))]
+    [1, 2, 0]
+    """
+    num_stages = placement.num_stages
+    rings, rest = divmod(placement.num_vstages, num_stages)
+    is_u_shaped = num_stages > 1 and rest == 1 and placement.stages == u_placement(num_stages, num_rings=rings).stages
+    return rings if is_u_shaped else 0
 
 
 def _require_stages(num_stages: int, num_chunks: int) -> None:
@@ -229,25 +246,25 @@ def _require_stages(num_stages: int, num_chunks: int) -> None:
         raise ConfigError(f"{num_stages} stages with {num_chunks} chunks each: both must be at least 1")
 
 
-def place_workers(replicas: ReplicaMap, *, num_chunks: int, is_u_shaped: bool) -> Placement:
+def place_workers(replicas: ReplicaMap, *, num_chunks: int, num_rings: int) -> Placement:
     """Place the chunks on the stages, and the microbatches of one copy of the pipeline on the replicas of its stages.
 
     Args:
         replicas: of the stages.
         num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
-        is_u_shaped: whether stage 0 holds both ends of the model.
+        num_rings: of a U-shaped pipeline, where stage 0 holds both ends of the model; 0 for others.
 
     Raises:
         ConfigError: stages of different data-parallel sizes have several chunks.
 
-    >>> place_workers(ReplicaMap(dp_sizes=(2, 4)), num_chunks=1, is_u_shaped=False).num_replicas
+    >>> place_workers(ReplicaMap(dp_sizes=(2, 4)), num_chunks=1, num_rings=0).num_replicas
     (1, 2)
     """
     num_stages = len(replicas.dp_sizes)
     # In split mode all replicas of a stage run parts of one microbatch: to the schedule they are one worker.
     num_replicas = () if replicas.is_split else tuple(map(replicas.num_replicas, range(num_stages)))
-    if is_u_shaped:
-        return u_placement(num_stages, num_replicas=num_replicas)
+    if num_rings:
+        return u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas)
     if replicas.is_equal:
         return interleaved_placement(num_stages, num_chunks)
     if num_chunks > 1:

@@ -36,7 +36,7 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     """
     is_u_shaped = session.config.layerwise_disaggregated
     if is_u_shaped:
-        refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config))
+        refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config, session.config.num_rings))
     module = session.modules.get(chunk.pp_group) if session.modules else None
     if module is not None and copies_embedding(chunk):
         raise ConfigError(
