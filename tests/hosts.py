@@ -169,6 +169,14 @@ def resume_tolerance() -> float:
     return 2e-5 if host_name() == "0.12" else 1e-5
 
 
+def norm_tolerance() -> float:
+    """Return how far gradient norms may lie apart; 0.12 alone is 1.2e-5 off, between its uniform runs 3,3 and 1,1.
+
+    Its tests have a vocabulary of 4127 rows (see :func:`vocab_size`), whose squares are added up in other shares.
+    """
+    return 2e-5 if host_name() == "0.12" else 1e-5
+
+
 def background_flags() -> tuple[str, ...]:
     """Return flags that name how a checkpoint is saved in the background; 0.12 forks by itself and knows no others."""
     return () if host_name() == "0.12" else ("--use-persistent-ckpt-worker", "--async-strategy", "mcore")
