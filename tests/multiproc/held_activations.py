@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import router
 
 
 def note_activations(facts: dict[str, Any]) -> None:
@@ -32,3 +34,27 @@ def note_activations(facts: dict[str, Any]) -> None:
         return output
 
     DistributedDataParallel.forward = forward
+
+
+class LatentAttention(DotProductAttention):
+    """Megatron's local core attention, for heads whose values have a width of their own.
+
+    Latent attention builds it twice: the first time, as a part of its base class, without the widths.
+    """
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def balance_routers(facts: dict[str, Any]) -> None:
+    """Let every expert get as many tokens as any other, as ``plan`` assumes: token after token, expert after expert."""
+    original = router.TopKRouter.routing
+
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        num_experts = logits.shape[-1]
+        tokens = torch.arange(logits[..., 0].numel()).view(*logits.shape[:-1], 1)
+        turn = (torch.arange(num_experts) - tokens * self.topk) % num_experts
+        return original(self, logits - 1e3 * (turn >= self.topk), *args, **kwargs)
+
+    router.TopKRouter.routing = routing

@@ -40,7 +40,7 @@ from megatron.training import get_args
 import vtp_plugin
 from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
-from tests.multiproc.held_activations import note_activations
+from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
@@ -284,9 +284,18 @@ def _note_samples(facts: dict[str, Any]) -> Callable[[], None]:
 
 def _gather_attention(facts: dict[str, Any]) -> None:
     """Give the script the attention of the tests."""
+    _replace_attention(GatheredAttention)
+
+
+def _take_latent_heads(facts: dict[str, Any]) -> None:
+    """Give the script Megatron's local attention, made for latent heads."""
+    _replace_attention(LatentAttention)
+
+
+def _replace_attention(attention: type) -> None:
     for name in ("megatron.core.models.backends", "megatron.core.models.gpt.gpt_layer_specs"):
         with contextlib.suppress(ImportError):
-            importlib.import_module(name).DotProductAttention = GatheredAttention
+            importlib.import_module(name).DotProductAttention = attention
 
 
 def _cut_sequences(facts: dict[str, Any]) -> None:
@@ -459,6 +468,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_patches": _note_patches,
     "note_progress": _note_progress,
     "note_activations": note_activations,
+    "latent_attention": _take_latent_heads,
+    "balanced_routers": balance_routers,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,

@@ -23,17 +23,22 @@ BUCKETS = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", "--d
 ODD = ["--hidden-size", "60", "--ffn-hidden-size", "156"]
 GATED = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
 GATED += ["--no-rope-fusion"]
+PREDICTING = ["--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"]
+LATENT = """--multi-latent-attention --q-lora-rank 36 --kv-lora-rank 20 --qk-head-dim 6 --qk-pos-emb-head-dim 4
+    --v-head-dim 8"""
+EXPERTS = """--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 30 --moe-layer-freq 2 --sequence-parallel
+    --moe-token-dispatcher-type alltoall --vtp-ep-list 1,2 --vtp-etp-list 1,1"""
 
 
 def preset(name: str, layout: str, *extra: str, full: bool = True) -> Any:
     place = LAYOUTS[layout]
     words = [*command(PRESETS[name], place), *extra]
     marks = [pytest.mark.full] if full else []
-    return pytest.param(place.sizes, words, place.dp, PRESETS[name].hooks, id=f"{name}-{layout}", marks=marks)
+    return pytest.param(place.sizes, words, place.dp, id=f"{name}-{layout}", marks=marks)
 
 
 def plain(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) -> Any:
-    return pytest.param(sizes, extra, dp, (), id=name, marks=[pytest.mark.full] if full else [])
+    return pytest.param(sizes, extra, dp, id=name, marks=[pytest.mark.full] if full else [])
 
 
 CASES = [
@@ -54,25 +59,31 @@ CASES = [
     plain("interleaved", "2,1", *ODD, *DISTRIBUTED, "--num-virtual-stages-per-pipeline-rank", "2", dp=2),
     plain("replicas", "1,2", *BUCKETS, "--use-tp-pp-dp-mapping", "--untie-embeddings-and-output-weights", dp=3),
     plain("stages", "1,2,1", "--num-layers", "5", "--decoder-first-pipeline-num-layers", "1", *DISTRIBUTED),
-    plain("prediction", "1,2", "--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"),
+    plain("prediction", "1,2", *PREDICTING),
+    plain("prediction-sharded", "2,1", *PREDICTING, *GATED[:-3], "--sequence-parallel", "--bf16"),
+    plain("latent-biased", "1,2", *LATENT.split(), "--position-embedding-type", "rope", "--no-rope-fusion"),
+    plain("latent-sharded", "3,1", *LATENT.split(), "--qk-layernorm", *GATED, "--sequence-parallel"),
+    plain("experts-unscored", "1,2", *EXPERTS.split(), "--disable-bias-linear", "--no-bias-gelu-fusion", "--bf16"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "extra", "dp", "hooks"), CASES)
+@pytest.mark.parametrize(("sizes", "extra", "dp"), CASES)
 def test_plan_counts_every_byte(
-    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int, hooks: Any
+    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
 ) -> None:
     words = [*arguments(sizes, dp=dp, extra=extra), *ONE_STEP, "--vtp-data-parallel-size", str(dp)]
     main(["plan", "--json", *words])
     planned = json.loads(capsys.readouterr().out)["memory"]
-    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=[*hooks, "note_memory", "note_activations"])
+    hooks = ["note_memory", "note_activations"]
+    hooks += ["latent_attention"] if "--multi-latent-attention" in extra else []
+    hooks += ["balanced_routers"] if "--num-experts" in extra else []
+    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
     held = [run.facts["memory"] for run in runs]
     assert len(planned) == len(held) > 1
     has_spread_groups = "--num-query-groups" in extra and "4" in sizes
-    is_dense = not {"--num-experts", "--multi-latent-attention", "--mtp-num-layers"} & set(extra)
     for rank, (wanted, found) in enumerate(zip(held, planned, strict=True)):
         assert {name: found[name] for name in COLUMNS} == {name: wanted[name] for name in COLUMNS}, f"rank {rank}"
-        if is_dense and not has_spread_groups:
+        if not has_spread_groups:
             kept = sum(runs[rank].facts["activations"])
             assert found["activation_bytes"] == pytest.approx(kept, rel=0.02), f"rank {rank}"
         else:

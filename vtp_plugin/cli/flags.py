@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.boundary.rules import TransportRules
-from vtp_plugin.cli import model_flags
+from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.footprint.state import Footprint, footprints
@@ -81,7 +81,7 @@ class Run:
         global_batch_size: samples of a step; None if the flag is missing.
         num_microbatches: of a step, in one copy of the pipeline; None if a flag is missing.
         memory: what every rank holds, or why that is not known.
-        why_no_activations: why activations are not known; empty if they are.
+        about_activations: what activations are, or why they are not known.
     """
 
     config: VtpConfig
@@ -95,7 +95,7 @@ class Run:
     global_batch_size: int | None
     num_microbatches: int | None
     memory: tuple[Footprint, ...] | str
-    why_no_activations: str
+    about_activations: str
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -157,7 +157,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     num_chunks = _num_chunks(args, layout.num_stages)
-    why_no_activations = model_flags.why_no_activations(args, layout)
+    why_no_activations = activation_flags.why_no_activations(args, layout)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
     fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
     return Run(
@@ -172,7 +172,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
         memory=_memory(args, config, layout, num_chunks, has_activations=not why_no_activations),
-        why_no_activations=why_no_activations,
+        about_activations=why_no_activations or activation_flags.about_activations(args),
     )
 
 
@@ -197,7 +197,9 @@ def check_unknown(words: Sequence[str]) -> None:
 
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
-    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS, *model_flags.DROPOUTS)
+    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
+    kept = activation_flags
+    of_the_model += (*kept.NUMBERS, *kept.SWITCHES, *kept.TEXTS, *kept.LISTS, *kept.DROPOUTS)
     return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS
 
 
@@ -243,7 +245,9 @@ def _memory(
     parts = config.num_layer_list if is_u_shaped else None
     chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
     model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
-    return footprints(model, training, layout, chunks, model_flags.read_microbatch(args) if has_activations else None)
+    return footprints(
+        model, training, layout, chunks, activation_flags.read_microbatch(args) if has_activations else None
+    )
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

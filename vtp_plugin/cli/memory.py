@@ -23,8 +23,7 @@ def memory_lines(flags: Run) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-    about = flags.why_no_activations or "of one microbatch, for as long as it is in flight on the stage"
-    yield f"activations: {about}"
+    yield f"activations: {flags.about_activations}"
 
 
 def _rows(flags: Run, memory: Sequence[Footprint]) -> Iterator[tuple[str, ...]]:

@@ -6,8 +6,8 @@ import argparse
 import ast
 from collections.abc import Sequence
 
+from vtp_plugin.cli.activation_flags import add_activation_flags
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
 from vtp_plugin.footprint.state import Training
 from vtp_plugin.layout.pipeline import PipelineLayout
@@ -49,7 +49,6 @@ SWITCHES = {
     "--no-bias-swiglu-fusion": "a gated layer keeps more activations",
     "--accumulate-allreduce-grads-in-fp32": "gradients of 4 bytes, with --fp16",
 }
-DROPOUTS = ("--attention-dropout", "--hidden-dropout")
 TEXTS = {
     "--normalization": "LayerNorm, the default, or RMSNorm",
     "--position-embedding-type": "learned_absolute, the default, has weights",
@@ -73,18 +72,6 @@ _NOT_MODELLED = (
     *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer", "--fp8-param-gather"),
     *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
 )
-# Other activations are kept with these.
-_OTHER_ACTIVATIONS = (
-    *(
-        "--recompute-granularity",
-        "--recompute-activations",
-        "--attention-softmax-in-fp32",
-        "--fp32-residual-connection",
-    ),
-    *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
-    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format"),
-    *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
-)
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
 _DEFAULTS = {"--kv-lora-rank": 32, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128}
 
@@ -100,8 +87,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, action="store_true", help=text)
     for name, text in TEXTS.items():
         group.add_argument(name, metavar="TEXT", help=text)
-    for name in DROPOUTS:
-        group.add_argument(name, type=float, metavar="SHARE", help="default 0.1; activations are known with 0 only")
+    add_activation_flags(group)
 
 
 def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
@@ -131,44 +117,6 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
         needed["--num-layer-list"] = None
     missing = [flag for flag, value in needed.items() if not value]
     return f"give {', '.join(missing)} to see it" if missing else ""
-
-
-def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
-    """Say why the activations of a rank are not known; empty if they are."""
-    given = {word.partition("=")[0] for word in args.unknown}
-    odd = [flag for flag in _OTHER_ACTIVATIONS if flag in given]
-    modelled = {
-        "--multi-latent-attention": not args.multi_latent_attention,
-        "--num-experts": not getattr(args, "num_experts", None),
-        "--mtp-num-layers": not args.mtp_num_layers,
-        "context parallelism": max(layout.cp_sizes) == 1,
-        f"--position-embedding-type {args.position_embedding_type}": _has_positions(args) or _has_rope(args),
-        "fewer query groups than ranks": not args.group_query_attention
-        or (args.num_query_groups or 1) >= max(layout.tp_sizes),
-        "--sft": not args.sft,
-        "--dataloader-inter-document-masking": not args.dataloader_inter_document_masking,
-        "--vtp-dp-mode split": args.vtp_dp_mode != "split",
-    }
-    odd += [name for name, is_modelled in modelled.items() if not is_modelled]
-    if odd:
-        return f"not known with {', '.join(odd)}"
-    needed = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
-    needed["--transformer-impl local"] = args.transformer_impl == "local"
-    needed |= {f"{name} 0": getattr(args, name[2:].replace("-", "_")) == 0 for name in DROPOUTS}
-    missing = [flag for flag, value in needed.items() if not value]
-    return f"give {', '.join(missing)} to see them" if missing else ""
-
-
-def read_microbatch(args: argparse.Namespace) -> Microbatch:
-    """Give the microbatch that the flags describe."""
-    return Microbatch(
-        length=args.seq_length,
-        size=args.micro_batch_size,
-        itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
-        is_sharded=args.sequence_parallel,
-        has_rope=_has_rope(args),
-        is_fused=not args.no_bias_swiglu_fusion,
-    )
 
 
 def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
@@ -271,10 +219,6 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 def _has_positions(args: argparse.Namespace) -> bool:
     return (args.position_embedding_type or "learned_absolute") == "learned_absolute"
-
-
-def _has_rope(args: argparse.Namespace) -> bool:
-    return args.position_embedding_type == "rope"
 
 
 def _latent(args: argparse.Namespace) -> Latent:

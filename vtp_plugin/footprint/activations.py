@@ -2,8 +2,10 @@
 
 Counted are the storages that autograd saves in Megatron's local layers, each once, weights left out. Read in
 megatron/core of 0.19: ``transformer/attention.py``, ``transformer/dot_product_attention.py``, ``transformer/mlp.py``,
-``models/common/embeddings/rope_utils.py`` and ``tensor_parallel/layers.py``, ``cross_entropy.py``. Without dropout,
-recomputation, experts, latent attention and prediction of several tokens: those are not modelled.
+``models/common/embeddings/rope_utils.py``, ``tensor_parallel/layers.py``, ``cross_entropy.py``,
+``transformer/multi_latent_attention.py``, ``transformer/multi_token_prediction.py`` and ``transformer/moe``. Without
+dropout and recomputation: those are not modelled. Each expert gets as many tokens as any other. Megatron's local core
+attention takes no latent heads; counted is one that keeps what the local one does.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.footprint.model import Chunk, Model
+from vtp_plugin.footprint.model import Chunk, Latent, Model
+from vtp_plugin.footprint.routing import Routing, routed_bytes
 
 _FULL_BYTES, _INDEX_BYTES = 4, 8
 
@@ -27,6 +30,7 @@ class Microbatch:
         is_sharded: between the layers a rank has its slice of the sequence (sequence parallelism).
         has_rope: positions are rotations, in every layer anew.
         is_fused: a gated feed-forward layer keeps its input and its output only.
+        routing: how tokens find their experts; None without experts.
     """
 
     length: int
@@ -35,16 +39,18 @@ class Microbatch:
     is_sharded: bool
     has_rope: bool
     is_fused: bool
+    routing: Routing | None = None
 
 
-def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], tp: int) -> int:
+def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], tp: int, etp: int = 1) -> int:
     """Give what the chunks of a stage keep of one microbatch on one of ``tp`` ranks.
 
     Args:
-        model: the whole model, dense.
+        model: the whole model.
         batch: the microbatch.
         chunks: of the stage.
         tp: tensor-parallel size of the stage.
+        etp: tensor-parallel size of its experts.
 
     >>> model = Model(num_layers=1, num_predicting=0, hidden=64, heads=12, groups=12, kv_channels=4, ffn=192, vocab=60,
     ...     num_positions=12, is_gated=False, has_bias=True, has_qkv_bias=False, has_norm_bias=True,
@@ -58,16 +64,50 @@ def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], t
     slices = positions // tp if batch.is_sharded else positions
     total = 0
     for chunk in chunks:
-        layer = _attention(model, batch, tp) + _feed_forward(model, batch, tp)
-        total += len(chunk.layers) * (layer + 2 * _norm(model, batch, model.hidden, slices))
+        total += sum(_layer(model, batch, layer, tp, etp) for layer in chunk.layers)
         if chunk.is_first:
             # Numbers of the words; and of the positions, where these have weights.
             total += (2 if model.num_positions else 1) * positions * _INDEX_BYTES
         if chunk.is_last:
             # Probabilities of the vocabulary, which target is whose, and the target.
             loss = positions * (model.vocab // tp * _FULL_BYTES + 1 + _INDEX_BYTES)
-            total += _norm(model, batch, model.hidden, slices) + loss
+            total += (1 + model.num_predicting) * loss + _norm(model, batch, model.hidden, slices)
+            total += model.num_predicting * _prediction(model, batch, tp, etp)
     return total
+
+
+def _layer(model: Model, batch: Microbatch, layer: int, tp: int, etp: int) -> int:
+    """Give what a layer keeps on one rank."""
+    positions = batch.length * batch.size
+    slices = positions // tp if batch.is_sharded else positions
+    latent, experts = model.latent, model.experts
+    total = 2 * _norm(model, batch, model.hidden, slices)
+    total += _attention(model, batch, tp) if latent is None else _latent_attention(model, batch, latent, tp)
+    if experts is None or batch.routing is None or not experts.layers[layer]:
+        return total + _feed_forward(model, batch, model.ffn // tp)
+    if experts.shared_ffn:
+        total += _feed_forward(model, batch, experts.shared_ffn // tp)
+    # One part more: the output of the activation before it is weighted.
+    ffn, width = experts.ffn // etp * (1 + _num_parts(model, batch)), model.hidden
+    return total + routed_bytes(batch.routing, experts.number, slices, etp, (width + ffn) * batch.itemsize_bytes)
+
+
+def _prediction(model: Model, batch: Microbatch, tp: int, etp: int) -> int:
+    """Give what a layer of multi-token prediction keeps besides its loss."""
+    positions, width = batch.length * batch.size, model.hidden
+    slices = positions // tp if batch.is_sharded else positions
+    total = _layer(model, batch, model.num_layers - 1, tp, etp)
+    # Three norms of its own; both inputs side by side; and its output beside the model's, as input of the head.
+    total += 3 * _norm_inputs(model, batch, width, slices) + 3 * slices * width * batch.itemsize_bytes
+    if not _is_raised(model, batch):  # its input is a part of what was gathered
+        total += (positions - slices) * width * batch.itemsize_bytes
+    # The next words and, where ranks share the vocabulary, whose they are; the next targets, and which of them count.
+    return total + positions * (2 * _INDEX_BYTES + (1 if tp > 1 else 0) + _FULL_BYTES)
+
+
+def _is_raised(model: Model, batch: Microbatch) -> bool:
+    """Whether norms compute in full precision, and so keep a copy of their input, and not the input."""
+    return not model.has_norm_bias and batch.itemsize_bytes < _FULL_BYTES
 
 
 def _norm(model: Model, batch: Microbatch, width: int, rows: int) -> int:
@@ -89,7 +129,7 @@ def _attention(model: Model, batch: Microbatch, tp: int) -> int:
     is_grouped, is_normed = groups < heads, model.has_query_norm
     # Where nothing changes queries, keys or values, they are views of the projection's output.
     kept = (2 if is_grouped or batch.has_rope or is_normed else 0) * queries + (queries if is_grouped else 0)
-    is_raised = not model.has_norm_bias and batch.itemsize_bytes < _FULL_BYTES
+    is_raised = _is_raised(model, batch)
     if not is_grouped or (is_normed and not is_raised):
         kept += queries + 2 * keys
     total = positions * kept * batch.itemsize_bytes
@@ -97,9 +137,33 @@ def _attention(model: Model, batch: Microbatch, tp: int) -> int:
         total += _head_norms(model, batch, heads, groups, is_raised=is_raised)
     if batch.has_rope:  # cosine and sine, for queries and for keys
         total += 4 * batch.length * model.kv_channels * batch.itemsize_bytes
-    mask = batch.length**2
-    scores = batch.size * heads * batch.length**2 * batch.itemsize_bytes
-    return total + mask + scores + positions * queries * batch.itemsize_bytes
+    return total + _scores(batch, heads) + positions * queries * batch.itemsize_bytes
+
+
+def _scores(batch: Microbatch, heads: int) -> int:
+    """Give the probabilities of the core attention, and its mask."""
+    return batch.length**2 * (1 + batch.size * heads * batch.itemsize_bytes)
+
+
+def _latent_attention(model: Model, batch: Microbatch, sizes: Latent, tp: int) -> int:
+    """Give what latent attention keeps behind its norm, up to the input of its last projection."""
+    positions, heads = batch.length * batch.size, model.heads // tp
+    slices = positions // tp if batch.is_sharded else positions
+    # The keys' positions lie beside the latent keys; where ranks have gathered them, each has all rows.
+    latents = [(sizes.kv_lora_rank, sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim)]
+    latents += [(sizes.q_lora_rank, sizes.q_lora_rank)] if sizes.q_lora_rank else []
+    total = 0
+    for rank, width in latents:
+        if model.has_query_norm:
+            total += _norm(model, batch, rank, slices)
+        if not model.has_query_norm or not _is_raised(model, batch):
+            total += positions * width * batch.itemsize_bytes
+        if model.has_query_norm and not _is_raised(model, batch):  # counted just now
+            total -= slices * rank * batch.itemsize_bytes
+    # Cosine and sine, for queries and for keys; queries, keys, values and what attention makes of them.
+    total += 4 * batch.length * sizes.qk_pos_emb_head_dim * batch.itemsize_bytes
+    of_head = 2 * (sizes.qk_head_dim + sizes.qk_pos_emb_head_dim) + 2 * sizes.v_head_dim
+    return total + _scores(batch, heads) + positions * heads * of_head * batch.itemsize_bytes
 
 
 def _head_norms(model: Model, batch: Microbatch, heads: int, groups: int, *, is_raised: bool) -> int:
@@ -113,7 +177,11 @@ def _head_norms(model: Model, batch: Microbatch, heads: int, groups: int, *, is_
     return copied + positions * (heads + groups) * (scaled * model.kv_channels + 1) * _FULL_BYTES
 
 
-def _feed_forward(model: Model, batch: Microbatch, tp: int) -> int:
-    """Give what a feed-forward layer keeps behind its norm: in front of its activation, inside it, and behind it."""
-    parts = (3 if batch.is_fused else 5) if model.is_gated else 2
-    return batch.length * batch.size * parts * (model.ffn // tp) * batch.itemsize_bytes
+def _feed_forward(model: Model, batch: Microbatch, ffn: int) -> int:
+    """Give what a feed-forward layer with so many channels on a rank keeps behind its norm."""
+    return batch.length * batch.size * _num_parts(model, batch) * ffn * batch.itemsize_bytes
+
+
+def _num_parts(model: Model, batch: Microbatch) -> int:
+    """Count what a feed-forward layer keeps: in front of its activation, inside it, and behind it."""
+    return (3 if batch.is_fused else 5) if model.is_gated else 2

@@ -86,8 +86,8 @@ def footprints(
     for rank in range(layout.world_size):
         place = _place(layout, rank)
         if place not in known:
-            tp = layout.stages[place.stage].tp
-            kept = None if batch is None else activation_bytes(model, batch, chunks[place.stage], tp)
+            tp, etp = layout.stages[place.stage].tp, layout.experts[place.stage].tp
+            kept = None if batch is None else activation_bytes(model, batch, chunks[place.stage], tp, etp)
             known[place] = _footprint(training, held[place.stage], place, kept)
     return tuple(known[_place(layout, rank)] for rank in range(layout.world_size))
 

@@ -1,0 +1,126 @@
+"""Flags of Megatron's that say what a rank keeps of a microbatch."""
+
+from __future__ import annotations
+
+import argparse
+
+from vtp_plugin.footprint.activations import Microbatch
+from vtp_plugin.footprint.routing import Routing
+from vtp_plugin.layout.pipeline import PipelineLayout
+
+NUMBERS = {
+    "--moe-router-topk": "experts of a token, default 2",
+    "--moe-router-num-groups": "of experts, of which a token uses --moe-router-group-topk",
+    "--moe-router-group-topk": "groups of a token",
+}
+SWITCHES = {"--moe-router-pre-softmax": "a softmax over all experts, before the best are chosen"}
+TEXTS = {
+    "--moe-token-dispatcher-type": "alltoall, for activations; those of the others are not known",
+    "--moe-router-score-function": "softmax, the default, or sigmoid",
+    "--moe-router-dtype": "fp32, or as the model; for activations not fp64",
+}
+LISTS = {
+    "--moe-router-load-balancing-type": "aux_loss, the default, seq_aux_loss, global_aux_loss or none",
+    "--moe-aux-loss-coeff": "0, the default, keeps nothing for such a loss",
+}
+DROPOUTS = ("--attention-dropout", "--hidden-dropout")
+_OF_EXPERTS = (
+    *("--moe-grouped-gemm", "--moe-expert-capacity-factor", "--moe-router-fusion", "--moe-permute-fusion"),
+    *("--moe-z-loss-coeff", "--moe-input-jitter-eps", "--moe-shared-expert-overlap", "--moe-layer-recompute"),
+    *("--moe-apply-probs-on-input", "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"),
+    *("--moe-pad-expert-input-to-capacity", "--moe-enable-deepep", "--overlap-moe-expert-parallel-comm"),
+)
+# Other activations are kept with these.
+OTHER_ACTIVATIONS = (
+    *(
+        "--recompute-granularity",
+        "--recompute-activations",
+        "--attention-softmax-in-fp32",
+        "--fp32-residual-connection",
+    ),
+    *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
+    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format"),
+    *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
+    *("--mla-down-proj-fusion", *_OF_EXPERTS),
+)
+
+
+def add_activation_flags(parser: argparse._ArgumentGroup) -> None:
+    """Declare the flags."""
+    for name, text in NUMBERS.items():
+        parser.add_argument(name, type=int, metavar="N", help=text)
+    for name, text in SWITCHES.items():
+        parser.add_argument(name, action="store_true", help=text)
+    for name, text in TEXTS.items():
+        parser.add_argument(name, metavar="TEXT", help=text)
+    for name, text in LISTS.items():
+        parser.add_argument(name, nargs="+", metavar="VALUE", help=text)
+    for name in DROPOUTS:
+        parser.add_argument(name, type=float, metavar="SHARE", help="default 0.1; activations are known with 0 only")
+
+
+def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
+    """Say why the activations of a rank are not known; empty if they are."""
+    given = {word.partition("=")[0] for word in args.unknown}
+    odd = [flag for flag in OTHER_ACTIVATIONS if flag in given]
+    balanced_by = args.moe_router_load_balancing_type or []
+    kind = args.position_embedding_type
+    modelled = {
+        "context parallelism": max(layout.cp_sizes) == 1,
+        f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
+        "fewer query groups than ranks": not args.group_query_attention
+        or (args.num_query_groups or 1) >= max(layout.tp_sizes),
+        f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
+        and "sinkhorn" not in balanced_by,
+        "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",
+        "--sft": not args.sft,
+        "--dataloader-inter-document-masking": not args.dataloader_inter_document_masking,
+        "--vtp-dp-mode split": args.vtp_dp_mode != "split",
+    }
+    odd += [name for name, is_modelled in modelled.items() if not is_modelled]
+    if odd:
+        return f"not known with {', '.join(odd)}"
+    needed = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
+    needed["--transformer-impl local"] = args.transformer_impl == "local"
+    if _has_experts(args):
+        needed["--moe-token-dispatcher-type alltoall"] = args.moe_token_dispatcher_type == "alltoall"
+        needed["--disable-bias-linear"] = args.disable_bias_linear
+        needed["--no-bias-swiglu-fusion"] = args.no_bias_swiglu_fusion or not args.swiglu
+    needed |= {f"{name} 0": getattr(args, name[2:].replace("-", "_")) == 0 for name in DROPOUTS}
+    missing = [flag for flag, value in needed.items() if not value]
+    return f"give {', '.join(missing)} to see them" if missing else ""
+
+
+def about_activations(args: argparse.Namespace) -> str:
+    """Say what the activations are, where they are known."""
+    routing = ", with balanced routing" if _has_experts(args) else ""
+    return f"of one microbatch, for as long as it is in flight on the stage{routing}"
+
+
+def read_microbatch(args: argparse.Namespace) -> Microbatch:
+    """Give the microbatch that the flags describe."""
+    return Microbatch(
+        length=args.seq_length,
+        size=args.micro_batch_size,
+        itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
+        is_sharded=args.sequence_parallel,
+        has_rope=args.position_embedding_type == "rope",
+        is_fused=not args.no_bias_swiglu_fusion,
+        routing=_routing(args) if _has_experts(args) else None,
+    )
+
+
+def _has_experts(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "num_experts", None))
+
+
+def _routing(args: argparse.Namespace) -> Routing:
+    kinds = args.moe_router_load_balancing_type or ["aux_loss"]
+    return Routing(
+        topk=args.moe_router_topk or 2,
+        has_sigmoid=args.moe_router_score_function == "sigmoid",
+        is_pre_softmax=args.moe_router_pre_softmax,
+        num_groups=args.moe_router_num_groups or 0,
+        group_topk=args.moe_router_group_topk or 1,
+        has_aux_loss=kinds != ["none"] and any(float(share) for share in args.moe_aux_loss_coeff or ()),
+    )
