@@ -520,6 +520,19 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.Argume
             "--dataloader-inter-document-masking with --vtp-size-list 1,1 --vtp-cp-list 1,2; ",
         ),
         ("sft", {}, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True), "--sft with --vtp-dp-mode split; "),
+        ("sft", {}, OptionContext(tp_sizes=(1, 2), is_u_shaped=True, num_rings=1), ""),
+        (
+            "sft",
+            {},
+            OptionContext(tp_sizes=(1, 2), is_u_shaped=True, num_rings=2),
+            "--sft with --vtp-encoder-layer-list; ",
+        ),
+        (
+            "sft",
+            {},
+            OptionContext(tp_sizes=(1, 1), cp_sizes=(2, 2), is_u_shaped=True, num_rings=1),
+            "--sft in a U-shape with context-parallel size 2; ",
+        ),
     ],
 )
 def test_packed_samples_are_single_rows_with_one_cp_size(

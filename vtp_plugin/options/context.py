@@ -19,6 +19,7 @@ class OptionContext:
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
         is_u_shaped: The first stage holds both ends of the model.
+        num_rings: How often a microbatch passes the cloud of a U; 0 without one.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
     """
 
@@ -31,6 +32,7 @@ class OptionContext:
     forced: bool = False
     is_planned: bool = False
     is_u_shaped: bool = False
+    num_rings: int = 0
     device: str = "auto"
 
     @property

@@ -163,6 +163,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
         forced=config.is_forced,
         is_planned=config.has_planned_schedule and layout.num_stages > 1,
         is_u_shaped=config.layerwise_disaggregated,
+        num_rings=config.num_rings,
         device=device,
     )
 

@@ -55,3 +55,13 @@ def _problems(args: object, context: OptionContext, flag: str) -> Iterator[str]:
             f"{flag} with --vtp-dp-mode split; a stage with fewer replicas joins the rows of several; use "
             "--vtp-dp-mode multiplex"
         )
+    if context.num_rings > 1:
+        yield (
+            f"{flag} with --vtp-encoder-layer-list; the lengths of rows would cross with what the encoder sends, too, "
+            "which has no such rows; keep the encoder on the edge (leave the list out)"
+        )
+    if context.is_u_shaped and max(context.cp_sizes, default=1) > 1:
+        yield (
+            f"{flag} in a U-shape with context-parallel size {max(context.cp_sizes)}; lengths of rows that are cut "
+            "have not been sent to a cloud; use --context-parallel-size 1"
+        )
