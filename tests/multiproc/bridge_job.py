@@ -175,7 +175,7 @@ def _cross(one: BridgeCase, when_open: Callable[[], None] = lambda: None) -> lis
 
 def wait_for_sends(bridge: Any) -> None:
     """Wait as a bridge does when it ends, so that a trace has the waits."""
-    if bridge.vtp_bridge is not None:
+    if getattr(bridge, "vtp_bridge", None) is not None:
         bridge.vtp_bridge._opens.wait()
 
 

@@ -178,7 +178,6 @@ def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, cas
 
 PLANNED = [
     MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS, is_planned=True),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2), is_planned=True, in_flight=(4, 2, 1), overlap=True),
     MimoCase(
         vision=Sizes(dp=2),
         language=Sizes(dp=3),
@@ -187,6 +186,7 @@ PLANNED = [
         has_fixed_shape=True,
         in_flight=(4, 1),
     ),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2), is_planned=True, in_flight=(4, 2, 1), overlap=True),
     MimoCase(vision=Sizes(dp=3), language=Sizes(), is_planned=True, in_flight=(9,)),
     MimoCase(vision=Sizes(tp=2), language=Sizes(cp=2, pp=2), is_planned=True, is_frozen=True),
     MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2)), is_planned=True, in_flight=(4, 3, 2, 1)),
@@ -207,7 +207,7 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(PLANNED, 3), ids=str)
+@pytest.mark.parametrize("case", defaults_first(PLANNED, 2), ids=str)
 def test_planned_orders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
