@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT
-from tests.pool import ENVIRONMENT
+from tests.multiproc.example_runs import STEP, run_example
 
-STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
 DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weights: (\S+)$", re.MULTILINE)
 
 
@@ -25,21 +20,11 @@ DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weig
     ],
 )
 def test_it_trains_as_on_one_rank(num_ranks: int, words: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*launcher, "examples/mimo/train.py", *words.split(), "--steps", "3"],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    steps = STEP.findall(done.stdout)
+    printed = run_example("examples/mimo/train.py", num_ranks, words)
+    steps = STEP.findall(printed)
     # Spread over two grids, then alone.
-    assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, done.stdout
+    assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, printed
     assert [float(value) for value in steps[0][1:]] == pytest.approx([float(value) for value in steps[3][1:]], rel=1e-5)
     assert len({loss for _, loss, _ in steps}) >= 3, "it trains nothing"
-    found = DIFFERENCE.search(done.stdout)
-    assert found is not None and float(found[1]) < 1e-5, done.stdout
+    found = DIFFERENCE.search(printed)
+    assert found is not None and float(found[1]) < 1e-5, printed

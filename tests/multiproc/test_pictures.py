@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT
 from tests.multiproc.core_cases import defaults_first
+from tests.multiproc.example_runs import STEP, run_example
 from tests.multiproc.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
-from tests.pool import ENVIRONMENT, Pool
+from tests.pool import Pool
 
 JOBS = "tests.multiproc.picture_job"
 
@@ -146,23 +142,9 @@ def test_configurations_that_differ_are_refused_on_all_ranks(pool: Pool) -> None
     assert all(wanted in line for line in lines), lines
 
 
-STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
-
-
 def example(num_ranks: int, words: str) -> list[tuple[str, ...]]:
-    """Start the example as a user does; return what it prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*launcher, "examples/edge_pictures/train.py", *words.split(), "--steps", "3"],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return STEP.findall(done.stdout)
+    """Start the example; return what it prints of each step."""
+    return STEP.findall(run_example("examples/edge_pictures/train.py", num_ranks, words))
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from vtp_plugin.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
 from vtp_plugin.schedule.order.actions import parse_actions
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.schedule.order.placement import Placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import check
 
@@ -67,9 +67,11 @@ def chains(counts: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
             yield from ((step, *rest) for rest in chains(after, total))
 
 
-def all_schedules(num_stages: int, num_microbatches: int) -> Iterator[Schedule]:
-    names = [["0F", f"{num_stages}F", f"{num_stages}B", "0B"]] + [[f"{r}F", f"{r}B"] for r in range(1, num_stages)]
-    placement = u_placement(num_stages)
+def all_schedules(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
+    """Yield all orders of a U, with one ring or several."""
+    names = []
+    for vstages in map(placement.vstages, range(placement.num_stages)):
+        names.append([*(f"{v}F" for v in vstages), *(f"{v}B" for v in reversed(vstages))])
     for steps in itertools.product(*(chains((0,) * len(row), num_microbatches) for row in names)):
         orders = []
         for row, order in zip(names, steps, strict=True):
@@ -84,7 +86,7 @@ def all_schedules(num_stages: int, num_microbatches: int) -> Iterator[Schedule]:
     [(2, 1, 0), (2, 2, 0), (3, 2, 0), (4, 2, 0), (2, 3, 1)],
 )
 def test_small_plans_are_the_best_of_all(num_stages: int, num_microbatches: int, slack: int) -> None:
-    schedules = [(s, oracle.peaks(s)) for s in all_schedules(num_stages, num_microbatches)]
+    schedules = [(s, oracle.peaks(s)) for s in all_schedules(u_placement(num_stages), num_microbatches)]
     for cloud, latency in [(1, 0), (2, 1), (3, 4)]:
         costs = u_costs(num_stages, cloud=cloud, latency=latency)
         chain = make_chain(u_placement(num_stages), costs)

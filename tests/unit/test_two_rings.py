@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import schedule_oracle as oracle
-from tests.unit.test_schedule_u_shape import chains
+from tests.unit.test_schedule_u_shape import all_schedules
 from vtp_plugin.cli.main import main
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError
@@ -20,30 +20,13 @@ from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.actions import parse_actions
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.placement import u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import check
 
 
-def all_schedules(num_microbatches: int) -> Iterator[Schedule]:
-    """Yield all orders of an edge and one cloud stage."""
-    placement = u_placement(2, num_rings=2)
-    names = []
-    for stage in range(2):
-        vstages = placement.vstages(stage)
-        names.append([*(f"{v}F" for v in vstages), *(f"{v}B" for v in reversed(vstages))])
-    for steps in itertools.product(*(chains((0,) * len(row), num_microbatches) for row in names)):
-        orders = []
-        for row, order in zip(names, steps, strict=True):
-            numbers = [itertools.count() for _ in row]
-            orders.append(parse_actions(" ".join(f"{row[step]}{next(numbers[step])}" for step in order)))
-        yield Schedule(name="any", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
-
-
 def test_small_plans_are_the_best_of_all() -> None:
-    schedules = [(s, oracle.peaks(s)) for s in all_schedules(2) if check(s) == ()]
+    schedules = [(s, oracle.peaks(s)) for s in all_schedules(u_placement(2, num_rings=2), 2) if check(s) == ()]
     assert len(schedules) > 100
     for cloud, latency in [(1, 0), (2, 1), (3, 4)]:
         costs = u_costs(2, cloud=cloud, latency=latency, num_rings=2)

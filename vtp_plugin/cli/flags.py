@@ -257,9 +257,7 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
         layers, num_layers = config.num_layer_list, args.num_layers or None
         check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
     if config.encoder_layer_list is not None:
-        layers, option = config.encoder_layer_list, "--vtp-encoder-layer-list"
-        check_layers(layers, num_stages=layout.num_stages, num_layers=None, option=option)
-        check_two_rings(layout.cp_sizes, layout.dp_sizes)
+        check_two_rings(config.encoder_layer_list, layout.cp_sizes, layout.dp_sizes)
     refuse(check_run(args, option_context(config, layout), replicas))
 
 

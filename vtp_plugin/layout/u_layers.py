@@ -33,16 +33,19 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | No
         raise ConfigError(f"{option} has {sum(layers)} layers ({shown}), --num-layers is {num_layers}; make both equal")
 
 
-def check_two_rings(cp_sizes: Sequence[int], dp_sizes: Sequence[int]) -> None:
-    """Refuse what was not run with two rings.
+def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], dp_sizes: Sequence[int]) -> None:
+    """Refuse layers of an encoder that do not fit the stages, and what was not run with two rings.
 
     Args:
+        layers: of the encoder, part by part.
         cp_sizes: context-parallel size of every stage.
         dp_sizes: data-parallel size of every stage.
 
     Raises:
-        ConfigError: a stage has context parallelism, or stages have different numbers of replicas.
+        ConfigError: not one number of layers for each part, a stage has context parallelism, or stages have different
+            numbers of replicas.
     """
+    check_layers(layers, num_stages=len(cp_sizes), num_layers=None, option="--vtp-encoder-layer-list")
     if max(cp_sizes) > 1:
         raise LayoutError(
             f"--vtp-encoder-layer-list with context-parallel sizes {','.join(map(str, cp_sizes))}: two rings were run "

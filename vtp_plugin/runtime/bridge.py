@@ -187,10 +187,12 @@ class Bridge:
     def _post_backward(self, known: Batch | None) -> RecvWork:
         return self._backward.post_batch(self._form if known is None else self._known, known)
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, sent: SendWork | None = None) -> None:
         """Remember a batch whose gradient will come back: none does in evaluation, which runs without gradients."""
         if self._has_gradient and torch.is_grad_enabled():
             self._batches.append(batch)
+            if sent is not None:
+                self._sent.append(sent)
 
     def _note_zeros(self, tensor: torch.Tensor) -> None:
         if not self._has_gradient and torch.is_grad_enabled():
@@ -199,10 +201,8 @@ class Bridge:
 
     def _send_forward(self, tensor: torch.Tensor, batch: Batch) -> SendWork:
         work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
-        self._note(batch)
+        self._note(batch, work)
         self._note_zeros(tensor)
-        if self._has_gradient and torch.is_grad_enabled():
-            self._sent.append(work)
         return work
 
     def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> SendWork:

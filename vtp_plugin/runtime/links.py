@@ -94,8 +94,8 @@ class _Unsqueezed:
         return tensor.detach().squeeze(-1).requires_grad_(tensor.requires_grad)
 
 
-class ActivationLink:
-    """Activations over a bridge.
+class _BridgeLink:
+    """One direction of a bridge.
 
     Args:
         bridge: this rank's side.
@@ -109,6 +109,10 @@ class ActivationLink:
     def start_step(self) -> None:
         """Do nothing: a bridge counts on."""
 
+
+class ActivationLink(_BridgeLink):
+    """Activations over a bridge."""
+
     def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
         """Post the receive of the next activation, or of its header."""
         self._bridge.post_forward()
@@ -119,15 +123,8 @@ class ActivationLink:
         return self._bridge.send_forward(tensor, self._split_sizes(tensor))
 
 
-class GradientLink:
-    """Gradients over a bridge; arguments as for :class:`ActivationLink`."""
-
-    def __init__(self, bridge: Bridge, split_sizes: SplitSizes) -> None:
-        self._bridge = bridge
-        self._split_sizes = split_sizes
-
-    def start_step(self) -> None:
-        """Do nothing: a bridge counts on."""
+class GradientLink(_BridgeLink):
+    """Gradients over a bridge."""
 
     def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
         """Post the receive of the next gradient; its activation says the shape, so at the latest when that is sent."""

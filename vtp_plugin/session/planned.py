@@ -59,15 +59,11 @@ class PlannedRun:
         Raises:
             ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline.
         """
-        lists = {
-            "--num-layer-list": self.config.num_layer_list,
-            "--vtp-encoder-layer-list": self.config.encoder_layer_list,
-        }
-        for option, layers in lists.items():
-            if layers is not None:
-                check_layers(layers, num_stages=self.layout.num_stages, num_layers=None, option=option)
-        if self.config.num_rings > 1:
-            check_two_rings(self.layout.cp_sizes, self.layout.dp_sizes)
+        if self.config.num_layer_list is not None:
+            layers, num_stages = self.config.num_layer_list, self.layout.num_stages
+            check_layers(layers, num_stages=num_stages, num_layers=None, option="--num-layer-list")
+        if self.config.encoder_layer_list is not None:
+            check_two_rings(self.config.encoder_layer_list, self.layout.cp_sizes, self.layout.dp_sizes)
         self.replicas.check(self.boundaries)
         read_schedule_options(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self.boundaries:

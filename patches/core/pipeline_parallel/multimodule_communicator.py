@@ -19,7 +19,7 @@ from vtp_plugin.options.derived import ScheduleOptions, option_context
 from vtp_plugin.options.table.check import check_config
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import split_sizes
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import module_format
-from vtp_plugin.patches.core.pipeline_parallel.schedules import timed_step
+from vtp_plugin.patches.core.pipeline_parallel.schedules import run_planned
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.executor import Inputs, LinkForm
@@ -190,10 +190,9 @@ def _links(session: Session, info: Any, placed: ModulePlacement, name: str) -> d
         ):
             if module.communicator.reaches(way):
                 links[ChannelId.between(*ends, direction)] = ModuleLink(module.communicator.channel(way), form)
-    ends = {before: (before, stage) for before in placed.placement.predecessors(stage)}
+    by_source = {placed.module_of(before): before for before in placed.placement.predecessors(stage)}
     for one in info.bridge_comms_as_dest_module:
-        before = next(source for source in ends if placed.module_of(source) == one.src_module_name)
-        links.update(_bridge_links(one, ends[before]))
+        links.update(_bridge_links(one, (by_source[one.src_module_name], stage)))
     for one in info.bridge_comms_as_src_module:
         links.update(_bridge_links(one, (stage, placed.placement.successors[stage])))
     return links
@@ -313,17 +312,9 @@ def _forward_backward(
             "cp_group_size": pg_collection.get_language_model_cp_size() if has_language else None,
         },
     )
-    with timed_step(config):
-        with compute.sync.step():
-            modules.runner.run(schedule, [_OF_LINKS] * (schedule.placement.num_vstages - 1), compute)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                [model],
-                compute.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
-            )
-    return compute.reports
+    link_forms = [_OF_LINKS] * (schedule.placement.num_vstages - 1)
+    options = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+    return run_planned(modules.runner, schedule, link_forms, compute, chunks=[model], options=options)
 
 
 # Every link knows how its tensors cross.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -20,8 +20,9 @@ from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.executor import Inputs, LinkForm
+from vtp_plugin.runtime.executor import Compute, Inputs, LinkForm
 from vtp_plugin.runtime.grad_sync import GradSync
+from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -224,15 +225,49 @@ def forward_backward(
         },
         first_val_step=first_val_step,
     )
-    with timed_step(config):
+    return run_planned(
+        runner, schedule, link_forms, compute, chunks=chunks, options=host.finalize_options(groups, force_all_reduce)
+    )
+
+
+class PlannedCompute(Compute, Protocol):
+    """What a planned step computes on this rank, and what it notes."""
+
+    config: Any
+    sync: GradSync
+    num_tokens: torch.Tensor
+    reports: list[Any]
+
+
+def run_planned(
+    runner: ScheduleRunner,
+    schedule: Schedule,
+    link_forms: Sequence[LinkForm],
+    compute: PlannedCompute,
+    *,
+    chunks: list[Any],
+    options: Mapping[str, Any],
+) -> list[Any]:
+    """Run one step as planned, and let Megatron finish the gradients.
+
+    Args:
+        runner: runs the schedule.
+        schedule: of the step.
+        link_forms: what crosses, by the virtual stage whose output it is.
+        compute: by Megatron's functions.
+        chunks: of this rank.
+        options: of ``finalize_model_grads_func``, besides chunks and number of tokens.
+
+    Returns:
+        What the loss function reported.
+    """
+    config = compute.config
+    with _timed(config):
         with compute.sync.step():
             runner.run(schedule, link_forms, compute)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                chunks,
-                compute.num_tokens if config.calculate_per_token_loss else None,
-                **host.finalize_options(groups, force_all_reduce),
-            )
+        if config.finalize_model_grads_func is not None and not schedule.forward_only:
+            num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(chunks, num_tokens, **options)
     return compute.reports
 
 
@@ -279,7 +314,7 @@ def _link_forms(
 
 
 @contextmanager
-def timed_step(config: Any) -> Iterator[None]:
+def _timed(config: Any) -> Iterator[None]:
     """Measure a step with Megatron's timer."""
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

@@ -84,14 +84,14 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         )
         return schedule, 1, ""
     if request.forward_only:
-        schedule, kept = plain_forward_only(placement, num_microbatches), "none kept"
+        schedule = plain_forward_only(placement, num_microbatches)
     else:
         schedule = one_f_one_b(placement, num_microbatches, in_flight=request.in_flight)
-        kept = f"kept activations by stage {_kept(schedule)}"
     if placement.num_workers == num_stages and placement.is_chain and request.in_flight is None:
         return schedule, _PLAIN_LOOKAHEAD, ""
     # A narrow stage keeps the activations of several replicas, and an encoder may run ahead; the log shows how many,
     # since they cost memory.
+    kept = "none kept" if request.forward_only else f"kept activations by stage {_kept(schedule)}"
     several = ",".join(map(str, placement.num_replicas)) if placement.num_workers > num_stages else ""
     # A message may leave only when its receive is posted: running ahead is of use only if the receives do so too, past
     # a forward and a backward for each microbatch.
