@@ -42,6 +42,7 @@ from tests.multiproc import leak_watch
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
+from tests.multiproc.option_hooks import build_masks, time_stragglers
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
@@ -470,6 +471,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_activations": note_activations,
     "latent_attention": _take_latent_heads,
     "balanced_routers": balance_routers,
+    "attention_masks": build_masks,
+    "time_stragglers": time_stragglers,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,

@@ -136,6 +136,27 @@ def test_dropout_repeats_itself(pool: Pool) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("sizes", "extra"), [("1,2", []), ("3,1", ["--sequence-parallel"])])
+def test_masks_of_the_data_set(pool: Pool, sizes: str, extra: list[str]) -> None:
+    """With this flag no token sees an earlier document of its row; the script hands the masks to its layers."""
+    anew = ["--reset-attention-mask"]
+    reference = train(pool, uniform(sizes), anew, hooks=["attention_masks"])
+    assert_same_training(train(pool, sizes, [*anew, *extra], hooks=["attention_masks"]), reference)
+    with pytest.raises(AssertionError):
+        assert_same_training(train(pool, uniform(sizes), hooks=["attention_masks"]), reference)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(is_older(), reason="older detectors were not read")
+def test_stragglers(pool: Pool) -> None:
+    """Rank 0 compares the times of all ranks, in every step."""
+    watched = ["--log-straggler", "--straggler-minmax-count", "2"]
+    runs = train(pool, "1,2", watched, hooks=["time_stragglers"])
+    assert_same_training(runs, train(pool, "1,1"))
+    assert [run.facts["stragglers"] for run in runs] == [[[0, 1, 2]] * 4, [], []]
+
+
+@pytest.mark.full
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs pip install emerging-optimizers")
 @pytest.mark.parametrize("sizes", ["1,2", "2,1"])
 def test_lion(pool: Pool, sizes: str) -> None:

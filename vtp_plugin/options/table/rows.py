@@ -40,6 +40,7 @@ _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_sta
 _EXPERTS = "tests/multiproc/test_experts.py::test_experts"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
 _DEVICE = "tests/device/test_options.py"
+_NEEDS_ENGINE = f"not run: needs CUDA and Transformer Engine, {_DEVICE} does it"
 
 
 def _engine_on_cpu(args: object, context: OptionContext) -> bool:
@@ -240,7 +241,7 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "its layers take their size from the tensor-parallel group of their stage",
-        "not run: needs CUDA and Transformer Engine",
+        _NEEDS_ENGINE,
         "--transformer-impl transformer_engine",
     ),
     *supported(
@@ -253,35 +254,58 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported("master weights and scales stay on a rank, found-inf travels on the model group", _CLIPPING, "--fp16"),
     *supported("activations cross a boundary in the pipeline dtype", _PARITY, "--bf16"),
-    *refused_unequal(
-        "scaling factors and padded shapes of 8-bit and 4-bit weights have not been run on stages of different sizes",
+    *supported(
+        "get_fp8_context and get_fp4_context share the scaling factors of a tensor among the ranks of its stage, and "
+        "stages exchange activations in the pipeline dtype",
+        _NEEDS_ENGINE,
         case("--fp8-format", given, "fp8"),
         case("--fp4-format", given, "fp4"),
+    ),
+    *supported(
+        "quantize_param_shard finds the scaling factors of a weight among the replicas of its stage",
+        _NEEDS_ENGINE,
         "--fp8-param-gather",
         "--fp4-param-gather",
+    ),
+    *supported(
+        "its rules name modules and numbers of layers in the whole model",
+        _NEEDS_ENGINE,
         case("--te-precision-config-file", given),
-        way_out="train in --bf16 or give every stage the same size",
     ),
     *refused(
         "a graph of the whole iteration would capture the plugin's transfers, which the host completes",
         "--cuda-graph-impl full_iteration",
     ),
     *refused_unequal(
-        "captured graphs have not been run with boundaries between stages of different sizes",
+        "_CudaGraphRunner replays a layer into memory that it uses again, where a channel may still be sending, and on "
+        "CPUs stock ends with 'graphsafe_get_state is not supported in this Generator'",
         "--cuda-graph-impl local",
-        "--cuda-graph-impl transformer_engine",
         "--enable-cuda-graph",
+    ),
+    *refused_unequal(
+        "TECudaGraphHelper uses the memory of outputs again in the order of Megatron's schedule, where a channel may "
+        "still be sending, and stock ends with 'CUDA Graphs are not supported without TE.'",
+        "--cuda-graph-impl transformer_engine",
         "--external-cuda-graph",
+    ),
+    *refused_unequal(
+        "OptimizerCudaGraphWrapper would capture the sums over the model group, which the host waits for, and on CPUs "
+        "stock ends with 'If capturable=True, params and state_steps must be on supported devices'",
         "--optimizer-cuda-graph",
     ),
     *refused_unequal(
-        "delayed weight gradients need fused CUDA kernels and have not been run on stages of different sizes",
+        "TransformerConfig wants --overlap-moe-expert-parallel-comm with it, which is refused, and stock ends with "
+        "'Delaying wgrad compute is only supported with transformer_engine implementation'",
         "--delay-wgrad-compute",
+    ),
+    *supported(
+        "finish_embedding_wgrad_compute gathers among the ranks of the last stage, before gradients are summed",
+        f"not run: needs CUDA and APEX's fused weight gradients, {_DEVICE} does it",
         "--defer-embedding-wgrad-compute",
     ),
     *supported(
         "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host",
-        f"not run: needs CUDA and Transformer Engine, {_DEVICE} does it",
+        _NEEDS_ENGINE,
         "--fine-grained-activation-offloading",
     ),
     *refused_unequal(
@@ -324,7 +348,8 @@ RULES: tuple[OptionRule, ...] = (
         "--high-priority-stream-groups",
     ),
     *refused_unequal(
-        "gradient buffers that NCCL registers have not been run on stages of different sizes",
+        "_ParamAndGradBuffer waits for the whole world at every buffer, whose number differs between stages with "
+        "experts or in a U-shape, and on CPUs stock ends with \"Error building extension 'nccl_allocator'\"",
         case("--use-nccl-ub", on, "nccl_ub"),
     ),
     *refused_unequal(
@@ -352,8 +377,9 @@ RULES: tuple[OptionRule, ...] = (
         "tests/multiproc/test_options.py::test_lion",
         "--optimizer lion",
     ),
-    *refused_unequal(
-        "optimizer states on the host need Transformer Engine and have not been run on stages of different sizes",
+    *supported(
+        "HybridDeviceOptimizer moves what a rank has of the optimizer's state between its own device and host",
+        _NEEDS_ENGINE,
         "--optimizer-cpu-offload",
     ),
     *supported(
@@ -411,11 +437,13 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported("timers are gathered over the whole world", _OPTIONS, case("--timing-log-level", above(0))),
     *supported(
-        "it gathers one record per rank over the whole world", "not run: measures with CUDA events", "--log-straggler"
+        "it gathers one record per rank over the whole world",
+        "tests/multiproc/test_options.py::test_stragglers",
+        "--log-straggler",
     ),
     *supported(
         "every rank talks to its own monitor process only",
-        "not run: needs nvidia-resiliency-ext",
+        f"not run: needs nvidia-resiliency-ext 0.6, {_DEVICE} does it",
         "--enable-ft-package",
     ),
     *refused(
@@ -465,7 +493,8 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
     *refused_unequal(
-        "local checkpoints have not been run on stages of different sizes",
+        "MCoreTensorAwareStateDict.to_state_dict gives a rank its own file back and does not look whether it fits, so "
+        "another list would load other parts of the weights",
         "--non-persistent-ckpt-type local",
         way_out="use --non-persistent-ckpt-type global",
     ),
@@ -506,7 +535,7 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the batch stays inside the stages that read it",
-        "not run: the example script builds no attention masks",
+        "tests/multiproc/test_options.py::test_masks_of_the_data_set",
         "--reset-attention-mask",
     ),
     *supported("the loss mask stays inside the stage that reads it", _OPTIONS, "--eod-mask-loss"),
