@@ -68,6 +68,8 @@ class Case:
         experts: one of the kinds in ``experts.py``; empty has none.
         ep, etp: Megatron's expert-parallel size, and tensor-parallel size of the experts.
         ep_list, etp_list: these sizes of every stage; empty means ``ep`` and ``etp`` on all.
+        shards: of a reference, for every stage: tp and cp sizes whose ranks decide for themselves which tokens they
+            drop. Empty lets Megatron decide among all tokens of a rank.
         loss_tuple: length of what the loss function returns.
         num_evaluations: forward-only passes before every training step.
         collects: these passes collect data other than the loss, which is the loss here.
@@ -127,6 +129,7 @@ class Case:
     etp: int | None = None
     ep_list: tuple[int, ...] = ()
     etp_list: tuple[int, ...] = ()
+    shards: tuple[tuple[int, int], ...] = ()
     recompute: bool = False
     deallocate: bool = False
     clip: float = 1.0
@@ -237,6 +240,7 @@ def oracle_of(case: Case) -> Case:
         etp=None,
         ep_list=(),
         etp_list=(),
+        shards=tuple(zip(case.sizes, case.cp_sizes, strict=True)) if case.experts.startswith("dropping") else (),
         recompute=False,
         deallocate=False,
         num_evaluations=0,

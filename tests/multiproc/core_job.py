@@ -50,7 +50,7 @@ def train(case: Case) -> RankResult:
             case.plugin == "on" and (case.schedule == "planned" or bool(case.layers))
         )
         assert vtp_plugin.is_vtp_enabled() == (is_asked or not case.is_uniform)
-        with closing(Trainer(case)) as trainer:
+        with experts.drops_by_shard(case), closing(Trainer(case)) as trainer:
             return trainer.run()
 
 
@@ -437,7 +437,7 @@ def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
 
 def _layers(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
     if case.experts:
-        return experts.block_spec(config, vp_stage)
+        return experts.block_spec(config, vp_stage, is_gathered=case.gathered_attention)
     return layer_spec(case.attention, is_gathered=case.gathered_attention)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.multiproc.core_cases import Case, Part
+from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 
 NUM_EXPERTS = 6
 _COMMON = {
@@ -44,6 +47,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "every second": {**_BALANCED, "moe_layer_freq": 2},
     "capacity": {**_BALANCED, "moe_expert_capacity_factor": 4.0},
+    # Here tokens are dropped.
+    "dropping": {**_BALANCED, "moe_expert_capacity_factor": 1.0},
+    "dropping the last": {
+        **{**_BALANCED, "moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": "position"},
+        "moe_token_dispatcher_type": "allgather",
+    },
+    "dropping and padding": {
+        **{**_BALANCED, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    },
 }
 
 _HAS_CHUNKS = "vp_stage" in inspect.signature(get_gpt_decoder_block_spec).parameters
@@ -60,10 +72,43 @@ def config_of(case: Case) -> dict[str, Any]:
     }
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+def block_spec(config: TransformerConfig, vp_stage: int | None, *, is_gathered: bool) -> Any:
     """Give the layers of a chunk, with experts where the configuration has them."""
     chunk = {"vp_stage": vp_stage} if _HAS_CHUNKS else {}
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
+    for layer in spec.layer_specs if is_gathered else ():
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return spec
+
+
+@contextmanager
+def drops_by_shard(case: Case) -> Iterator[None]:
+    """Let a rank of a reference drop tokens as the ranks of a stage would: each decides among its own ones.
+
+    Rows are positions, each with all samples of the microbatch. A context-parallel rank has a chunk from the front and
+    one from the back; of these rows, a tensor-parallel rank has a part that hangs together.
+    """
+    if not case.shards:
+        yield
+        return
+    original = router.apply_router_token_dropping
+
+    def apply(probs: torch.Tensor, routing_map: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tp, cp = case.shards[parallel_state.get_pipeline_model_parallel_rank()]
+        tokens = torch.arange(len(probs)).view(case.seq, -1)
+        own = [rows for rank in range(cp) for rows in tokens[chunk_positions(case.seq, rank, cp)].chunk(tp)]
+        kept_probs, kept = torch.zeros_like(probs), torch.zeros_like(routing_map)
+        for rows in own:
+            some = rows.flatten()
+            some_probs, kept[some] = original(probs[some], routing_map[some], **options)
+            kept_probs = kept_probs.index_add(0, some, some_probs)
+        return kept_probs, kept
+
+    router.apply_router_token_dropping = apply
+    try:
+        yield
+    finally:
+        router.apply_router_token_dropping = original
 
 
 def place_of(words: list[str], parameter: Any) -> tuple[list[str], int, int]:

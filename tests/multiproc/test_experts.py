@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.hosts import host_name
-from tests.multiproc.core_cases import DISTRIBUTED, Case, Runs, defaults_first
+from tests.multiproc.core_cases import DISTRIBUTED, Case, Run, Runs, assert_close, defaults_first, oracle_of
 from tests.multiproc.test_parity import check_parity
 
 pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
@@ -55,3 +56,34 @@ CASES = [
 @pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_experts(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
+
+
+# The first one runs by default.
+DROPPING = [
+    mixing("dropping", 1, 2, num_steps=5),
+    mixing("dropping", 2, 3, num_steps=5, **DISTRIBUTED),
+    mixing("dropping", 3, 1, dp=2, ep_list=(1, 2), etp=1, num_steps=5, **OVERLAPPED),
+    mixing("dropping the last", 1, 2, dp=2, ep=2, num_steps=5),
+    mixing("dropping and padding", 2, 1, num_steps=5, ep_list=(2, 1), etp=1),
+    mixing("dropping", 1, 2, layers=(1, 2, 1), num_steps=5, schedule="planned"),
+    # Without sequence parallelism.
+    mixing("dropping", 1, 1, cp_list=(1, 2), gathered_attention=True, num_steps=5),
+    mixing("dropping", 1, 2, cp_list=(2, 1), gathered_attention=True, num_steps=5),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(DROPPING, 1))
+def test_tokens_are_dropped_by_the_ranks(runs: Runs, case: Case) -> None:
+    """Against one rank per stage, which drops tokens among the same ones as the ranks of the stage do.
+
+    Neither a run without drops nor one rank that decides among all its tokens would do as a reference.
+    """
+    run = check_parity(runs, case)
+    whole = oracle_of(replace(case, wants_weights=True))
+    _assert_differs(run, runs.kept(replace(whole, shards=())))
+    _assert_differs(run, runs.kept(replace(whole, shards=(), experts="balanced")))
+
+
+def _assert_differs(run: Run, other: Run) -> None:
+    with pytest.raises(AssertionError):
+        assert_close(run, other)

@@ -191,8 +191,8 @@ RULES: tuple[OptionRule, ...] = (
         "--experimental-attention-variant dsa",
     ),
     *refused_unequal(
-        "these attention layers need CUDA, 'Experimental GPT decoder block spec only supports transformer engine "
-        "implementation for now', and nobody of us has run them on stages of different sizes",
+        "GatedDeltaNet draws and cuts its weights by the tensor-parallel size, and stock ends with 'Experimental GPT "
+        "decoder block spec only supports transformer engine implementation for now' or 'FLA is not installed'",
         "--experimental-attention-variant gated_delta_net",
     ),
     *supported(
@@ -201,8 +201,8 @@ RULES: tuple[OptionRule, ...] = (
         "--multi-latent-attention",
     ),
     *refused_unequal(
-        "layers that are not attention and MLP draw and cut their weights by the tensor-parallel size, and need CUDA, "
-        "else MambaMixer says 'MambaSSM is not installed'",
+        "MambaMixer draws and cuts its weights by the tensor-parallel size, and stock ends with 'MambaSSM is not "
+        "installed' or, without Mamba layers, in HybridStack with 'Transformer Engine is not installed'",
         "--is-hybrid-model",
         case("--hybrid-layer-pattern", given),
         case("--hybrid-override-pattern", given),

@@ -1,0 +1,29 @@
+"""Models of other layers than a GPT's: the refusals quote what stock Megatron says on CPUs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.hosts import host_name
+from tests.pool import Pool
+from vtp_plugin.options.table.rows import RULES
+
+pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="older Megatrons say it in other words")
+
+
+def test_refusals_quote_stock(pool: Pool) -> None:
+    (errors,) = pool.run(1, "tests.multiproc.hybrid_job:errors_of_stock", {})
+    # Of the layers without Mamba, Megatron's own ones are stand-ins without Transformer Engine, which cannot be built.
+    assert all(errors.values()) and errors["*-"].startswith("StopIteration"), errors
+    quoted_from = {
+        "--hybrid-layer-pattern": ("M-", "local *-"),
+        "--experimental-attention-variant gated_delta_net": ("G-", "gated_delta_net"),
+    }
+    for option, models in quoted_from.items():
+        (rule,) = (rule for rule in RULES if rule.option == option)
+        quotes = re.findall(r"'([^']+)'", rule.reason)
+        assert len(quotes) == len(models)
+        for model in models:
+            assert any(quote in errors[model] for quote in quotes), (rule.reason, errors[model])
