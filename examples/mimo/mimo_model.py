@@ -44,16 +44,16 @@ _DIMS = (["tp"], ["cp"], ["pp"], ["dp"], ["dp", "cp"], ["tp", "cp"], ["tp", "dp"
 def make_grid(sizes: Sizes, first_rank: int) -> Any:
     """Make a module's grid with all groups that Megatron's parts ask for; all ranks of the world call this."""
     # There are no experts, but Megatron's optimizer asks for their groups.
-    names, cp, dp = ["expt_tp", "ep", "expt_dp", "pp"], sizes.cp, sizes.dp
-    if sizes.stage_tp:
+    names = ["expt_tp", "ep", "expt_dp", "pp"]
+    if sizes.stages:
         from vtp_plugin.bridge import StageCommGrid
 
-        grid: Any = StageCommGrid([(tp, cp, dp) for tp in sizes.stage_tp], first_rank)
-        shapes = [[tp, 1, cp * dp, len(sizes.stage_tp)] for tp in sizes.stage_tp]
+        grid: Any = StageCommGrid(sizes.stages, first_rank)
+        shapes = [[tp, 1, cp * dp, len(sizes.stages)] for tp, cp, dp in sizes.stages]
         grid.register_view("expert", shapes, names, shared_dims=["pp"])
     else:
-        grid = HyperCommGrid([sizes.tp, cp, dp, sizes.pp], ["tp", "cp", "dp", "pp"], first_rank)
-        grid.register_view("expert", [sizes.tp, 1, cp * dp, sizes.pp], names, shared_dims=["pp"])
+        grid = HyperCommGrid([sizes.tp, sizes.cp, sizes.dp, sizes.pp], ["tp", "cp", "dp", "pp"], first_rank)
+        grid.register_view("expert", [sizes.tp, 1, sizes.cp * sizes.dp, sizes.pp], names, shared_dims=["pp"])
     for dims in (*_DIMS, ["tp", "cp", "dp", "pp"]):
         grid.create_pg(dims)
     for dims in (["expt_tp"], ["ep"], ["expt_dp"], ["expt_tp", "ep"], ["expt_tp", "ep", "pp"]):

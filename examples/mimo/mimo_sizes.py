@@ -14,7 +14,8 @@ class Sizes:
         cp: context-parallel size.
         pp: pipeline stages; the encoder has one.
         dp: replicas.
-        stage_tp: tensor-parallel size of every stage, where they differ; then `tp` and `pp` are not used.
+        stages: tensor-, context- and data-parallel size of every stage, where they differ; then only
+            `sequence_parallel` is used beside it.
         sequence_parallel: tensor-parallel ranks share the rows between the layers.
     """
 
@@ -22,15 +23,21 @@ class Sizes:
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    stage_tp: tuple[int, ...] = ()
+    stages: tuple[tuple[int, int, int], ...] = ()
     sequence_parallel: bool = False
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the module."""
-        return sum(self.stage_tp or (self.tp,) * self.pp) * self.cp * self.dp
+        return sum(tp * cp * dp for tp, cp, dp in self.stages or ((self.tp, self.cp, self.dp),) * self.pp)
 
     def __str__(self) -> str:
-        sizes = [f"stages {','.join(map(str, self.stage_tp))}"] if self.stage_tp else []
-        sizes += [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(self, name) > 1]
-        return (" ".join(sizes) or "one rank") + " sp" * self.sequence_parallel
+        pairs = [(name, getattr(self, name)) for name in ("tp", "cp", "pp", "dp")]
+        if self.stages:
+            pairs = [
+                (name, size[0] if len(set(size)) == 1 else ",".join(map(str, size)))
+                for name, size in zip(("stages", "cp", "dp"), zip(*self.stages, strict=True), strict=True)
+            ]
+        return (" ".join(f"{name} {size}" for name, size in pairs if size != 1) or "one rank") + (
+            " sp" * self.sequence_parallel
+        )

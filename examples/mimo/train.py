@@ -36,7 +36,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vision", type=sizes, default=[1, 1, 3], help="tp,pp,dp of the encoder (pp is 1)")
     parser.add_argument("--language", type=sizes, default=[2, 1, 2], help="tp,pp,dp of the language model")
     parser.add_argument(
-        "--stages", type=sizes, default=[], help="tp of every stage of the language model, if they differ (not tp, pp)"
+        "--stages",
+        metavar="TP[:DP],...",
+        help="sizes of every stage of the language model, if they differ; dp is that of --language unless given",
     )
     parser.add_argument("--steps", type=int, default=5, help="default %(default)s")
     parser.add_argument("--microbatches", type=int, default=3, help="default %(default)s")
@@ -118,9 +120,13 @@ def main() -> None:
     if not options.vtp_bridges:
         use_gloo()
     sizes = {
-        name: Sizes(tp=tp, pp=pp, dp=dp, stage_tp=tuple(options.stages) if name == LANGUAGE else ())
+        name: Sizes(tp=tp, pp=pp, dp=dp)
         for name, (tp, pp, dp) in ((VISION, options.vision), (LANGUAGE, options.language))
     }
+    if options.stages:
+        stages = (stage.partition(":") for stage in options.stages.split(","))
+        dp = sizes[LANGUAGE].dp
+        sizes[LANGUAGE] = Sizes(stages=tuple((int(tp), 1, int(own or dp)) for tp, _, own in stages))
     is_first = dist.get_rank() == 0
     if is_first:
         print(f"vision {sizes[VISION]}\nlanguage {sizes[LANGUAGE]}", flush=True)

@@ -15,9 +15,10 @@ from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.place import place_in_experts, place_in_model
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group, place_in_experts, place_in_model
+from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 

@@ -15,6 +15,11 @@ from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
 
+def staged(*tp: int, cp: int = 1, dp: int = 1, sequence_parallel: bool = False) -> Sizes:
+    """Stages that differ in their tensor-parallel size only."""
+    return Sizes(stages=tuple((size, cp, dp) for size in tp), sequence_parallel=sequence_parallel)
+
+
 @pytest.fixture(scope="module")
 def mimo_runs(pool: Pool) -> MimoRuns:
     return MimoRuns(pool)
@@ -78,7 +83,7 @@ CLIPS = ((1, 0, 0, 2, 0, 1), (0, 1, 0, 1, 2, 0), (0,) * 6, (1, 0, 2, 0, 1, 1))
 ENCODERS = [
     MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(dp=3), clips=CLIPS),
     MimoCase(vision=Sizes(dp=3), sound=Sizes(), language=Sizes(cp=2, pp=2), clips=CLIPS, overlap=True),
-    MimoCase(vision=Sizes(tp=2), sound=Sizes(dp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS),
+    MimoCase(vision=Sizes(tp=2), sound=Sizes(dp=2), language=staged(1, 2), clips=CLIPS),
 ]
 
 
@@ -88,11 +93,11 @@ def test_two_encoders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) 
 
 
 ORDERED = [
-    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS),
+    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=staged(1, 2), clips=CLIPS),
     MimoCase(
         vision=Sizes(dp=2),
         sound=Sizes(),
-        language=Sizes(stage_tp=(1, 2)),
+        language=staged(1, 2),
         clips=CLIPS,
         is_planned=True,
         in_flight=(4, 3, 2, 1),
@@ -157,16 +162,16 @@ BF16_REL = 3e-2  # the largest difference found is that of a norm, 2.6e-2
 
 
 STAGES = [
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2))),
-    MimoCase(vision=Sizes(dp=4), language=Sizes(stage_tp=(1, 4, 4)), pictures=FOUR),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2))),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2, 1), sequence_parallel=True)),
-    MimoCase(vision=Sizes(dp=3), language=Sizes(stage_tp=(2, 1), dp=2)),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), cp=2)),
-    MimoCase(vision=Sizes(tp=2, sequence_parallel=True), language=Sizes(stage_tp=(2, 4), sequence_parallel=True)),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), dp=3), optimizer="adam", distributed_optimizer=True),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(3, 2)), is_frozen=True, overlap=True),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(4, 4, 1, 1))),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2)),
+    MimoCase(vision=Sizes(dp=4), language=staged(1, 4, 4), pictures=FOUR),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2, 2)),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2, 2, 1, sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=3), language=staged(2, 1, dp=2)),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2, cp=2)),
+    MimoCase(vision=Sizes(tp=2, sequence_parallel=True), language=staged(2, 4, sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2, dp=3), optimizer="adam", distributed_optimizer=True),
+    MimoCase(vision=Sizes(dp=2), language=staged(3, 2), is_frozen=True, overlap=True),
+    MimoCase(vision=Sizes(dp=2), language=staged(4, 4, 1, 1)),
 ]
 
 
@@ -176,8 +181,41 @@ def test_stages_of_different_sizes_train_as_on_one_rank(mimo_runs: MimoRuns, cas
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
 
 
+# Here the batch, or the sequence, is cut anew between the stages.
+REPLICAS = [
+    MimoCase(vision=Sizes(dp=3), language=Sizes(stages=((1, 1, 2), (2, 1, 1)))),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 2), (1, 2, 1), (1, 1, 3))), is_planned=True),
+    MimoCase(vision=Sizes(), language=Sizes(stages=((1, 1, 1), (1, 2, 1)))),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 2), (1, 1, 3))), overlap=True),
+    MimoCase(
+        vision=Sizes(dp=2),
+        language=Sizes(stages=((1, 1, 1), (2, 1, 3), (1, 1, 2))),
+        optimizer="adam",
+        distributed_optimizer=True,
+    ),
+    MimoCase(vision=Sizes(tp=2), language=Sizes(stages=((2, 1, 1), (2, 2, 2)), sequence_parallel=True)),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 2, 1), (2, 1, 2))), counts_in_megatron=True),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 3), (1, 1, 1), (1, 1, 2))), clip=0.0),
+    MimoCase(
+        vision=Sizes(dp=2),
+        sound=Sizes(tp=2),
+        language=Sizes(stages=((1, 1, 1), (2, 1, 2))),
+        clips=CLIPS,
+        is_planned=True,
+        in_flight=(4, 3, 2, 1),
+    ),
+    MimoCase(vision=Sizes(dp=4), language=Sizes(stages=((1, 1, 4), (4, 1, 1))), pictures=FOUR, is_frozen=True),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(REPLICAS, 2), ids=str)
+def test_stages_with_different_numbers_of_replicas_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
+    oracle = mimo_runs.oracle(case)
+    assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
+
+
 PLANNED = [
-    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=Sizes(stage_tp=(1, 2)), clips=CLIPS, is_planned=True),
+    MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=staged(1, 2), clips=CLIPS, is_planned=True),
     MimoCase(
         vision=Sizes(dp=2),
         language=Sizes(dp=3),
@@ -189,10 +227,10 @@ PLANNED = [
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2), is_planned=True, in_flight=(4, 2, 1), overlap=True),
     MimoCase(vision=Sizes(dp=3), language=Sizes(), is_planned=True, in_flight=(9,)),
     MimoCase(vision=Sizes(tp=2), language=Sizes(cp=2, pp=2), is_planned=True, is_frozen=True),
-    MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2, 2)), is_planned=True, in_flight=(4, 3, 2, 1)),
+    MimoCase(vision=Sizes(dp=2), language=staged(1, 2, 2), is_planned=True, in_flight=(4, 3, 2, 1)),
     MimoCase(
         vision=Sizes(dp=4),
-        language=Sizes(stage_tp=(1, 4, 4)),
+        language=staged(1, 4, 4),
         pictures=FOUR,
         is_planned=True,
         optimizer="adam",
@@ -246,12 +284,12 @@ def test_what_no_planned_order_fits_is_refused_on_all_ranks(
 
 def test_megatron_counts_the_tokens_of_stages_of_different_sizes(mimo_runs: MimoRuns) -> None:
     """It broadcasts them along a pipeline group, which has no rank in common for all."""
-    case = MimoCase(vision=Sizes(dp=2), language=Sizes(stage_tp=(1, 2), dp=3), counts_in_megatron=True)
+    case = MimoCase(vision=Sizes(dp=2), language=staged(1, 2, dp=3), counts_in_megatron=True)
     assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
 
 
 def test_a_shared_embedding_is_refused_between_stages_of_different_sizes(pool: Pool) -> None:
-    case = MimoCase(vision=Sizes(), language=Sizes(stage_tp=(1, 2)))
+    case = MimoCase(vision=Sizes(), language=staged(1, 2))
     first, *others = pool.run(case.world_size, "tests.multiproc.mimo_job:tie", {"case": case})
     assert first == "built"
     assert all("stages of tp 1,2 hold different slices" in one for one in others)

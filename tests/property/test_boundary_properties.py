@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
+from vtp_plugin.boundary.header import plan_header
 from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.boundary.plan import (
@@ -25,7 +26,6 @@ from vtp_plugin.boundary.plan import (
     Collective,
     CollectiveKind,
     Transfer,
-    plan_header,
     plan_rank0,
     plan_sliced,
 )

@@ -11,6 +11,7 @@ from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, require_valid
+from vtp_plugin.boundary.header import plan_header
 from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import (
@@ -21,7 +22,6 @@ from vtp_plugin.boundary.plan import (
     CollectiveKind,
     Transfer,
     plan_divided,
-    plan_header,
     plan_rank0,
     plan_sliced,
 )
@@ -650,8 +650,23 @@ class TestTransportRules:
             ("replica dp 1 cp 0", ((6,),), ((10,),)),
             ("replica dp 1 cp 1", ((7,),), ((11,),)),
         ]
-        with pytest.raises(ConfigError, match="0->1 joins data-parallel sizes 2 and 3, and 3 / 2 is not whole"):
-            pipeline_boundaries(PipelineLayout((StageGrid(1, dp=2), StageGrid(1, dp=3))), is_ring=False)
+
+    def test_sizes_that_do_not_divide_join_all_replicas_where_the_batch_is_cut(self) -> None:
+        layout = PipelineLayout((StageGrid(1, dp=2), StageGrid(2, dp=3)))
+        (boundary,) = pipeline_boundaries(layout, is_ring=False, dp_mode=DpMode.SPLIT)
+        assert (boundary.src.shares, boundary.dst.shares) == (((0,), (1,)), ((2, 3), (4, 5), (6, 7)))
+        plan = boundary.channel(Direction.FORWARD).plan((4, 6, 3))
+        assert check(plan) == ()
+        assert {(t.src, t.dst) for t in plan.transfers} == {
+            (0, 2),
+            (0, 3),
+            (0, 4),
+            (0, 5),
+            *((1, r) for r in range(4, 8)),
+        }
+        header = boundary.channel(Direction.FORWARD).plan_header(4)
+        assert header.describe().splitlines()[:3] == ["0 -> 2 [0:1, 0:4]", "0 -> 3 [0:1, 0:4]", "0 -> 4 [0:1, 0:4]"]
+        assert len(header.transfers) == 8 and check(header) == ()
 
     @pytest.mark.parametrize(
         ("mode", "expected"),

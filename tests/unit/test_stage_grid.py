@@ -53,10 +53,30 @@ def test_other_stages_have_the_lists_of_each() -> None:
         grid.get_rank_enum(["expt_dp", "pp"], view="wide")
 
 
+def test_stages_with_different_replicas_have_one_model_group() -> None:
+    grid = StageRanks([(1, 1, 2), (2, 2, 1), (1, 2, 2)], 3)
+    assert grid.describe() == "tp 1,2,1 cp 1,2,2 dp 2,1,2 on ranks 3 to 12"
+    assert grid.get_rank_enum("dp") == [[3, 4], [5], [6], [7], [8], [9, 11], [10, 12]]
+    assert grid.get_rank_enum(["dp", "cp"]) == [[3, 4], [5, 7], [6, 8], [9, 10, 11, 12]]
+    assert grid.get_rank_enum(["tp", "pp"]) == grid.get_rank_enum(["tp", "cp", "dp", "pp"]) == [list(range(3, 13))]
+    assert grid.place(["tp", "cp", "dp", "pp"], 3) is None
+    places = [grid.place(["tp", "pp"], rank) for rank in range(3, 13)]
+    assert all(place is not None and place.size == 4 for place in places)
+    found = [(place.index, place.replica) for place in places if place is not None]
+    assert found == [(0, 0), (0, 1), (1, 0), (2, 0), (1, 1), (2, 1), (3, 0), (3, 1), (3, 2), (3, 3)]
+    # Every pipeline group has a rank of each stage, and every rank is in one.
+    groups = grid.get_rank_enum("pp")
+    assert {rank for group in groups for rank in group} == set(range(3, 13))
+    assert all([grid.layout.stage_of(rank) for rank in group] == [0, 1, 2] for group in groups)
+    # Two replicas of experts beside one: together as many ranks, so a list for each.
+    grid.register_view("expert", [[1, 1, 2, 3], [2, 2, 1, 3], [1, 2, 2, 3]], EXPERT, ["pp"])
+    place = grid.place(["expt_tp", "ep", "pp"], 12, view="expert")
+    assert place is not None and (place.index, place.size, place.replica) == (6, 7, 1)
+
+
 @pytest.mark.parametrize(
     ("stages", "offset", "line"),
     [
-        ([(1, 1, 1), (2, 1, 2)], 0, "only tp may differ between them"),
         ([(1, 1)], 0, r"a stage \(1, 1\); give \(tp, cp, dp\) of every stage"),
         ([(1, 1, 0)], 0, "the dp size of a stage"),
         ([(1, 1, 1)], -1, "rank_offset must not be negative"),

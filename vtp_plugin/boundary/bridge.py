@@ -16,13 +16,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from vtp_plugin.boundary.bridge_end import BridgeEnd
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, STRATEGIES, BoundaryPlan, Transfer
-from vtp_plugin.boundary.side import Shape, Side
+from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.errors import ConfigError, PlanError
 
@@ -156,7 +155,7 @@ class BridgeSpec(ChannelSpec):
         Args:
             length: Of one header. The tensor is `[shares of the source, length]`: one row is one header.
         """
-        shares = [_shares(side) for side in (self.src, self.dst)]
+        shares = [side.shares for side in (self.src, self.dst)]
         ours, theirs = (self.num_units // len(one) for one in shares)
         rows = {rank: (share,) for share, ranks in enumerate(shares[0]) for rank in ranks}
         for share, ranks in enumerate(shares[1]):
@@ -181,16 +180,6 @@ class BridgeSpec(ChannelSpec):
         return BoundaryPlan(
             src=src, dst=dst, start=NO_COLLECTIVE, transfers=tuple(transfers), finish=NO_COLLECTIVE, strategy="header"
         )
-
-
-def _shares(side: Side) -> tuple[tuple[int, ...], ...]:
-    """List the ranks of every share of a side.
-
-    >>> _shares(Side(ranks_by_cp=((0, 1), (2, 3), (4, 5), (6, 7)), num_replicas=2))
-    ((0, 1, 2, 3), (4, 5, 6, 7))
-    """
-    starts = range(0, len(side.ranks_by_cp), side.cp)
-    return tuple(tuple(chain.from_iterable(side.ranks_by_cp[start : start + side.cp])) for start in starts)
 
 
 def unit_widths(length: int, num_units: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:

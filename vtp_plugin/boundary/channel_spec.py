@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, CollectiveKind, plan_header
+from vtp_plugin.boundary.header import plan_header
+from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.side import Shape, Side, Sizes, number_ranks
 
 
@@ -69,7 +70,7 @@ class ChannelSpec:
         >>> str(spec.prototype.transfers[0]), str(spec.probe.transfers[0])
         ('0 -> 2 [0:4, 0:1, 0:1]', '6 -> 9 [0:4, 0:1, 0:1]')
         """
-        return _prototype(self.strategy, self.src.sizes, self.dst.sizes)
+        return _prototype(self.strategy, self.src.sizes, self.dst.sizes).probe
 
     @property
     def largest_message_bytes(self) -> int | None:
@@ -89,8 +90,8 @@ class ChannelSpec:
         return -(-self.prototype.largest_transfer * self.tensor_bytes // math.prod(self.prototype.src.shape))
 
     def plan_header(self, length: int) -> BoundaryPlan:
-        """Plan how a vector of so many elements reaches every receiving rank."""
-        return plan_header(self.probe, length)
+        """Plan how a vector of so many elements reaches every receiving rank, from every replica that sends to it."""
+        return plan_header(self.probe, length, self.src.shares)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -115,13 +116,13 @@ class ChannelSpec:
 
 # A run has many replicas but few pairs of sizes: without the cache every replica would cost a plan at start-up.
 @functools.cache
-def _prototype(strategy: str, src: Sizes, dst: Sizes) -> BoundaryPlan:
+def _prototype(strategy: str, src: Sizes, dst: Sizes) -> ChannelSpec:
     sides = number_ranks(src, first=0), number_ranks(dst, first=src[0] * src[1])
-    return ChannelSpec(name="prototype", src=sides[0], dst=sides[1], strategy=strategy).probe
+    return ChannelSpec(name="prototype", src=sides[0], dst=sides[1], strategy=strategy)
 
 
 def distinct_plans(specs: Sequence[ChannelSpec], *, header_length: int) -> Iterator[BoundaryPlan]:
     """Yield every different prototype of the channels once, each followed by the plan of its header."""
-    for prototype in {id(spec.prototype): spec.prototype for spec in specs}.values():
-        yield prototype
-        yield plan_header(prototype, header_length)
+    for prototype in dict.fromkeys(_prototype(spec.strategy, spec.src.sizes, spec.dst.sizes) for spec in specs):
+        yield prototype.probe
+        yield prototype.plan_header(header_length)

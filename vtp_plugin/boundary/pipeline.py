@@ -99,14 +99,14 @@ def pipeline_boundaries(
     ['boundary 0->1, replica dp 0 cp 0, forward', 'boundary 0->1, replica dp 0->1 cp 0, forward']
 
     Raises:
-        ConfigError: Data-parallel sizes do not divide, or the rules do not fit a boundary.
+        ConfigError: The rules do not fit a boundary. Whether a run's replicas fit together says
+            :meth:`~vtp_plugin.layout.replicas.ReplicaMap.check`.
     """
     rules = rules or TransportRules()
     replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=dp_mode)
     num_stages = layout.num_stages
     num_boundaries = num_stages if is_ring and num_stages > 1 else num_stages - 1
     pairs = [(upstream, (upstream + 1) % num_stages) for upstream in range(num_boundaries)]
-    replicas.check(pairs)
     boundaries = []
     for upstream, downstream in pairs:
         strategy, _ = rules.choose(layout, upstream, downstream)

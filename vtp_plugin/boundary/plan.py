@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, replicated, volume, whole_box
+from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, volume, whole_box
 from vtp_plugin.errors import LayoutError, PlanError
 from vtp_plugin.text_enum import TextEnum
 
@@ -208,9 +208,9 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     return BoundaryPlan(
         src=src,
         dst=dst,
-        start=_inside(CollectiveKind.GATHER, src) if _is_in_slices(src) else NO_COLLECTIVE,
+        start=inside(CollectiveKind.GATHER, src) if _is_in_slices(src) else NO_COLLECTIVE,
         transfers=tuple(transfers),
-        finish=_inside(spreading, dst),
+        finish=inside(spreading, dst),
         strategy="rank0",
     )
 
@@ -228,7 +228,7 @@ def _is_in_slices(spread: Spread) -> bool:
     return spread.boxes_of(leader) != (spread.column_box(leader),)
 
 
-def _inside(kind: CollectiveKind, spread: Spread) -> Collective:
+def inside(kind: CollectiveKind, spread: Spread) -> Collective:
     """Return the collective inside every column of a spread that has several ranks."""
     groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
     return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
@@ -305,27 +305,6 @@ def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
             if boxes:
                 transfers.append(Transfer(src=holding.rank, dst=wanting.rank, boxes=boxes))
     return transfers
-
-
-def plan_header(plan: BoundaryPlan, length: int) -> BoundaryPlan:
-    """Plan how a small vector gets to every destination rank of `plan`, over links that `plan` uses.
-
-    If leaders carry the plan, they broadcast the vector; otherwise every destination gets it from the first rank that
-    sends it anything, so `plan` must send something to each.
-
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> print(plan_header(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))), 3).describe())
-    0 -> 2 [0:3]
-    0 -> 3 [0:3]
-    1 -> 4 [0:3]
-    """
-    src, dst = (replicated((length,), spread.ranks) for spread in (plan.src, plan.dst))
-    has_leaders = plan.strategy == "rank0"
-    receivers = [ranks[0] for ranks in plan.dst.columns] if has_leaders else dst.ranks
-    sources = [(plan.receives_of(rank)[0].src, rank) for rank in receivers]
-    transfers = tuple(Transfer(src=source, dst=rank, boxes=(whole_box((length,)),)) for source, rank in sources)
-    finish = _inside(CollectiveKind.BROADCAST, plan.dst) if has_leaders else NO_COLLECTIVE
-    return BoundaryPlan(src=src, dst=dst, start=NO_COLLECTIVE, transfers=transfers, finish=finish, strategy="header")
 
 
 STRATEGIES: Mapping[str, Planner] = MappingProxyType(

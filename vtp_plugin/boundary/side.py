@@ -47,6 +47,16 @@ class Side:
         """Number of context-parallel ranks that the boundary joins."""
         return len(self.ranks_by_cp) // self.num_replicas
 
+    @property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of every replica.
+
+        >>> Side(ranks_by_cp=((0, 1), (2, 3), (4, 5), (6, 7)), num_replicas=2).shares
+        ((0, 1, 2, 3), (4, 5, 6, 7))
+        """
+        starts = range(0, len(self.ranks_by_cp), self.cp)
+        return tuple(tuple(chain.from_iterable(self.ranks_by_cp[start : start + self.cp])) for start in starts)
+
     def num_parts(self, *, is_sharded: bool) -> int:
         """Return the number of parts into which the ranks cut the sequence.
 

@@ -124,7 +124,7 @@ class LayoutRankGenerator:
         """Return the groups through stages of different cp or dp sizes: the world, or pipeline groups."""
         layout = self._layout
         if "tp" in masked:
-            return [list(range(layout.world_size))]
+            return [list(range(layout.first_rank, layout.first_rank + layout.world_size))]
         if {"cp", "dp"} & set(masked):
             raise ConfigError(
                 f"groups along {'-'.join(masked)} need equal cp and dp sizes on all stages, got {layout.stages}: "

@@ -3,6 +3,10 @@
 It enumerates rank lists by arithmetic, as :class:`~vtp_plugin.layout.grid.RankGrid` does for a rectangle. Groups
 inside a stage are those of the stage's own rectangle. A pipeline group has one rank of every stage. If sizes differ, a
 rank of a narrow stage is in several of them; its own is the first.
+
+A group through all stages that unites ranks of each, such as along `tp` and `pp`, holds the module once. If the stages
+have different numbers of replicas there is no such list of ranks for each: then the list is the whole module, and
+:meth:`StageRanks.place` says which of its ranks are counted.
 """
 
 from __future__ import annotations
@@ -14,10 +18,13 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.grid import RankGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
+from vtp_plugin.layout.place import Place
 
 _INSIDE = ("tp", "cp", "dp")
 _NAMES = (*_INSIDE, "pp")
 _BASE = "base"
+_REPLICAS = frozenset({"cp", "dp", "expt_dp"})
+"""Dimensions along which ranks hold the same weights, under the names that Megatron gives them."""
 
 
 class StageRanks:
@@ -40,8 +47,7 @@ class StageRanks:
             rank_offset: first rank.
 
         Raises:
-            ConfigError: a stage has no three positive sizes, or the stages differ in more than their tensor-parallel
-                size.
+            ConfigError: a stage has no three positive sizes.
         """
         for stage in stages:
             if len(stage) != len(_INSIDE):
@@ -49,11 +55,6 @@ class StageRanks:
         if rank_offset < 0:
             raise ConfigError(f"rank_offset must not be negative, got {rank_offset}: give the grid's first rank")
         self.layout = PipelineLayout(tuple(StageGrid(*stage) for stage in stages), first_rank=rank_offset)
-        if not self.layout.has_equal_replicas:
-            raise ConfigError(
-                f"the stages of a module have the (tp, cp, dp) sizes {', '.join(map(str, map(tuple, stages)))}; only "
-                "tp may differ between them: give all stages one cp and one dp"
-            )
         self.dim_names = list(_NAMES)
         self._lists = LayoutRankGenerator(self.layout)
         self._stages: tuple[RankGrid[None], ...] = tuple(
@@ -133,27 +134,70 @@ class StageRanks:
         """Return the rank lists along some dimensions; of `pp` alone, the pipeline groups.
 
         Raises:
-            ConfigError: a dimension is unknown, or the stages have different numbers of such groups.
+            ConfigError: a dimension is unknown, or the stages have no groups along `pp` and such dimensions.
             KeyError: the view is unknown.
         """
-        names = {dims} if isinstance(dims, str) else set(dims)
+        names, chosen = self._named(dims, view)
+        in_base = chosen == _BASE and (self.layout.has_equal_replicas or not {"tp", "pp"} <= names)
+        if in_base or names == {"pp"}:
+            return [list(ranks) for ranks in self._lists.get_ranks("-".join(name for name in _NAMES if name in names))]
+        inside = self._inside(names, chosen)
+        if "pp" not in names:
+            return list(chain.from_iterable(inside))
+        if self.place(dims, self.rank_offset, view=view) is not None:
+            return [list(range(self.rank_offset, self.rank_offset + self.size))]
+        return [sorted(chain.from_iterable(parts)) for parts in zip(*inside, strict=True)]
+
+    def place(self, dims: str | Sequence[str], rank: int, *, view: str | None = None) -> Place | None:
+        """Give a rank's place in a group through stages that have different numbers of such groups inside.
+
+        Args:
+            dims: dimensions of the group.
+            rank: of the module.
+            view: a registered view.
+
+        Returns:
+            The place; None if the group is a list of ranks as any other.
+
+        >>> ranks = StageRanks([(2, 1, 1), (1, 1, 2)])
+        >>> [ranks.place(["tp", "pp"], rank) for rank in (1, 3)]
+        [Place(index=1, size=3, replica=0), Place(index=2, size=3, replica=1)]
+
+        Raises:
+            ConfigError: a dimension is unknown; or without it the ranks hold other weights, so that none counts for
+                the others.
+            KeyError: the view is unknown.
+        """
+        names, chosen = self._named(dims, view)
+        if "pp" not in names or names == {"pp"} or (chosen == _BASE and self.layout.has_equal_replicas):
+            return None
+        inside = self._inside(names, chosen)
+        counts = [len(groups) for groups in inside]
+        if len(set(counts)) == 1:
+            return None
+        if others := sorted(self._names[chosen] - names - _REPLICAS):
+            raise ConfigError(
+                f"groups along {'-'.join(sorted(names))} of view {chosen!r}: the stages have "
+                f"{', '.join(map(str, counts))} of them; give all stages as many, or add {', '.join(others)}"
+            )
+        stage = self.layout.stage_of(rank)
+        replica, group = next((number, ranks) for number, ranks in enumerate(inside[stage]) if rank in ranks)
+        sizes = [len(groups[0]) for groups in inside]
+        return Place(index=sum(sizes[:stage]) + group.index(rank), size=sum(sizes), replica=replica)
+
+    def _named(self, dims: str | Sequence[str], view: str | None) -> tuple[frozenset[str], str]:
+        """Check the names of dimensions and of their view."""
+        names = frozenset((dims,) if isinstance(dims, str) else dims)
         chosen = _BASE if view is None else view
         if chosen not in self._names:
             raise KeyError(f"view {chosen!r} is not registered: choose from {sorted(self._names)}")
         if unknown := sorted(names - self._names[chosen]):
             raise ConfigError(f"dimension {unknown[0]!r} is not in view {chosen!r}: choose from {self._names[chosen]}")
-        if chosen == _BASE or names == {"pp"}:
-            return [list(ranks) for ranks in self._lists.get_ranks("-".join(name for name in _NAMES if name in names))]
-        inside = [grid.get_rank_enum(sorted(names - {"pp"}), view=chosen) for grid in self._stages]
-        if "pp" not in names:
-            return list(chain.from_iterable(inside))
-        if len({len(groups) for groups in inside}) > 1:
-            counts = ", ".join(str(len(groups)) for groups in inside)
-            raise ConfigError(
-                f"groups along {'-'.join(sorted(names))} of view {chosen!r}: the stages have {counts} of them; give "
-                "all stages as many"
-            )
-        return [sorted(chain.from_iterable(parts)) for parts in zip(*inside, strict=True)]
+        return names, chosen
+
+    def _inside(self, names: frozenset[str], view: str) -> list[list[list[int]]]:
+        """List the groups along some dimensions inside every stage."""
+        return [grid.get_rank_enum(sorted(names - {"pp"}), view=view) for grid in self._stages]
 
     def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
         """Enumerate under the name that Megatron's multi-module communicator calls; always sorted."""
@@ -172,7 +216,11 @@ class StageRanks:
 
     def describe(self) -> str:
         """Write the sizes for people: `tp 1,4,4 dp 2 on ranks 4 to 21`."""
-        stage = self.layout.stages[0]
-        rest = "".join(f" {name} {size}" for name, size in (("cp", stage.cp), ("dp", stage.dp)) if size > 1)
+        layout = self.layout
+        rest = "".join(
+            f" {name} {sizes[0] if len(set(sizes)) == 1 else ','.join(map(str, sizes))}"
+            for name, sizes in (("cp", layout.cp_sizes), ("dp", layout.dp_sizes))
+            if max(sizes) > 1
+        )
         last = self.rank_offset + self.size - 1
-        return f"tp {','.join(map(str, self.layout.tp_sizes))}{rest} on ranks {self.rank_offset} to {last}"
+        return f"tp {','.join(map(str, layout.tp_sizes))}{rest} on ranks {self.rank_offset} to {last}"

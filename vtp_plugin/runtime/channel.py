@@ -259,7 +259,13 @@ class Channel:
 
     def _shape_in(self, header: torch.Tensor, receive: RecvWork) -> Shape:
         """Return the shape of the whole tensor that a header announces, if it is what this rank expects."""
-        *shape, code = header.tolist()
+        (*shape, code), *others = header.reshape(-1, HEADER_LENGTH).tolist()
+        if any(other != [*shape, code] for other in others):
+            raise ConfigError(
+                f"{receive.position}: of {self._sources} one replica would send its part of {shape}, another of "
+                f"{[other[:-1] for other in others]}, but one microbatch joins their samples; give all replicas as "
+                "many samples of one length"
+            )
         form = receive.form
         sent = DTYPES[code] if 0 <= code < len(DTYPES) else f"type {code}"
         if sent != form.dtype or min(shape) < 1 or (form.width is not None and shape[-1] != form.width):

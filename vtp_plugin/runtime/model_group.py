@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _pg_group_ranks, _pg_map
 
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.place import Place
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.process_groups import open_group
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is among those that together hold each weight once.
-
-    Attributes:
-        index: the rank's place among them.
-        size: how many they are.
-        replica: which copy of the weights the rank has, from 0.
-    """
-
-    index: int
-    size: int
-    replica: int
-
-
-def place_in_model(layout: PipelineLayout, rank: int) -> Place:
-    """Give a rank's place among the ranks that hold the dense weights once.
-
-    >>> place_in_model(PipelineLayout.from_sizes([1, 2], world_size=4, dp=[2, 1]), 3)
-    Place(index=2, size=3, replica=0)
-    """
-    own = layout.coord(rank)
-    model = layout.model_ranks(own.dp_rank, own.cp_rank)
-    return Place(model.index(rank), len(model), own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank)
-
-
-def place_in_experts(layout: PipelineLayout, rank: int) -> Place:
-    """Give a rank's place among the ranks that hold the experts once.
-
-    >>> place_in_experts(PipelineLayout.from_sizes([1, 2], world_size=6, ep=[1, 2], etp=1), 5)
-    Place(index=2, size=3, replica=1)
-    """
-    own = layout.expert_coord(rank)
-    widths = [grid.tp * grid.ep for grid in layout.experts]
-    index = own.ep_rank * layout.experts[own.stage].tp + own.tp_rank
-    return Place(sum(widths[: own.stage]) + index, sum(widths), own.dp_rank)
 
 
 class ModelGroup(dist.ProcessGroup):
@@ -63,7 +26,8 @@ class ModelGroup(dist.ProcessGroup):
     The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
     members call these three ordinary collectives of ordinary groups in one order, so this group hangs only where those
     would. Its ``rank`` and ``size`` are those of one replica's group, because Megatron names optimizer states by that
-    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks.
+    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks
+    (:func:`enter_in_tables`).
 
     Attributes:
         shares: the group that sums such shares; None on that group itself.
@@ -106,6 +70,24 @@ class ModelGroup(dist.ProcessGroup):
         if self._leaders_group is not None:
             dist.all_reduce(tensor, opts.reduceOp, self._leaders_group)
         return dist.broadcast(tensor, self._leader, self._whole_stage_group, async_op=True)
+
+
+def enter_in_tables(group: ModelGroup, ranks: Sequence[int], *, like: dist.ProcessGroup) -> None:
+    """Let torch find backend and ranks of a group that it did not make.
+
+    Args:
+        group: to be known.
+        ranks: that its reductions reach.
+        like: a group with the backend to show.
+    """
+    _pg_map[group] = _pg_map[like]
+    _pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+
+
+def remove_from_tables(group: ModelGroup) -> None:
+    """Let torch forget what :func:`enter_in_tables` told it."""
+    _pg_map.pop(group, None)
+    _pg_group_ranks.pop(group, None)
 
 
 def open_leaders_group(layout: PipelineLayout, platform: Platform, timeout_s: float) -> dist.ProcessGroup | None:

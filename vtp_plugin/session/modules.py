@@ -12,7 +12,7 @@ from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.layout.replicas import DpMode
 from vtp_plugin.runtime.audit import HEADER_LENGTH
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
@@ -80,7 +80,8 @@ def open_module(
     Returns:
         This rank's part; None outside the module.
     """
-    boundaries = pipeline_boundaries(layout, is_ring=False)
+    # Every stage runs every microbatch; where replicas differ, each has its even share of the samples.
+    boundaries = pipeline_boundaries(layout, is_ring=False, dp_mode=DpMode.SPLIT)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
         require_valid(plan)
@@ -96,9 +97,7 @@ def open_module(
     members = range(layout.first_rank, layout.first_rank + layout.world_size)
     if rank not in members:
         return None
-    own = layout.coord(rank)
-    worker = ReplicaMap(dp_sizes=layout.dp_sizes).worker(own.stage, own.dp_rank)
-    (communicator,) = join_channels(own_channels(boundaries, opened), worker)
+    (communicator,) = join_channels(own_channels(boundaries, opened), layout.stage_of(rank))
     return ModulePipeline(
         layout=layout,
         communicator=communicator,

@@ -1,4 +1,8 @@
-"""A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels."""
+"""A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels.
+
+Stages may differ in all three sizes. Where their numbers of replicas differ, the batch of a microbatch is cut among the
+replicas of every stage anew, as at a bridge: each has its even share of the samples.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,19 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
+from vtp_plugin.runtime.model_group import ModelGroup, enter_in_tables, remove_from_tables
 from vtp_plugin.session.modules import open_module
 from vtp_plugin.session.surroundings import Surroundings
 
 
 class StageCommGrid(StageRanks):
-    """The grid of a module whose pipeline stages have tensor-parallel sizes of their own.
+    """The grid of a module whose pipeline stages have sizes of their own.
 
     It has the interface of Megatron's ``HyperCommGrid``, and stands in its place in ``module_to_grid_map``. ``shape``
     is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
     ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
-    ``pp`` holds the module once. All ranks of the world create the same groups in the same order.
+    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.model_group.ModelGroup` where the stages have
+    different numbers of replicas. All ranks of the world create the same groups in the same order.
 
     Attributes:
         shape: lengths of ``tp``, ``cp``, ``dp`` and ``pp``.
@@ -59,6 +65,7 @@ class StageCommGrid(StageRanks):
         self.backend = backend
         self._pgs: dict[tuple[str, frozenset[str]], dist.ProcessGroup | None] = {}
         self._pipelines: list[dist.ProcessGroup] = []
+        self._whole_stages: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
         self._has_own_tp = False
 
     def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: Any) -> Any:
@@ -81,6 +88,8 @@ class StageCommGrid(StageRanks):
             self._has_own_tp = False
         elif key == _PP:
             self._pgs[key] = self._create_pipelines(ranks, kwargs)
+        elif self.place(dims, self.rank_offset, view=view) is not None:
+            self._pgs[key] = self._create_model_group(dims, view)
         else:
             own, _ = dist.new_subgroups_by_enumeration(ranks, backend=self.backend, **kwargs)
             self._pgs[key] = own if isinstance(own, dist.ProcessGroup) else None
@@ -106,11 +115,38 @@ class StageCommGrid(StageRanks):
         own_pipeline = self._pgs.pop(_PP, None)
         if own_pipeline is not None and (module := self._modules.pop(own_pipeline, None)):
             module.communicator.finish_step()
-        for group in [*self._pipelines, *self._pgs.values()]:
-            if group is not None:
+        for group in [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]:
+            if isinstance(group, ModelGroup):
+                remove_from_tables(group)
+            elif group is not None:
                 dist.destroy_process_group(group)
         self._pipelines.clear()
         self._pgs.clear()
+        self._whole_stages = None
+
+    def _create_model_group(self, dims: str | Sequence[str], view: str | None) -> ModelGroup | None:
+        """Make the group that counts every stage once, out of the groups of each whole stage and of their leaders."""
+        if self._whole_stages is None:
+            inside = [list(self.layout.stage_ranks(stage)) for stage in range(self.layout.num_stages)]
+            own, _ = dist.new_subgroups_by_enumeration(inside, backend=self.backend)
+            leaders = dist.new_group([self.layout.leader(stage) for stage in range(len(inside))], backend=self.backend)
+            self._whole_stages = (
+                own if isinstance(own, dist.ProcessGroup) else None,
+                leaders if isinstance(leaders, dist.ProcessGroup) else None,
+            )
+        whole_stage, leaders = self._whole_stages
+        rank = dist.get_rank()
+        place = self.place(dims, rank, view=view) if self.contains(rank) else None
+        if place is None or whole_stage is None:
+            return None
+        group = ModelGroup(
+            place,
+            stage_leader=self.layout.leader(self.layout.stage_of(rank)),
+            whole_stage_group=whole_stage,
+            leaders_group=leaders,
+        )
+        enter_in_tables(group, range(self.rank_offset, self.rank_offset + self.size), like=whole_stage)
+        return group
 
     def _create_pipelines(self, ranks: Sequence[Sequence[int]], options: Any) -> dist.ProcessGroup | None:
         """Make the pipeline groups, and the channels, whose collectives run in the tensor-parallel group."""

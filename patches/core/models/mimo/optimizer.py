@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session.surroundings import Surroundings
 
@@ -39,17 +39,19 @@ def _check_averages(
     grids = mimo_model.mimo_config.module_to_grid_map
     if not grids:
         return original(mimo_model, *args, **kwargs)
-    divisors = {name: math.prod(_size(grid, axis) for axis in ("dp", "cp")) for name, grid in grids.items()}
+    # The stage with the loss is the language model's last one; any other stage may have other replicas.
+    loss = grids[MIMO_LANGUAGE_MODULE_KEY]
+    loss = loss.boundary(is_last=True) if isinstance(loss, StageRanks) else loss
 
     def check() -> dict[str, object]:
         own = {MIMO_LANGUAGE_MODULE_KEY: mimo_model.language_model, **dict(mimo_model.modality_submodules.items())}
         is_summed = bool(mimo_model.config.calculate_per_token_loss)
-        wanted = 1 if is_summed else divisors[MIMO_LANGUAGE_MODULE_KEY]
+        wanted = 1 if is_summed else _num_replicas(loss)
         for name, module in own.items():
             # Gradients that Megatron does not add up it does not average either.
             if not hasattr(module, "ddp_config"):
                 continue
-            divisor = 1 if module.config.calculate_per_token_loss else divisors[name]
+            divisor = 1 if module.config.calculate_per_token_loss else _num_replicas(grids[name])
             if divisor != wanted:
                 raise ConfigError(
                     f"the gradients of module {name!r} would be divided by {divisor}, those of the language model, "
@@ -66,5 +68,7 @@ def _check_averages(
     return original(mimo_model, *args, **kwargs)
 
 
-def _size(grid: Any, axis: str) -> int:
-    return grid.shape[grid.dim_names.index(axis)] if axis in grid.dim_names else 1
+def _num_replicas(grid: Any) -> int:
+    """Return by how many Megatron divides on this rank."""
+    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+    return sizes.get("dp", 1) * sizes.get("cp", 1)
