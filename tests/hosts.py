@@ -26,6 +26,7 @@ PYTHON_PATH = os.pathsep.join(path for path in (str(ROOT), TREE) if path)
 GROUPS = "this test compares with the groups of Megatron 0.19"
 DOCS = "the documents show Megatron 0.19"
 BRIDGES = "it has no bridges that the plugin replaces, and the plugin says so"
+RINGS = "two rings were run with Megatron 0.19 only, and the plugin says so"
 RECORDS = "this test is about the records of Megatron 0.19"
 FLAGS = "this test is about the flags of Megatron 0.19"
 # Whole scripts run in them.
@@ -52,6 +53,10 @@ _OLDER: dict[str, str] = {
     "tests/hang/test_hangs.py::test_a_rank_that_is_lost_inside_a_bridge": BRIDGES,
     "tests/multiproc/test_bridges.py": BRIDGES,
     "tests/multiproc/test_mimo": BRIDGES,
+    "tests/multiproc/test_pictures.py::test_with_layers_of_the_encoder": RINGS,
+    "tests/multiproc/test_pictures.py::test_no_picture_and_no_word_leaves_the_edge[two": RINGS,
+    "tests/multiproc/test_pictures.py::test_configurations": RINGS,
+    "tests/multiproc/test_pictures.py::test_the_example": RINGS,
     "tests/multiproc/test_training_bad_input.py::test_sizes_and_options_are_refused[logits]": "it has no "
     "--logits-load-dir",
     "tests/unit/test_bridges.py::test_a_list": BRIDGES,
@@ -101,6 +106,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "tests/multiproc/test_parity.py::test_parity[2,3 vpp=2 tied optimizer=adam distributed-optimizer "
         "overlap-grad-reduce overlap-param-gather dtype=bf16": "in the sizes that it needs, see fitted(), bf16 rounds "
         "gradient norms by 3 %",
+        "tests/multiproc/test_pictures.py": "it reads no layout of the pipeline",
         "tests/multiproc/test_training_bad_input.py::test_sizes_and_options_are_refused[vocabulary": "it has no "
         "--padded-vocab-size",
         "tests/unit/test_docs_commands.py::test_command_is_accepted[fine-tuning.md: torchrun": "it has no SFTTokenizer",

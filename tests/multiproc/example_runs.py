@@ -14,8 +14,8 @@ STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE
 NUM_STEPS = 3
 
 
-def run_example(script: str, num_ranks: int, words: str) -> str:
-    """Run a script on so many ranks for three steps; return what it prints."""
+def run_example(script: str, num_ranks: int, words: str, *, is_refused: bool = False) -> str:
+    """Run a script on so many ranks for three steps; return what it prints, or where it is refused its errors."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
         [*launcher, script, *words.split(), "--steps", str(NUM_STEPS)],
@@ -26,5 +26,5 @@ def run_example(script: str, num_ranks: int, words: str) -> str:
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    assert (done.returncode != 0) is is_refused, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stderr if is_refused else done.stdout

@@ -74,6 +74,11 @@ def test_averages_over_different_numbers_of_replicas_are_refused_on_all_ranks(po
         "the gradients of module 'vision' would be divided by 2, those of the language model, which has the loss, by 1"
     )
     assert all(line in answer for answer in answers), answers
+    # What counts is the stage with the loss, the last one.
+    case = MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 1), (1, 1, 2))))
+    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:average", {"case": case})
+    line = "of module 'language' would be divided by 1, those of the language model, which has the loss, by 2"
+    assert all(line in answer for answer in answers), answers
     equal = MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2))
     assert pool.run(equal.world_size, "tests.multiproc.mimo_job:average", {"case": equal}) == ["nothing"] * 4
 
@@ -103,6 +108,8 @@ ORDERED = [
         in_flight=(4, 3, 2, 1),
     ),
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2)),
+    MimoCase(vision=Sizes(dp=3), language=Sizes(stages=((1, 1, 2), (2, 1, 1)))),
+    MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 2), (1, 2, 1), (1, 1, 3))), is_planned=True),
 ]
 
 
@@ -136,6 +143,12 @@ RESUMED = [
     ),
     MimoCase(vision=Sizes(dp=3), language=Sizes(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=2), optimizer="adam", distributed_optimizer=True, bf16=True),
+    MimoCase(
+        vision=Sizes(dp=3),
+        language=Sizes(stages=((1, 1, 2), (1, 2, 1))),
+        optimizer="adam",
+        distributed_optimizer=True,
+    ),
 ]
 
 

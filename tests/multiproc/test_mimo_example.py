@@ -16,6 +16,7 @@ DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weig
     [
         (5, "--vision 1,1,2 --language 1,1,3 --vtp-bridges"),
         pytest.param(7, "--vision 1,1,2 --stages 1,2,2 --language 1,1,1 --vtp-bridges", marks=pytest.mark.full),
+        pytest.param(6, "--vision 1,1,2 --stages 1:2,2:1 --language 1,1,1 --vtp-bridges", marks=pytest.mark.full),
         pytest.param(4, "--vision 1,1,2 --language 1,2,1", marks=pytest.mark.full),
     ],
 )
@@ -28,3 +29,11 @@ def test_it_trains_as_on_one_rank(num_ranks: int, words: str) -> None:
     assert len({loss for _, loss, _ in steps}) >= 3, "it trains nothing"
     found = DIFFERENCE.search(printed)
     assert found is not None and float(found[1]) < 1e-5, printed
+
+
+@pytest.mark.full
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    words = "--vision 1,1,1 --stages 1:2,1:5 --language 1,1,1 --vtp-bridges"
+    errors = run_example("examples/mimo/train.py", 8, words, is_refused=True)
+    lines = [line for line in errors.splitlines() if line.startswith("[vtp rank ")]
+    assert lines and all("batch 12 cannot be cut for the 5 replicas of ranks (3, 4, 5, 6, 7)" in line for line in lines)

@@ -107,3 +107,17 @@ def test_a_tensor_that_does_not_fit_is_refused_before_it_is_received(pool: Pool)
     ):
         assert f"rank 0 would send torch.{shown}, expected is torch.float32 [S, B, 3]" in text
         assert "microbatch 0" in text and "give all stages one pipeline_dtype" in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "line"),
+    [
+        ([(6, 2, 3), (6, 2, 3)], "posted (6, 4, 3)"),
+        ([(6, 2, 3), (4, 2, 3)], "one replica would send its part of [6, 4, 3], another of [[4, 4, 3]]"),
+        ([(6, 1, 3), (6, 2, 3)], "give all replicas as many samples of one length"),
+    ],
+)
+def test_replicas_whose_samples_do_not_join_are_refused(pool: Pool, shapes: list[tuple[int, ...]], line: str) -> None:
+    """Each announces its own share: of one header only, the receiver would wait for what nobody sends."""
+    *_, found = pool.run(3, f"{JOB}:headers_of_replicas", {"shapes": shapes})
+    assert line in found

@@ -190,3 +190,22 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def headers_of_replicas(shapes: Sequence[Shape]) -> str:
+    """Announce the parts of two sending replicas, each of a shape of its own; return what the receiver says."""
+    init_gloo()
+    rank = dist.get_rank()
+    src = Side(ranks_by_cp=((0,), (1,)), num_replicas=2)
+    spec = ChannelSpec(name="two replicas", src=src, dst=Side(ranks_by_cp=((2,),)), strategy="sliced")
+    (channel,) = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
+    assert channel is not None
+    form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
+    if rank < 2:
+        whole = channel.whole_shape(shapes[rank], form)
+        channel._send_header(whole, form.dtype, "").wait()  # pyright: ignore[reportPrivateUsage]
+        return ""
+    try:
+        return f"posted {tuple(channel.post(form).tensor.shape)}"
+    except ConfigError as error:
+        return str(error)

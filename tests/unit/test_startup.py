@@ -173,7 +173,8 @@ def test_many_missing_ranks_cost_no_more_than_one(server: Server) -> None:
 def test_rank_0_missing(server: Server) -> None:
     begin_s = time.monotonic()
     errors = check(server, {1: says(x=1), 2: says(x=1)}, world_size=3, timeout_s=pace())
-    assert time.monotonic() - begin_s < 2.5 * pace()
+    # Rank 0 keeps the time for others; they wait longer than the timeout, but not for ever.
+    assert time.monotonic() - begin_s < 10 * pace()
     for error in errors:
         assert isinstance(error, PeerError)
         assert re.match(r"start-up: waited [\d.]+ s for rank 0 at check: no answer", str(error))
