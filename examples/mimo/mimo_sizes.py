@@ -32,12 +32,11 @@ class Sizes:
         return sum(tp * cp * dp for tp, cp, dp in self.stages or ((self.tp, self.cp, self.dp),) * self.pp)
 
     def __str__(self) -> str:
-        pairs = [(name, getattr(self, name)) for name in ("tp", "cp", "pp", "dp")]
+        words = [f"{name} {getattr(self, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(self, name) > 1]
         if self.stages:
-            pairs = [
-                (name, size[0] if len(set(size)) == 1 else ",".join(map(str, size)))
-                for name, size in zip(("stages", "cp", "dp"), zip(*self.stages, strict=True), strict=True)
+            tp, *others = (",".join(map(str, sizes)) for sizes in zip(*self.stages, strict=True))
+            words = [f"stages {tp}"]
+            words += [
+                f"{name} {sizes}" for name, sizes in zip(("cp", "dp"), others, strict=True) if {*sizes} != set("1,")
             ]
-        return (" ".join(f"{name} {size}" for name, size in pairs if size != 1) or "one rank") + (
-            " sp" * self.sequence_parallel
-        )
+        return (" ".join(words) or "one rank") + " sp" * self.sequence_parallel
