@@ -120,11 +120,13 @@ def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
 
     They apply once: with the bridges, or else with the list.
     """
+    from vtp_plugin.patches.core import model_groups
     from vtp_plugin.patches.core.distributed import finalize_model_grads
     from vtp_plugin.patches.core.models.common.language_module import language_module
     from vtp_plugin.patches.core.transformer import multi_latent_attention
 
-    records = (*finalize_model_grads.records(session, host), *language_module.records(session, host))
+    records: tuple[Record, ...] = (*finalize_model_grads.records(session, host), *model_groups.records(session))
+    records += language_module.records(session, host)
     return host.placed((host.exchange_record(session), *records, *multi_latent_attention.records(host)))
 
 

@@ -131,14 +131,15 @@ class UndoStack:
 
     @contextmanager
     def during(self, place: Place, value: object) -> Iterator[None]:
-        """Make a place hold an object inside a ``with`` block; blocks may end in any order."""
+        """Make a place hold an object inside a ``with`` block; blocks may end in any order, also after :meth:`undo`."""
         self.put(place, value)
         change = self._changes[-1]
         try:
             yield
         finally:
-            self._changes.remove(change)
-            change.undo()
+            if change in self._changes:
+                self._changes.remove(change)
+                change.undo()
 
     def undo(self) -> None:
         """Undo every assignment, the last one first, and forget them."""

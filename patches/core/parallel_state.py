@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed.distributed_c10d import _get_default_store, _pg_map
+from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError, refuse
@@ -46,12 +46,6 @@ _WRITTEN = (
         _EMBEDDING_RANKS,
         "the ends of a pipeline hold different slices of the embedding, or the last one holds none: an all-reduce over "
         "them would mix rows",
-    ),
-    (
-        "torch.distributed.distributed_c10d",
-        ("_pg_map", "_pg_group_ranks"),
-        "an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and Megatron "
-        "for its ranks",
     ),
     (_MODULE, _EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
 )
@@ -131,7 +125,7 @@ def _initialize(
     options["expert_tensor_parallel_size"] = layout.experts[own.stage].tp
     options["pipeline_model_parallel_size"] = layout.num_stages
     if session.is_active:
-        pipeline_groups = _make_groups(session.planned, host, writes, original, bound)
+        pipeline_groups = _make_groups(session, host, writes, original, bound)
     else:
         original(*bound.args, **bound.kwargs)
         pipeline_groups = ()
@@ -170,7 +164,7 @@ def _plan_together(session: Session, host: MegatronHost, options: dict[str, Any]
 
 
 def _make_groups(
-    planned: PlannedRun,
+    session: Session,
     host: MegatronHost,
     writes: _Writes,
     original: Callable[..., None],
@@ -181,7 +175,8 @@ def _make_groups(
     Returns:
         This rank's pipeline group in each replica of the pipeline that this rank works in.
     """
-    layout, options = planned.layout, bound.arguments
+    planned, options = session.planned, bound.arguments
+    layout = planned.layout
     world_size = _set_counts(planned, options)
     create_group = parallel_state.create_group
     if not planned.has_stock_ends:
@@ -194,7 +189,7 @@ def _make_groups(
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
     if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
-        _unite_replicas(planned, writes)
+        _unite_replicas(session, writes)
     return pipeline_groups
 
 
@@ -221,12 +216,13 @@ def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> int:
     return world_size
 
 
-def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
+def _unite_replicas(session: Session, writes: _Writes) -> None:
     """Let sums over the model count one replica of every stage or, with the distributed optimizer, each rank's share.
 
     Between sites this also replaces groups that are right: in Megatron's, one sum crosses between the sites many times.
     """
-    layout, rank = planned.layout, dist.get_rank()
+    planned, rank = session.planned, dist.get_rank()
+    layout = planned.layout
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     make = functools.partial(
         ModelGroup,
@@ -238,9 +234,7 @@ def _unite_replicas(planned: PlannedRun, writes: _Writes) -> None:
     whole, shares, whole_experts = make(dense), make(dense, has_shares=True), make(experts)
     whole.shares = whole_experts.shares = shares
     for group in (whole, shares, whole_experts):
-        # torch and Megatron look a group up in these tables; a ModelGroup is no group that torch made.
-        writes["_pg_map"].put(_pg_map[stage_group], key=group)
-        writes["_pg_group_ranks"].put({rank: rank for rank in range(layout.world_size)}, key=group)
+        session.known_groups.enter_context(session.know_group(group, range(layout.world_size), stage_group))
     groups = (whole, shares, whole_experts, whole_experts)
     for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):

@@ -22,7 +22,7 @@ class Host(NotedMetrics, GroupedHost):
     }
     absent = {
         **NO_PROJECTION,
-        "H4c12": "it has no such group",
+        "H4c10": "it has no such group",
         "H15": "it counts no lengths of packed samples",
         "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
         "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",

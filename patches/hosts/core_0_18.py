@@ -10,4 +10,4 @@ class Host(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
-    absent = {**NO_PROJECTION, "H4c12": "it has no such group"}
+    absent = {**NO_PROJECTION, "H4c10": "it has no such group"}

@@ -144,9 +144,9 @@ class WriteRecord(Record):
         """Assign to the name or, with a key, to an entry of the dictionary that it holds."""
         self._undo.put(self._place(key), value)
 
-    def during(self, value: object) -> AbstractContextManager[None]:
-        """Assign to the name inside a ``with`` block."""
-        return self._undo.during(self._place(ABSENT), value)
+    def during(self, value: object, *, key: object = ABSENT) -> AbstractContextManager[None]:
+        """Assign as :meth:`put` does, inside a ``with`` block."""
+        return self._undo.during(self._place(key), value)
 
     def undo(self) -> None:
         """Put back what was there before; what somebody else has assigned meanwhile stays."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _pg_group_ranks, _pg_map
 
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.place import Place
@@ -26,8 +25,7 @@ class ModelGroup(dist.ProcessGroup):
     The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
     members call these three ordinary collectives of ordinary groups in one order, so this group hangs only where those
     would. Its ``rank`` and ``size`` are those of one replica's group, because Megatron names optimizer states by that
-    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks
-    (:func:`enter_in_tables`).
+    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks.
 
     Attributes:
         shares: the group that sums such shares; None on that group itself.
@@ -70,24 +68,6 @@ class ModelGroup(dist.ProcessGroup):
         if self._leaders_group is not None:
             dist.all_reduce(tensor, opts.reduceOp, self._leaders_group)
         return dist.broadcast(tensor, self._leader, self._whole_stage_group, async_op=True)
-
-
-def enter_in_tables(group: ModelGroup, ranks: Sequence[int], *, like: dist.ProcessGroup) -> None:
-    """Let torch find backend and ranks of a group that it did not make.
-
-    Args:
-        group: to be known.
-        ranks: that its reductions reach.
-        like: a group with the backend to show.
-    """
-    _pg_map[group] = _pg_map[like]
-    _pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-
-
-def remove_from_tables(group: ModelGroup) -> None:
-    """Let torch forget what :func:`enter_in_tables` told it."""
-    _pg_map.pop(group, None)
-    _pg_group_ranks.pop(group, None)
 
 
 def open_leaders_group(layout: PipelineLayout, platform: Platform, timeout_s: float) -> dist.ProcessGroup | None:

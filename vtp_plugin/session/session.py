@@ -8,6 +8,7 @@ for it where it is called by Megatron.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import weakref
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from vtp_plugin.patching import AppliedPatches
     from vtp_plugin.session.modules import ModulePipeline
 
+KnowGroup = Callable[[dist.ProcessGroup, Sequence[int], dist.ProcessGroup], "contextlib.AbstractContextManager[None]"]
+
 
 class Session:
     """State of the plugin in this process.
@@ -54,6 +57,9 @@ class Session:
         close_log: puts the logger back as it was; None before the plugin said anything.
         on_revert: called before the patches are undone.
         modules: pipelines of modules with grids of their own, by this rank's pipeline group in them.
+        know_group: inside its context torch knows a group that it did not make: the group, its ranks, and a group with
+            the same backend.
+        known_groups: such contexts of the run's own pipeline; :meth:`close` ends them.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -71,6 +77,8 @@ class Session:
         self.close_log: Callable[[], None] | None = None
         self.on_revert: Callable[[], None] = lambda: None
         self.modules: dict[dist.ProcessGroup, ModulePipeline] = {}
+        self.know_group: KnowGroup = lambda *_group: contextlib.nullcontext()
+        self.known_groups = contextlib.ExitStack()
         self._planned: PlannedRun | None = None
         self._running: RunningPipeline | None = None
 
@@ -204,6 +212,7 @@ class Session:
         """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
         self.finish_step()
         self._running = None
+        self.known_groups.close()
         if self.audit is not None:
             self.audit.close()
             self.audit = None

@@ -7,13 +7,14 @@ replicas of every stage anew, as at a bridge: each has its even share of the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.runtime.model_group import ModelGroup, enter_in_tables, remove_from_tables
+from vtp_plugin.runtime.model_group import ModelGroup
 from vtp_plugin.session.modules import open_module
 from vtp_plugin.session.surroundings import Surroundings
 
@@ -60,7 +61,8 @@ class StageCommGrid(StageRanks):
                 f"the grid {self.describe()} does not fit a world of {dist.get_world_size()} ranks: make it smaller or "
                 "start more processes"
             )
-        self._modules = session.modules
+        self._modules, self._know_group = session.modules, session.know_group
+        self._known_groups = ExitStack()
         self.shape = self.shape_at(dist.get_rank())
         self.backend = backend
         self._pgs: dict[tuple[str, frozenset[str]], dist.ProcessGroup | None] = {}
@@ -115,10 +117,9 @@ class StageCommGrid(StageRanks):
         own_pipeline = self._pgs.pop(_PP, None)
         if own_pipeline is not None and (module := self._modules.pop(own_pipeline, None)):
             module.communicator.finish_step()
+        self._known_groups.close()
         for group in [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]:
-            if isinstance(group, ModelGroup):
-                remove_from_tables(group)
-            elif group is not None:
+            if group is not None and not isinstance(group, ModelGroup):
                 dist.destroy_process_group(group)
         self._pipelines.clear()
         self._pgs.clear()
@@ -145,7 +146,8 @@ class StageCommGrid(StageRanks):
             whole_stage_group=whole_stage,
             leaders_group=leaders,
         )
-        enter_in_tables(group, range(self.rank_offset, self.rank_offset + self.size), like=whole_stage)
+        members = range(self.rank_offset, self.rank_offset + self.size)
+        self._known_groups.enter_context(self._know_group(group, members, whole_stage))
         return group
 
     def _create_pipelines(self, ranks: Sequence[Sequence[int]], options: Any) -> dist.ProcessGroup | None:
