@@ -119,6 +119,32 @@ def test_lengths_cross_to_the_cloud(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "dp_list", "layers"),
+    [
+        pytest.param("1,1", "1,2", "1,2,1", id="1,1-dp-1,2"),
+        pytest.param("2,1", "1,2", "1,2,1", id="2,1-dp-1,2", marks=FULL),
+        pytest.param("1,2", "2,1", "1,1,2", id="1,2-dp-2,1", marks=FULL),
+        pytest.param("1,1,2", "1,3,1", "1,1,1,1", id="1,1,2-dp-1,3,1", marks=FULL),
+    ],
+)
+def test_lengths_cross_to_other_numbers_of_replicas(
+    pool: Pool, tmp_path: Path, sizes: str, dp_list: str, layers: str
+) -> None:
+    """Of a row that a replica of the cloud has, it gets the lengths, and no other."""
+    edge_dp, *_ = replicas = [int(number) for number in dp_list.split(",")]
+    batch = [*LONGER, "--global-batch-size", "12"]
+    reference = train_packed(pool, "1,1", [*batch, "--save", str(tmp_path)], dp=edge_dp)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shape = [*batch, *U_SHAPE, layers, "--vtp-dp-list", dp_list, "--load", str(tmp_path)]
+    command = arguments(sizes, extra=[*PACKED, *ONE_ROW, *shape])
+    world_size = sum(int(size) * number for size, number in zip(sizes.split(","), replicas, strict=True))
+    hooks = ["packed_samples", "note_lengths"]
+    runs = succeeded(launch(pool, world_size, {"arguments": command, "hooks": hooks}))
+    assert_same_training(runs, reference, first=2)
+    assert_same_lengths(runs, reference)
+
+
+@pytest.mark.parametrize(
     ("sizes", "extra"),
     [
         pytest.param("1,2", [], id="1,2"),

@@ -190,10 +190,11 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     assert lines[7].startswith(
         "activations: give --seq-length, --micro-batch-size, --transformer-impl local, --attention"
     )
-    experts = output_of(
-        "plan", "--vtp-size-list", "1,1", *model, "--num-experts", "4", "--recompute-granularity", "full"
-    )
-    assert "activations: not known with --recompute-granularity\n" in experts
+    again = ["--num-experts", "4", "--recompute-granularity"]
+    experts = output_of("plan", "--vtp-size-list", "1,1", *model, *again, "selective", "--recompute-modules", "moe")
+    assert "activations: not known with --recompute-modules moe\n" in experts
+    layers = output_of("plan", "--vtp-size-list", "1,1", *model, *again, "full", "--recompute-method", "block")
+    assert "activations: give --seq-length, --micro-batch-size, --recompute-num-layers, --transformer-impl" in layers
     odd = ["--optimizer", "lion", "--pipeline-model-parallel-layout", "Et|tL"]
     assert "memory of a rank: not known with --pipeline-model-parallel-layout, --optimizer lion" in output_of(
         "plan", "--vtp-size-list", "1,2", *model, *odd

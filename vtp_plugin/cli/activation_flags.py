@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from vtp_plugin.footprint.activations import Microbatch
+from vtp_plugin.footprint.activations import Microbatch, Recompute
 from vtp_plugin.footprint.routing import Routing
 from vtp_plugin.layout.pipeline import PipelineLayout
 
@@ -12,17 +13,25 @@ NUMBERS = {
     "--moe-router-topk": "experts of a token, default 2",
     "--moe-router-num-groups": "of experts, of which a token uses --moe-router-group-topk",
     "--moe-router-group-topk": "groups of a token",
+    "--recompute-num-layers": "of a group, or how many are computed again",
 }
-SWITCHES = {"--moe-router-pre-softmax": "a softmax over all experts, before the best are chosen"}
+SWITCHES = {
+    "--moe-router-pre-softmax": "a softmax over all experts, before the best are chosen",
+    "--recompute-activations": "as --recompute-granularity selective",
+}
 TEXTS = {
-    "--moe-token-dispatcher-type": "alltoall, for activations; those of the others are not known",
+    "--moe-token-dispatcher-type": "alltoall or allgather, for activations; those of flex are not known",
     "--moe-router-score-function": "softmax, the default, or sigmoid",
     "--moe-router-dtype": "fp32, or as the model; for activations not fp64",
+    "--recompute-granularity": "full, or selective: --recompute-modules",
+    "--recompute-method": "uniform or block, of whole layers",
 }
 LISTS = {
     "--moe-router-load-balancing-type": "aux_loss, the default, seq_aux_loss, global_aux_loss or none",
     "--moe-aux-loss-coeff": "0, the default, keeps nothing for such a loss",
+    "--recompute-modules": "core_attn, the default, and mlp; activations with others are not known",
 }
+_DISPATCHERS = ("alltoall", "allgather")
 DROPOUTS = ("--attention-dropout", "--hidden-dropout")
 _OF_EXPERTS = (
     *("--moe-grouped-gemm", "--moe-expert-capacity-factor", "--moe-router-fusion", "--moe-permute-fusion"),
@@ -32,12 +41,7 @@ _OF_EXPERTS = (
 )
 # Other activations are kept with these.
 OTHER_ACTIVATIONS = (
-    *(
-        "--recompute-granularity",
-        "--recompute-activations",
-        "--attention-softmax-in-fp32",
-        "--fp32-residual-connection",
-    ),
+    *("--attention-softmax-in-fp32", "--fp32-residual-connection", "--distribute-saved-activations"),
     *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
     *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format"),
     *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
@@ -64,12 +68,15 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     given = {word.partition("=")[0] for word in args.unknown}
     odd = [flag for flag in OTHER_ACTIVATIONS if flag in given]
     balanced_by = args.moe_router_load_balancing_type or []
-    kind = args.position_embedding_type
+    kind, whole = args.position_embedding_type, args.recompute_granularity == "full"
     modelled = {
         "context parallelism": max(layout.cp_sizes) == 1,
         f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
-        "fewer query groups than ranks": not args.group_query_attention
-        or (args.num_query_groups or 1) >= max(layout.tp_sizes),
+        "fewer query groups than ranks and --qk-layernorm": not args.group_query_attention
+        or (args.num_query_groups or 1) >= max(layout.tp_sizes)
+        or not args.qk_layernorm,
+        f"--recompute-modules {' '.join(args.recompute_modules or ())}": set(_again(args)) <= {"core_attn", "mlp"},
+        "recomputation and --mtp-num-layers": not args.mtp_num_layers or not (whole or _again(args)),
         f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
         and "sinkhorn" not in balanced_by,
         "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",
@@ -81,9 +88,12 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     if odd:
         return f"not known with {', '.join(odd)}"
     needed = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
+    if whole:
+        needed["--recompute-method"] = args.recompute_method
+        needed["--recompute-num-layers"] = args.recompute_num_layers
     needed["--transformer-impl local"] = args.transformer_impl == "local"
     if _has_experts(args):
-        needed["--moe-token-dispatcher-type alltoall"] = args.moe_token_dispatcher_type == "alltoall"
+        needed["--moe-token-dispatcher-type alltoall or allgather"] = args.moe_token_dispatcher_type in _DISPATCHERS
         needed["--disable-bias-linear"] = args.disable_bias_linear
         needed["--no-bias-swiglu-fusion"] = args.no_bias_swiglu_fusion or not args.swiglu
     needed |= {f"{name} 0": getattr(args, name[2:].replace("-", "_")) == 0 for name in DROPOUTS}
@@ -107,6 +117,24 @@ def read_microbatch(args: argparse.Namespace) -> Microbatch:
         has_rope=args.position_embedding_type == "rope",
         is_fused=not args.no_bias_swiglu_fusion,
         routing=_routing(args) if _has_experts(args) else None,
+        recompute=_recompute(args),
+    )
+
+
+def _again(args: argparse.Namespace) -> Sequence[str]:
+    """Give the modules that are computed again one by one."""
+    if args.recompute_granularity != "selective" and not args.recompute_activations:
+        return ()
+    return args.recompute_modules or ("core_attn",)
+
+
+def _recompute(args: argparse.Namespace) -> Recompute:
+    modules, is_whole = _again(args), args.recompute_granularity == "full"
+    return Recompute(
+        core_attention="core_attn" in modules,
+        feed_forward="mlp" in modules,
+        method=args.recompute_method if is_whole else "",
+        num_layers=args.recompute_num_layers if is_whole else 0,
     )
 
 
@@ -122,5 +150,6 @@ def _routing(args: argparse.Namespace) -> Routing:
         is_pre_softmax=args.moe_router_pre_softmax,
         num_groups=args.moe_router_num_groups or 0,
         group_topk=args.moe_router_group_topk or 1,
+        is_gathered=args.moe_token_dispatcher_type == "allgather",
         has_aux_loss=kinds != ["none"] and any(float(share) for share in args.moe_aux_loss_coeff or ()),
     )

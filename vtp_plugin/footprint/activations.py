@@ -3,20 +3,53 @@
 Counted are the storages that autograd saves in Megatron's local layers, each once, weights left out. Read in
 megatron/core of 0.19: ``transformer/attention.py``, ``transformer/dot_product_attention.py``, ``transformer/mlp.py``,
 ``models/common/embeddings/rope_utils.py``, ``tensor_parallel/layers.py``, ``cross_entropy.py``,
-``transformer/multi_latent_attention.py``, ``transformer/multi_token_prediction.py`` and ``transformer/moe``. Without
-dropout and recomputation: those are not modelled. Each expert gets as many tokens as any other. Megatron's local core
-attention takes no latent heads; counted is one that keeps what the local one does.
+``transformer/multi_latent_attention.py``, ``transformer/multi_token_prediction.py``, ``recompute.py`` and
+``transformer/moe``. Without dropout: that is not modelled. Each expert gets as many tokens as any other. Megatron's
+local core attention takes no latent heads; counted is one that keeps what the local one does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vtp_plugin.footprint.model import Chunk, Latent, Model
 from vtp_plugin.footprint.routing import Routing, routed_bytes
 
 _FULL_BYTES, _INDEX_BYTES = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """What is computed again in the backward pass, and not kept for it.
+
+    Attributes:
+        core_attention: the probabilities of the attention.
+        feed_forward: what a feed-forward layer without experts makes of its input.
+        method: of whole layers: ``uniform`` keeps the input of every group of layers, ``block`` those of the first
+            layers of a chunk; empty for none.
+        num_layers: of a group, or how many are the first.
+    """
+
+    core_attention: bool = False
+    feed_forward: bool = False
+    method: Literal["", "uniform", "block"] = ""
+    num_layers: int = 0
+
+    def parted(self, layers: Sequence[int]) -> tuple[int, Sequence[int]]:
+        """Say how many inputs of layers a chunk keeps, and which of its layers keep all.
+
+        >>> Recompute(method="uniform", num_layers=2).parted([3, 4, 5])
+        (2, [])
+        >>> Recompute(method="block", num_layers=2).parted([3, 4, 5])
+        (2, [5])
+        """
+        if not self.method:
+            return 0, layers
+        if self.method == "uniform":
+            return -(-len(layers) // self.num_layers), layers[:0]
+        return min(self.num_layers, len(layers)), layers[self.num_layers :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +64,7 @@ class Microbatch:
         has_rope: positions are rotations, in every layer anew.
         is_fused: a gated feed-forward layer keeps its input and its output only.
         routing: how tokens find their experts; None without experts.
+        recompute: what is computed again.
     """
 
     length: int
@@ -40,6 +74,7 @@ class Microbatch:
     has_rope: bool
     is_fused: bool
     routing: Routing | None = None
+    recompute: Recompute = Recompute()
 
 
 def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], tp: int, etp: int = 1) -> int:
@@ -64,7 +99,11 @@ def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], t
     slices = positions // tp if batch.is_sharded else positions
     total = 0
     for chunk in chunks:
-        total += sum(_layer(model, batch, layer, tp, etp) for layer in chunk.layers)
+        num_inputs, layers = batch.recompute.parted(chunk.layers)
+        total += sum(_layer(model, batch, layer, tp, etp) for layer in layers)
+        total += num_inputs * slices * model.hidden * batch.itemsize_bytes
+        if num_inputs and batch.has_rope and model.latent is None:  # their angles
+            total += batch.length * model.kv_channels * _FULL_BYTES
         if chunk.is_first:
             # Numbers of the words; and of the positions, where these have weights.
             total += (2 if model.num_positions else 1) * positions * _INDEX_BYTES
@@ -84,7 +123,7 @@ def _layer(model: Model, batch: Microbatch, layer: int, tp: int, etp: int) -> in
     total = 2 * _norm(model, batch, model.hidden, slices)
     total += _attention(model, batch, tp) if latent is None else _latent_attention(model, batch, latent, tp)
     if experts is None or batch.routing is None or not experts.layers[layer]:
-        return total + _feed_forward(model, batch, model.ffn // tp)
+        return total + (0 if batch.recompute.feed_forward else _feed_forward(model, batch, model.ffn // tp))
     if experts.shared_ffn:
         total += _feed_forward(model, batch, experts.shared_ffn // tp)
     # One part more: the output of the activation before it is weighted.
@@ -124,14 +163,25 @@ def _norm_inputs(model: Model, batch: Microbatch, width: int, rows: int) -> int:
 
 def _attention(model: Model, batch: Microbatch, tp: int) -> int:
     """Give what attention keeps behind its norm, up to the input of its last projection."""
-    positions, heads, groups = batch.length * batch.size, model.heads // tp, model.groups // tp
+    # Where there are fewer groups than ranks, each rank has one, cut out of what all have projected.
+    positions, heads, groups = batch.length * batch.size, model.heads // tp, max(1, model.groups // tp)
     queries, keys = heads * model.kv_channels, groups * model.kv_channels
+    is_spread, projected = model.groups < tp, queries + 2 * keys
+    if is_spread:
+        projected = (model.heads + 2 * model.groups) * model.kv_channels
     is_grouped, is_normed = groups < heads, model.has_query_norm
     # Where nothing changes queries, keys or values, they are views of the projection's output.
-    kept = (2 if is_grouped or batch.has_rope or is_normed else 0) * queries + (queries if is_grouped else 0)
-    is_raised = _is_raised(model, batch)
-    if not is_grouped or (is_normed and not is_raised):
-        kept += queries + 2 * keys
+    kept, is_raised = 0, _is_raised(model, batch)
+    if batch.recompute.core_attention:  # it takes queries, keys and values as they are
+        kept = projected + (
+            queries + keys if batch.has_rope or is_normed else 0 if is_spread or not is_grouped else queries
+        )
+    else:
+        kept = (2 if is_grouped or batch.has_rope or is_normed else 0) * queries + (queries if is_grouped else 0)
+        if not is_grouped or (is_normed and not is_raised):
+            kept += projected
+        elif is_spread and batch.size == 1 and not batch.has_rope:  # one sample's queries need no copy
+            kept += projected - queries
     total = positions * kept * batch.itemsize_bytes
     if is_normed:
         total += _head_norms(model, batch, heads, groups, is_raised=is_raised)
@@ -142,6 +192,8 @@ def _attention(model: Model, batch: Microbatch, tp: int) -> int:
 
 def _scores(batch: Microbatch, heads: int) -> int:
     """Give the probabilities of the core attention, and its mask."""
+    if batch.recompute.core_attention:
+        return _INDEX_BYTES  # which kind of mask it is
     return batch.length**2 * (1 + batch.size * heads * batch.itemsize_bytes)
 
 

@@ -1,7 +1,7 @@
 """Bytes that a router and the experts that it feeds keep, where every expert gets as many tokens as any other.
 
-Read in megatron/core/transformer/moe of 0.19: ``moe_utils.py``, ``router.py``, ``token_dispatcher.py`` (all-to-all) and
-``experts.py`` (SequentialMLP). Routing is seldom so even: these are the bytes of an average rank.
+Read in megatron/core/transformer/moe of 0.19: ``moe_utils.py``, ``router.py``, ``token_dispatcher.py`` (all-to-all
+and all-gather) and ``experts.py`` (SequentialMLP). Routing is seldom so even: these are the bytes of an average rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Routing:
         num_groups: of experts, of which a token uses a few; 0 without.
         group_topk: groups of a token.
         has_aux_loss: experts are balanced by a loss.
+        is_gathered: ranks gather all tokens, and each takes out those of its experts.
     """
 
     topk: int
@@ -30,6 +31,7 @@ class Routing:
     num_groups: int = 0
     group_topk: int = 1
     has_aux_loss: bool = False
+    is_gathered: bool = False
 
 
 def routed_bytes(routing: Routing, num_experts: int, num_tokens: int, etp: int, row_bytes: int) -> int:
@@ -46,6 +48,11 @@ def routed_bytes(routing: Routing, num_experts: int, num_tokens: int, etp: int, 
     66960
     """
     chosen = num_tokens * routing.topk
+    if routing.is_gathered:
+        # For every gathered token and expert of this rank its weight and whether it goes there, which makes as much as
+        # all experts of the rank's own tokens; for every row whose it is, and its weight.
+        total = num_tokens * etp * num_experts * (_FULL_BYTES + 1) + chosen * etp * (_INDEX_BYTES + _FULL_BYTES)
+        return total + _router(routing, num_experts, num_tokens) + chosen * etp * row_bytes
     # For every token and expert where the token goes, for every row whose it is; for every row its weight.
     total = num_tokens * num_experts * _INDEX_BYTES + chosen * _INDEX_BYTES + chosen * etp * _FULL_BYTES
     return total + _router(routing, num_experts, num_tokens) + chosen * etp * row_bytes
