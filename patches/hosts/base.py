@@ -237,9 +237,20 @@ class MegatronHost(ABC):
     def loaded_iteration(self, load_dir: str) -> int:
         """Return the iteration of the checkpoint that Megatron has begun to load."""
 
-    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int]) -> Iterable[str]:
-        """Say why Megatron could not save a checkpoint of stages of these tensor-parallel sizes as its options ask."""
-        return ()
+    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
+        """Say why Megatron could not save a checkpoint of stages of these tensor-parallel sizes as its options ask.
+
+        Args:
+            args: Megatron's.
+            tp_sizes: of all stages.
+            device: name of the platform.
+        """
+        if device == "cpu" and not self.is_newest and args.async_save and args.use_persistent_ckpt_worker:
+            yield (
+                f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} "
+                "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run "
+                "would wait for it; leave --async-save out"
+            )
 
     def problems_of_experts(self, layout: PipelineLayout, *, has_experts: bool) -> Iterable[str]:
         """Say why this family cannot train experts on these stages.

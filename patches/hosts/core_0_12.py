@@ -198,7 +198,8 @@ class Host(OlderHost):
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
         return parallel_state.get_data_parallel_group()
 
-    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int]) -> Iterable[str]:
+    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
+        yield from super().problems_of_saving(args, tp_sizes, device=device)
         is_flat = args.use_distributed_optimizer and args.ckpt_fully_parallel_save and not args.no_save_optim
         if args.save and args.ckpt_format == "torch_dist" and is_flat and len(set(tp_sizes)) > 1:
             yield (

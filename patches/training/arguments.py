@@ -292,7 +292,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     refuse(
         (
             *check_run(args, session.planned.option_context, replicas),
-            *host.problems_of_saving(args, layout.tp_sizes),
+            *host.problems_of_saving(args, layout.tp_sizes, device=session.planned.platform.name),
             *host.problems_of_experts(layout, has_experts=bool(args.num_experts)),
         )
     )

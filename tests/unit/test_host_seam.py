@@ -89,13 +89,30 @@ def test_what_0_12_cannot_save_is_refused_at_the_start(
         ckpt_fully_parallel_save=True,
         no_save_optim=None,
         use_distributed_optimizer=True,
+        async_save=True,
+        use_persistent_ckpt_worker=True,
     )
     vars(args).update(changes)
-    problems = tuple(load_host("0.12").problems_of_saving(args, tp_sizes))
+    problems = tuple(load_host("0.12").problems_of_saving(args, tp_sizes, device="npu"))
     assert [problem.partition(" and --save")[0] for problem in problems] == [
         "--use-distributed-optimizer with --vtp-size-list 1,2"
     ] * is_refused
-    assert not tuple(load_host(NEWEST).problems_of_saving(args, tp_sizes))
+    assert not tuple(load_host(NEWEST).problems_of_saving(args, tp_sizes, device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["0.12", "0.16", "0.17", "0.18", "0.19"])
+def test_a_worker_that_needs_cuda_is_refused_on_cpus(name: str) -> None:
+    args = argparse.Namespace(
+        save="here",
+        ckpt_format="torch",
+        use_distributed_optimizer=False,
+        async_save=True,
+        use_persistent_ckpt_worker=True,
+    )
+    (*found,) = load_host(name).problems_of_saving(args, (1, 2), device="cpu")
+    assert [line.partition(" on CPUs; ")[0] for line in found] == ["--async-save with --use-persistent-ckpt-worker"] * (
+        name != NEWEST
+    )
 
 
 @pytest.mark.parametrize(
