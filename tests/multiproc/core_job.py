@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
+from tests.hosts import counts_over_context
 from tests.multiproc import experts
 from tests.multiproc.attentions import ATTENTIONS, layer_spec
 from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
@@ -290,7 +291,8 @@ class Trainer:
                 return {"loss": whole[0] / whole[1]}
             # Megatron divides the loss in place, so what is reported must be a copy.
             if self.case.loss_tuple == 3:
-                return total, num_tokens, {"loss": whole[0].clone()}
+                counted = whole[1].int() if counts_over_context() else num_tokens
+                return total, counted, {"loss": whole[0].clone()}
             return total / whole[1], {"loss": whole[0] / whole[1]}
 
         return output, loss_function
