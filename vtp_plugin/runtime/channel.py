@@ -192,6 +192,12 @@ class Channel:
         """Let the backend connect, see :meth:`~vtp_plugin.runtime.transfers.Transfers.warm_up`."""
         self._transfers.warm_up(self.spec.probe)
 
+    def close(self) -> None:
+        """Destroy the groups that only this channel uses; every rank of both sides does it, once all is received."""
+        for group in (self._groups.messages, self._groups.pieces):
+            if group is not None:
+                dist.destroy_process_group(group)
+
     def post_up_to(self, receive: RecvWork) -> None:
         """Read headers until a receive is posted, in order."""
         while not receive.is_posted:

@@ -116,7 +116,7 @@ class StageCommGrid(StageRanks):
         """End all groups and channels of this rank."""
         own_pipeline = self._pgs.pop(_PP, None)
         if own_pipeline is not None and (module := self._modules.pop(own_pipeline, None)):
-            module.communicator.finish_step()
+            module.communicator.close()
         self._known_groups.close()
         for group in [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]:
             if group is not None and not isinstance(group, ModelGroup):
