@@ -46,6 +46,10 @@ REFUSED_RULES = [
 SPELLINGS = {
     "without --untie-embeddings-and-output-weights": [],
     "--transformer-impl transformer_engine on the cpu platform": [],
+    "--recompute-modules mlp without --disable-bias-linear": [
+        *("--recompute-granularity", "selective"),
+        *("--recompute-modules", "core_attn", "mlp"),
+    ],
 }
 # Values for options that take any: most take a number or a path, and "8" is both.
 VALUES = {

@@ -48,6 +48,18 @@ def _engine_on_cpu(args: object, context: OptionContext) -> bool:
     return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
 
 
+def _recomputes_biases(args: object, _context: OptionContext) -> bool:
+    """Tell whether feed-forward layers that return their bias are computed again."""
+    is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
+        args, "recompute_activations", False
+    )
+    return bool(
+        is_selective
+        and "mlp" in (getattr(args, "recompute_modules", None) or ())
+        and getattr(args, "add_bias_linear", False)
+    )
+
+
 def _balances_by(kind: str) -> Test:
     """Make a test for a loss of the routers; newer Megatrons take several kinds at once."""
     return lambda value: value == kind or (isinstance(value, list) and kind in value)
@@ -137,6 +149,15 @@ RULES: tuple[OptionRule, ...] = (
         case("--attention-dropout", above(0)),
     ),
     *supported("activations are computed again inside the stage", _OPTIONS, case("--recompute-granularity", given)),
+    *refused(
+        "Megatron's layer returns its bias through CheckpointFunction, whose backward pass then calls itself without "
+        "end, with any sizes",
+        replace(
+            case("--recompute-modules mlp without --disable-bias-linear", on, "recompute_modules"),
+            applies=_recomputes_biases,
+        ),
+        way_out="add --disable-bias-linear, or recompute other modules",
+    ),
     *supported(
         "every stage cuts its experts by its own sizes and sums their gradients over its own copies",
         _EXPERTS,
