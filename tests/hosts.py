@@ -101,8 +101,21 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "attention=windows": "its TransformerConfig has no window_attn_skip_freq",
         "tests/multiproc/test_checkpoint.py::test_random_states_of_another_list": "it ends, and names --no-load-rng",
         "tests/multiproc/test_bad_input.py::test_what_one_rank_finds_ends_all[a subclass]": "it has no P2PCommunicator",
-        "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-distributed]": "it cannot save this, and the "
-        "plugin refuses it at the start",
+        **{
+            f"tests/multiproc/test_checkpoint.py::{test}-reshardable]": "it has no --dist-ckpt-optim-fully-reshardable"
+            for test in (
+                "test_save_and_resume[1,2",
+                "test_load_into_another_list[stock-1,1-to-2,1",
+                "test_load_into_another_list[1,1-to-1,2",
+                "test_load_into_another_list[1,2-to-2,1",
+                "test_load_into_another_list[2,1-to-1,1",
+            )
+        },
+        **{
+            f"tests/multiproc/test_checkpoint.py::test_save_and_resume[{case}]": "it cannot save this, and the plugin "
+            "refuses it at the start"
+            for case in ("2,1-distributed", "1,2-distributed", "1,2-bf16-distributed", "2,1-parallel-load")
+        },
         "tests/multiproc/test_parity.py::test_parity[2,3 vpp=2 tied optimizer=adam distributed-optimizer "
         "overlap-grad-reduce overlap-param-gather dtype=bf16": "in the sizes that it needs, see fitted(), bf16 rounds "
         "gradient norms by 3 %",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import background_flags, background_tolerance, is_usual, resharding_flags, resume_tolerance
+from tests.hosts import background_flags, background_tolerance, host_name, is_usual, resharding_flags, resume_tolerance
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -122,8 +122,11 @@ def test_save_and_resume(pool: Pool, written: Writer, sizes: str, extra: list[st
     """The resumed run repeats the uninterrupted one bit by bit, random states included."""
     folder, whole = written(sizes, extra, dp=dp)
     runs = _resume(pool, folder, sizes, extra, dp=dp)
-    assert losses(runs) == losses(whole)[2:]
-    assert grad_norms(runs) == grad_norms(whole)[2:]
+    # Without the plugin, too, Megatron 0.12 does not resume from torch_dist bit by bit.
+    is_rounded = host_name() == "0.12" and not set(LEGACY) <= set(extra)
+    tolerance = resume_tolerance() * (10 if "--bf16" in extra else 1) if is_rounded else 0.0
+    assert losses(runs) == pytest.approx(losses(whole)[2:], rel=tolerance, abs=0)
+    assert grad_norms(runs) == pytest.approx(grad_norms(whole)[2:], rel=tolerance, abs=0)
     assert not any("mismatch" in run.output for run in runs), "Megatron took the checkpoint for one of another layout"
 
 

@@ -105,7 +105,7 @@ def test_equals_uniform_run(
     runs = train(pool, sizes, extra, dp=dp, **options)
     wanted = reference(uniform(sizes), extra, dp=dp, **options)
     assert_same_training(runs, wanted)
-    assert losses(runs)[0] > losses(runs)[-1]
+    assert len(set(losses(runs))) == len(losses(runs)), "it trains nothing"
     assert len(evaluations(runs)) == len(evaluations(wanted))
     assert evaluations(runs) == pytest.approx(evaluations(wanted), rel=1e-5)
     if "--eval-interval" in extra:
