@@ -55,7 +55,8 @@ class MindSpeed:
     @functools.cached_property
     def flags(self) -> frozenset[str]:
         """Return the flags that its features declare."""
-        parser = argparse.ArgumentParser(add_help=False)
+        # As Megatron's: a feature of MindSpeed-LLM parses the command line here, where --save abbreviates two flags.
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         self._features.register_features_args(parser)
         return frozenset(parser._option_string_actions)
 

@@ -142,6 +142,32 @@ def test_u_shape() -> None:
     assert_same(trained("1,2", *extra), numbers(trained("1,1", *extra)))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        ("1,2", ("--ckpt-format", "torch_dist")),
+        ("2,1", ("--ckpt-format", "torch")),
+        ("1,2", ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--ckpt-format", "torch_dist")),
+    ],
+    ids=("torch_dist", "torch", "u-shape"),
+)
+def test_a_checkpoint_resumes(tmp_path: Path, sizes: str, extra: tuple[str, ...]) -> None:
+    whole = numbers(trained(sizes, *extra, "--save", str(tmp_path), "--save-interval", "2"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    code, output = start(sizes, *extra, "--load", str(tmp_path))
+    assert code == 0, output[-6000:]
+    assert_same(output, {name: values[2:] for name, values in whole.items()})
+
+
+def test_a_uniform_checkpoint_loads_into_unequal_stages(tmp_path: Path) -> None:
+    saving = ("--ckpt-format", "torch_dist", "--save", str(tmp_path), "--save-interval", "2")
+    whole = numbers(trained("1,1", *saving))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    code, output = start("1,2", "--ckpt-format", "torch_dist", "--load", str(tmp_path), "--no-load-rng")
+    assert code == 0, output[-6000:]
+    assert_same(output, {name: values[2:] for name, values in whole.items()})
+
+
 def test_two_lines_after_the_adaptor(tmp_path: Path) -> None:
     script = own_script(tmp_path, after="import vtp_plugin; vtp_plugin.apply()\n")
     assert_same(trained("1,2", *PER_TOKEN, script=script, is_run=False), reference("1,2", *PER_TOKEN))

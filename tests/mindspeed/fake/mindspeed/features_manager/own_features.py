@@ -77,9 +77,12 @@ class OwnUShapeFeature(MindSpeedFeature):
         super().__init__("u-shaped-split", optimization_level=0)
 
     def register_args(self, parser: ArgumentParser) -> None:
-        """Declare two flags that the plugin has too."""
+        """Declare two flags that the plugin has too, and parse what one of Megatron's abbreviates, as its features do."""
         parser.add_argument("--layerwise-disaggregated-training", action="store_true")
         parser.add_argument("--num-layer-list", type=str)
+        parser.add_argument("--lr-of-the-edge", type=float)
+        parser.add_argument("--lr-of-the-cloud", type=float)
+        parser.parse_known_args()
 
     def validate_args(self, args: Namespace) -> None:
         """Read what MindSpeed reads."""
