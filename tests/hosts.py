@@ -45,6 +45,7 @@ _SCRIPTS = (
     "tests/multiproc/test_unequal_dp_training.py",
 )
 _OLDER: dict[str, str] = {
+    "tests/multiproc/test_edge_cloud_example.py": "examples/pretrain_gpt.py is for Megatron 0.19",
     "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
     "tests/multiproc/test_packed_training.py": "packed samples have not been run with it",
     "tests/multiproc/test_mtp.py": "multi-token prediction has not been run with it",
@@ -101,21 +102,63 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "attention=windows": "its TransformerConfig has no window_attn_skip_freq",
         "tests/multiproc/test_checkpoint.py::test_random_states_of_another_list": "it ends, and names --no-load-rng",
         "tests/multiproc/test_bad_input.py::test_what_one_rank_finds_ends_all[a subclass]": "it has no P2PCommunicator",
-        **{
-            f"tests/multiproc/test_checkpoint.py::{test}-reshardable]": "it has no --dist-ckpt-optim-fully-reshardable"
-            for test in (
-                "test_save_and_resume[1,2",
-                "test_load_into_another_list[stock-1,1-to-2,1",
-                "test_load_into_another_list[1,1-to-1,2",
-                "test_load_into_another_list[1,2-to-2,1",
-                "test_load_into_another_list[2,1-to-1,1",
-            )
-        },
-        **{
-            f"tests/multiproc/test_checkpoint.py::test_save_and_resume[{case}]": "it cannot save this, and the plugin "
-            "refuses it at the start"
-            for case in ("2,1-distributed", "1,2-distributed", "1,2-bf16-distributed", "2,1-parallel-load")
-        },
+        **dict.fromkeys(
+            (
+                *(
+                    f"tests/multiproc/test_checkpoint.py::test_save_and_resume[{case}]"
+                    for case in ("2,1-distributed", "1,2-distributed", "1,2-reshardable", "1,2-bf16-distributed")
+                ),
+                "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-parallel-load]",
+                "tests/multiproc/test_checkpoint.py::test_load_into_another_list[1,2-to-2,1-reshardable]",
+                "tests/multiproc/test_checkpoint.py::test_load_into_another_list[2,1-to-1,1-reshardable]",
+                "tests/multiproc/test_checkpoint.py::test_saved_in_the_background[2,1-distributed]",
+                "tests/multiproc/test_checkpoint.py::test_what_only_its_own_list_can_load_is_refused[distributed-unequal]",
+                "tests/multiproc/test_training_context.py::test_save_and_resume[distributed]",
+                "tests/multiproc/test_unequal_dp_training.py::test_save_and_resume[distributed]",
+                "tests/multiproc/test_unequal_dp_training.py::test_checkpoint_of_another_dp_list[distributed]",
+            ),
+            "it cannot save this, and the plugin refuses it at the start",
+        ),
+        "tests/multiproc/test_checkpoint.py::test_what_only_its_own_list_can_load_is_refused[distributed]": "any list "
+        "can load it",
+        "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-bf16]": "it resumes in bf16 with gradient norms "
+        "that are 1.5e-4 off",
+        **dict.fromkeys(
+            (
+                "tests/multiproc/test_options.py::test_supported_option[gather-in-step-1,2]",
+                "tests/multiproc/test_options.py::test_supported_option[unaligned-1,2]",
+                "tests/multiproc/test_training.py::test_bf16_stays_near_the_uniform_run[1,2-interleaved]",
+                "tests/multiproc/test_training.py::test_equals_uniform_run[interleaved-recompute-2,1-dp1]",
+                "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-interleaved-1,2-dp2]",
+                "tests/multiproc/test_training.py::test_equals_uniform_run[replica-major-1,2-dp2]",
+            ),
+            "its uniform run interleaves two stages only with overlapped transfers, which gloo has not",
+        ),
+        "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-2,1-dp2]": "a tied embedding with the "
+        "distributed optimizer fails in Megatron itself, with the sizes of these tests",
+        "tests/multiproc/test_options.py::test_a_step_is_repeated_from_its_checkpoint": "it loads no checkpoint of "
+        "iteration 0",
+        "tests/multiproc/test_options.py::test_layers_of_a_file[4,1": "no stage may have more ranks than groups of "
+        "heads",
+        "tests/multiproc/test_options.py::test_masks_of_the_data_set": "the function of this test that shares masks is "
+        "for the script of Megatron 0.19",
+        "tests/multiproc/test_options.py::test_sequence_parallel_with_unequal_stages[1,2,1,2]": "its schedule for one "
+        "virtual stage fails on the last stage, in Megatron itself",
+        "tests/multiproc/test_options.py::test_supported_option[layout": "it has no --pipeline-model-parallel-layout",
+        "tests/multiproc/test_options.py::test_supported_option[ramp-up": "it ramps up the batches of "
+        "sample-based runs only",
+        "tests/multiproc/test_options.py::test_supported_option[warmup-flush": "it wants overlapped transfers for "
+        "this, which gloo has not",
+        **dict.fromkeys(
+            (
+                "tests/multiproc/test_u_training.py::test_refused[fine-tuning]",
+                "tests/multiproc/test_u_training.py::test_refused[two-layouts]",
+                "tests/multiproc/test_u_training.py::test_refused[validation]",
+                "tests/multiproc/test_u_traps.py::test_several_packed_rows",
+                "tests/multiproc/test_unequal_dp_training.py::test_refused[full-validation]",
+            ),
+            "it has none of --sft, --full-validation and --pipeline-model-parallel-layout",
+        ),
         "tests/multiproc/test_parity.py::test_parity[2,3 vpp=2 tied optimizer=adam distributed-optimizer "
         "overlap-grad-reduce overlap-param-gather dtype=bf16": "in the sizes that it needs, see fitted(), bf16 rounds "
         "gradient norms by 3 %",
@@ -198,12 +241,17 @@ def norm_tolerance() -> float:
     return 2e-5 if host_name() == "0.12" else 1e-5
 
 
+def reshardable_flags() -> tuple[str, ...]:
+    """Return flags with which the distributed optimizer is stored for any list; 0.12 stores a uniform one so."""
+    return () if host_name() == "0.12" else ("--dist-ckpt-optim-fully-reshardable",)
+
+
 def background_flags() -> tuple[str, ...]:
     """Return flags that name how a checkpoint is saved in the background; 0.12 forks by itself and knows no others."""
     return () if host_name() == "0.12" else ("--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 
 
-def background_tolerance() -> float:
+def exact_resume_tolerance() -> float:
     """Return as :func:`resume_tolerance`, where only 0.12 is not the same to the last bit."""
     return resume_tolerance() if host_name() == "0.12" else 0.0
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import background_flags, background_tolerance, host_name, is_usual, resharding_flags, resume_tolerance
+from tests.hosts import (
+    background_flags,
+    exact_resume_tolerance,
+    is_usual,
+    reshardable_flags,
+    resharding_flags,
+    resume_tolerance,
+)
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
     assert_same_training,
-    grad_norms,
     launch,
     losses,
     num_ranks,
@@ -31,7 +37,7 @@ def pool(script_pool: Pool) -> Pool:
 
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
-RESHARDABLE = [*DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable"]
+RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
 LEGACY = ["--ckpt-format", "torch"]
 # Its masks depend on the random states of every rank, so a resumed run shows whether they were stored. On CPU, dropout
 # of hidden states would draw from the generator that a new data loader draws from too.
@@ -122,11 +128,7 @@ def test_save_and_resume(pool: Pool, written: Writer, sizes: str, extra: list[st
     """The resumed run repeats the uninterrupted one bit by bit, random states included."""
     folder, whole = written(sizes, extra, dp=dp)
     runs = _resume(pool, folder, sizes, extra, dp=dp)
-    # Without the plugin, too, Megatron 0.12 does not resume from torch_dist bit by bit.
-    is_rounded = host_name() == "0.12" and not set(LEGACY) <= set(extra)
-    tolerance = resume_tolerance() * (10 if "--bf16" in extra else 1) if is_rounded else 0.0
-    assert losses(runs) == pytest.approx(losses(whole)[2:], rel=tolerance, abs=0)
-    assert grad_norms(runs) == pytest.approx(grad_norms(whole)[2:], rel=tolerance, abs=0)
+    assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
     assert not any("mismatch" in run.output for run in runs), "Megatron took the checkpoint for one of another layout"
 
 
@@ -240,7 +242,7 @@ def test_weights_alone_load_into_another_list(pool: Pool, written: Writer) -> No
     """The way out that the refusal names."""
     folder, _ = written("1,1", DISTRIBUTED, dp=2)
     wanted = _resume(pool, folder, "1,1", [*DISTRIBUTED, "--no-load-optim"], dp=2)
-    runs = _resume(pool, folder, "1,2", [*DISTRIBUTED, "--no-load-optim"], dp=2)
+    runs = _resume(pool, folder, "1,2", [*DISTRIBUTED, "--no-load-optim", *resharding_flags()], dp=2)
     assert_same_training(runs, wanted)
 
 
@@ -301,7 +303,7 @@ def test_saved_in_the_background(
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = _resume(pool, tmp_path, sizes, background, dp=dp)
-    assert_same_training(resumed, whole, first=2, tolerance=background_tolerance())
+    assert_same_training(resumed, whole, first=2, tolerance=exact_resume_tolerance())
 
 
 @pytest.mark.full
@@ -309,8 +311,10 @@ def test_converted(pool: Pool, written: Writer, tmp_path: Path) -> None:
     """A sharded checkpoint of another list becomes the files of this one, and these become a sharded one again."""
     folder, whole = written("1,1")
     to_files = ["--ckpt-convert-format", "torch", "--ckpt-convert-save", str(tmp_path)]
-    assert all(not run.steps for run in train(pool, "1,2", ["--load", str(folder), *to_files]))
-    assert_same_training(_resume(pool, tmp_path / "torch", "1,2", LEGACY), whole, first=2)
+    assert all(not run.steps for run in train(pool, "1,2", ["--load", str(folder), *resharding_flags(), *to_files]))
+    runs = _resume(pool, tmp_path / "torch", "1,2", LEGACY)
+    assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
     to_shards = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path)]
     train(pool, "1,2", [*LEGACY, "--load", str(tmp_path / "torch"), *to_shards])
-    assert_same_training(_resume(pool, tmp_path / "torch_dist", "2,1", []), whole, first=2)
+    runs = _resume(pool, tmp_path / "torch_dist", "2,1", resharding_flags())
+    assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())

@@ -77,7 +77,7 @@ class OwnUShapeFeature(MindSpeedFeature):
         super().__init__("u-shaped-split", optimization_level=0)
 
     def register_args(self, parser: ArgumentParser) -> None:
-        """Declare two flags that the plugin has too, and parse what one of Megatron's abbreviates, as its features do."""
+        """Declare two flags that the plugin has too, and parse the command line, where --lr abbreviates two others."""
         parser.add_argument("--layerwise-disaggregated-training", action="store_true")
         parser.add_argument("--num-layer-list", type=str)
         parser.add_argument("--lr-of-the-edge", type=float)
