@@ -168,6 +168,19 @@ def test_a_uniform_checkpoint_loads_into_unequal_stages(tmp_path: Path) -> None:
     assert_same(output, {name: values[2:] for name, values in whole.items()})
 
 
+def test_files_of_one_size_become_a_checkpoint_for_any(tmp_path: Path) -> None:
+    """As docs/ascend.md says of converted weights: a uniform run makes a sharded checkpoint of them."""
+    whole = numbers(trained("1,1", "--ckpt-format", "torch", "--save", str(tmp_path / "files"), "--save-interval", "2"))
+    (tmp_path / "files" / "latest_checkpointed_iteration.txt").write_text("2")
+    converting = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))
+    code, output = start("1,1", "--ckpt-format", "torch", "--load", str(tmp_path / "files"), *converting)
+    assert code == 0, output[-6000:]
+    loading = ("--ckpt-format", "torch_dist", "--load", str(tmp_path / "torch_dist"), "--no-load-rng")
+    code, output = start("1,2", *loading)
+    assert code == 0, output[-6000:]
+    assert_same(output, {name: values[2:] for name, values in whole.items()})
+
+
 def test_two_lines_after_the_adaptor(tmp_path: Path) -> None:
     script = own_script(tmp_path, after="import vtp_plugin; vtp_plugin.apply()\n")
     assert_same(trained("1,2", *PER_TOKEN, script=script, is_run=False), reference("1,2", *PER_TOKEN))

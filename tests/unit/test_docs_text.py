@@ -18,6 +18,7 @@ from tests.oracles import megatron_parser
 from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
+from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
 from vtp_plugin.runtime.store import Topic
 from vtp_plugin.schedule.cost.stated import COST_KEYS
 
@@ -25,7 +26,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
-FOREIGN_FLAGS = {"--dport"}  # of iptables
+# Of iptables, and of MindSpeed.
+FOREIGN_FLAGS = {"--dport", *(rule.option for rule in MINDSPEED_RULES)}
 _GENERATED = ("megatron-options.md", "ascend-options.md", "site-arguments.md")
 WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in _GENERATED]
 
