@@ -6,7 +6,9 @@
 As in ``benchmarks.boundary``: links of 200 Mbit/s each way per rank toward the other module and no limit inside one
 (network namespaces; needs root), one start time for all ranks, the last finisher counts, both bridges take turns in
 every round, medians. The floor is the bytes on the busiest link of the plugin's plan over the goodput of one link,
-which is measured in the same run.
+which is measured in the same run. For comparison *bare* sends and receives the same bytes over the same links, one
+message each into memory that is there, without the plugin: what bare takes beyond the floor is the backend's and the
+links' own. ``--mbit`` sets the rate of the links, and ``--pair`` takes one pair of modules only.
 
     python -m benchmarks.bridge --colocated
 
@@ -17,6 +19,7 @@ Modules on the same four ranks, over loopback without a limit: the plugin's comm
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -39,11 +42,13 @@ from vtp_plugin.api import choose_device
 from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
 from vtp_plugin.boundary.check import egress_bytes, ingress_bytes
+from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
 from vtp_plugin.bridge import BridgeCommunicator, ColocatedBridgeCommunicator
 
 _NAMES = ["tp", "cp", "pp", "dp"]
 _BATCH, _WIDTH = 12, 256
 _COLOCATED = ("bare", "default", "extended")
+_Message = tuple[torch.Tensor, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +71,20 @@ class Pair:
             for (tp, dp), offset in zip((self.src, self.dst), offsets, strict=True)
         ]
 
-    def busiest_share(self) -> float:
-        """Return the part of the whole tensor that the busiest link of the plugin's plan carries."""
+    def plan(self) -> BoundaryPlan:
+        """Plan the way of a tensor of 12 samples, as the plugin does."""
         offsets = (0, self.num_ranks[0])
         src, dst = (
             BridgeEnd(ranks=boundary_ranks([tp, 1, 1, dp], _NAMES, offset, is_last=True))
             for (tp, dp), offset in zip((self.src, self.dst), offsets, strict=True)
         )
-        plan = BridgeSpec.between("", src, dst, num_dims=3).plan((2520, 12, 1))
+        return BridgeSpec.between("", src, dst, num_dims=3).plan((2520, _BATCH, 1))
+
+    def busiest_share(self) -> float:
+        """Return the part of the whole tensor that the busiest link of the plugin's plan carries."""
+        plan = self.plan()
         carried = max(*egress_bytes(plan, 1).values(), *ingress_bytes(plan, 1).values())
-        return carried / (2520 * 12)
+        return carried / math.prod(plan.src.shape)
 
     def __str__(self) -> str:
         """Write the sizes: `tp 2 dp 2 -> tp 4 dp 1`."""
@@ -109,16 +118,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two pairs, 4 MiB, three rounds")
     parser.add_argument("--colocated", action="store_true", help="modules on the same ranks")
     parser.add_argument("--mbit", type=float, default=200.0, help="rate of a link, each way")
+    parser.add_argument("--pair", type=int, choices=range(len(PAIRS)), help="this pair of modules only, counted from 0")
     options = parser.parse_args()
     choose_device("cpu")
     pairs = PAIRS[:1] + PAIRS[2:3] if options.quick else PAIRS
+    if options.pair is not None:
+        pairs = (PAIRS[options.pair],)
     sizes_bytes = (4 * MIB,) if options.quick else (MIB, 4 * MIB, 16 * MIB)
     rounds = 3 if options.quick else 5
     if options.colocated:
         _print_colocated(sizes_bytes, 3 * rounds)
         return
-    print("| modules | MiB | stock ms | ours ms | floor ms | ours / floor | stock / ours |")
-    print("|---|---|---|---|---|---|---|")
+    print("| modules | MiB | Mbit/s | stock ms | ours ms | bare ms | floor ms ", end="")
+    print("| ours / floor | bare / floor | stock / ours |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for pair in pairs:
         try:
             job = partial(_measure, pair=pair, sizes_bytes=sizes_bytes, num_rounds=rounds)
@@ -126,16 +139,17 @@ def main() -> None:
         except LinksUnavailableError as error:
             sys.exit(f"limited links: skipped, {error}")
         for size_bytes in sizes_bytes:
-            _print_row(pair, size_bytes, times_s[size_bytes], goodput)
+            _print_row(pair, size_bytes, options.mbit, times_s[size_bytes], goodput)
 
 
-def _print_row(pair: Pair, size_bytes: int, times_s: Mapping[str, float], goodput: float) -> None:
+def _print_row(pair: Pair, size_bytes: int, mbit: float, times_s: Mapping[str, float], goodput: float) -> None:
     floor_s = size_bytes * pair.busiest_share() / goodput
-    ours_s, stock_s = times_s["ours"], times_s.get("stock")
+    ours_s, bare_s, stock_s = times_s["ours"], times_s["bare"], times_s.get("stock")
     stock = ("refused", "-") if stock_s is None else (f"{1e3 * stock_s:.0f}", f"{stock_s / ours_s:.2f}")
+    milliseconds = " | ".join(f"{1e3 * seconds:.0f}" for seconds in (ours_s, bare_s, floor_s))
     print(
-        f"| {pair} | {size_bytes / MIB:g} | {stock[0]} | {1e3 * ours_s:.0f} | {1e3 * floor_s:.0f} | "
-        f"{ours_s / floor_s:.2f} | {stock[1]} |",
+        f"| {pair} | {size_bytes / MIB:g} | {mbit:g} | {stock[0]} | {milliseconds} | "
+        f"{ours_s / floor_s:.2f} | {bare_s / floor_s:.2f} | {stock[1]} |",
         flush=True,
     )
 
@@ -154,15 +168,35 @@ def _measure(
         for size_bytes in sizes_bytes:
             rows = size_bytes // (4 * _BATCH * _WIDTH)
             share = torch.ones(rows, _BATCH // pair.src[1], _WIDTH) if stages.is_src else None
-            for name, bridge in bridges.items():
-                seconds = stages.time(partial(_cross, bridge, share))
+            acts = {name: partial(_cross, bridge, share) for name, bridge in bridges.items()}
+            acts["bare"] = partial(_send_bare, *_bare_messages(pair.plan(), stages.rank, size_bytes))
+            for name, act in acts.items():
+                seconds = stages.time(act)
                 if num_round >= 0:
                     times_s.setdefault((size_bytes, name), []).append(seconds)
     medians = {
-        size_bytes: {name: statistics.median(times_s[size_bytes, name]) for name in bridges}
+        size_bytes: {name: statistics.median(times_s[size_bytes, name]) for name in (*bridges, "bare")}
         for size_bytes in sizes_bytes
     }
     return medians, _goodput(stages, num_rounds)
+
+
+def _bare_messages(plan: BoundaryPlan, rank: int, size_bytes: int) -> tuple[list[_Message], list[_Message]]:
+    """Make memory for what a rank receives in a plan, and for what it sends; with the other rank of each."""
+
+    def memory(transfer: Transfer) -> torch.Tensor:
+        return torch.ones(transfer.num_elements * size_bytes // (4 * math.prod(plan.src.shape)))
+
+    received = [(memory(transfer), transfer.src) for transfer in plan.receives_of(rank)]
+    return received, [(memory(transfer), transfer.dst) for transfer in plan.sends_of(rank)]
+
+
+def _send_bare(received: list[_Message], sent: list[_Message]) -> None:
+    works = [dist.irecv(tensor, peer) for tensor, peer in received]
+    works += [dist.isend(tensor, peer) for tensor, peer in sent]
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _cross(bridge: Any, share: torch.Tensor | None) -> None:

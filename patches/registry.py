@@ -141,12 +141,13 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
             f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
             "leave it out"
         )
+    from vtp_plugin.patches.core import hyper_comm_grid
     from vtp_plugin.patches.core.models.mimo import optimizer
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.models.mimo.model import base
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator, multimodule_communicator
 
     surroundings = Surroundings(lambda: session)
-    modules = (bridge_communicator, colocated_communicator, optimizer, multimodule_communicator)
+    modules = (bridge_communicator, colocated_communicator, optimizer, multimodule_communicator, hyper_comm_grid)
     records = (record for module in modules for record in module.records(surroundings))
     return host.placed((*records, *base.records()))

@@ -54,6 +54,7 @@ class Setup:
         optimizer: ``sgd`` or ``adam``.
         distributed_optimizer: share its state among the replicas.
         recompute: compute activations again in the backward.
+        is_frozen: the encoder is not trained.
     """
 
     sizes: tuple[int, ...] = (1,)
@@ -66,6 +67,7 @@ class Setup:
     optimizer: str = "sgd"
     distributed_optimizer: bool = False
     recompute: bool = False
+    is_frozen: bool = False
 
     @property
     def num_rings(self) -> int:
@@ -338,6 +340,9 @@ class Training:
         self.num_read = 0
         chunks = make_chunks(setup)
         draw_weights(chunks)
+        for chunk in chunks:
+            if setup.is_frozen and chunk.encoder is not None:
+                chunk.encoder.requires_grad_(False)
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed_optimizer
         )

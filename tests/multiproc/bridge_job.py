@@ -85,10 +85,10 @@ class BridgeCase:
         ]
 
 
-def cross(cases: Sequence[BridgeCase]) -> list[str]:
+def cross(cases: Sequence[BridgeCase], audit: str | None = None) -> list[str]:
     """Carry out all cases, one after another; return what went wrong on this rank."""
     init_gloo()
-    with _applied():
+    with _applied(audit):
         return [f"{one}: {problem}" for one in cases for problem in _cross(one)]
 
 
@@ -110,11 +110,7 @@ def count(case: BridgeCase, *, is_stock: bool, as_device: bool) -> tuple[list[st
             patch.setattr(CpuPlatform, "orders_by_peer", False)
             patch.setattr(BridgeChannel, "is_batched", True)
         if is_stock:
-            for name, opened in (
-                ("broadcast", lambda ranks: dist.new_subgroups_by_enumeration(ranks)[0]),
-                ("bridge", lambda ranks: dist.new_group(sorted(ranks))),
-            ):
-                patch.setattr(StockBridge, f"_get_or_create_{name}_pg", _kept(name, opened))
+            _let_stock_use_gloo(patch)
         known = set(dist.distributed_c10d._world.pg_names.values())
         groups: list[tuple[str, list[int]]] = []
         with cpu_only() if is_stock else _applied():
@@ -123,12 +119,88 @@ def count(case: BridgeCase, *, is_stock: bool, as_device: bool) -> tuple[list[st
 
 
 @contextmanager
-def _applied() -> Iterator[None]:
-    vtp_plugin.apply(device="cpu", bridges=True)
+def _applied(audit: str | None = None) -> Iterator[None]:
+    vtp_plugin.apply(device="cpu", bridges=True, audit=audit)
     try:
         yield
     finally:
         vtp_plugin.revert()
+
+
+def attributes(pairs: Sequence[tuple[Sizes, Sizes]]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Make Megatron's bridge and ours between the same grids; return what both have, by name."""
+    init_gloo()
+    found: list[list[dict[str, str]]] = []
+    for is_stock in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_stock:
+                _let_stock_use_gloo(patch)
+            with cpu_only() if is_stock else _applied():
+                found.append([_attributes(BridgeCase(src=src, dst=dst)) for src, dst in pairs])
+    return list(zip(*found, strict=True))
+
+
+def _attributes(one: BridgeCase) -> dict[str, str]:
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+
+    grids = one.grids()
+    bridge: Any = BridgeCommunicator(*grids, {"s": 0, "b": 1, "h": 2}, torch.float32, "vision", "language")
+    # Megatron sets this one too.
+    found = {name: _shown(value) for name, value in (*vars(bridge).items(), ("bridge_pg", bridge.bridge_pg))}
+    for grid, is_src in zip(grids, (True, False), strict=True):
+        found[f"leaders, {is_src}"] = _shown(bridge.get_leader_rank(grid, is_src))
+        found[f"ranks, {is_src}"] = _shown(bridge.get_boundary_pp_stage_ranks(grid, is_src))
+        found[f"here, {is_src}"] = _shown(bridge.is_current_rank_in_grid(grid))
+    pieces = bridge._split_tensor_at_batch_dim(torch.arange(48.0).view(3, 8, 2), 2)
+    found["split"] = _shown([piece.tolist() for piece in pieces])
+    found["per peer"] = _shown([piece.tolist() for piece in bridge._as_per_peer_tensors(pieces, 2)])
+    bridge.destroy_bridge_pgs()
+    bridge.destroy_broadcast_pgs()
+    for grid in grids:
+        grid.destroy()
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dist.ProcessGroup):
+        return f"group of {dist.get_process_group_ranks(value)}"
+    return "grid" if isinstance(value, HyperCommGrid) else repr(value)
+
+
+_Grids = Sequence[tuple[Sequence[int], Sequence[str], int]]
+"""Shape, names of the dimensions and first rank of two grids."""
+
+
+def refusals(names: Sequence[_Grids]) -> list[tuple[str, str]]:
+    """Make Megatron's colocated bridge and ours between grids that it refuses; return both errors."""
+    init_gloo()
+    found: list[list[str]] = []
+    for is_stock in (True, False):
+        with cpu_only() if is_stock else _applied():
+            from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
+
+            found.append([_raised(lambda pair=pair: ColocatedBridgeCommunicator(*_grids_of(pair))) for pair in names])
+    return list(zip(*found, strict=True))
+
+
+def _grids_of(pair: _Grids) -> list[HyperCommGrid]:
+    return [HyperCommGrid(list(shape), list(dims), offset) for shape, dims, offset in pair]
+
+
+def _raised(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _let_stock_use_gloo(patch: pytest.MonkeyPatch) -> None:
+    for name, opened in (
+        ("broadcast", lambda ranks: dist.new_subgroups_by_enumeration(ranks)[0]),
+        ("bridge", lambda ranks: dist.new_group(sorted(ranks))),
+    ):
+        patch.setattr(StockBridge, f"_get_or_create_{name}_pg", _kept(name, opened))
 
 
 def _kept(name: str, opened: Callable[[Any], Any]) -> classmethod[Any, Any, Any]:

@@ -48,7 +48,9 @@ class PictureCase:
 
     def alone(self) -> PictureCase:
         """Give the run on one rank that computes the same."""
-        kept = tuple((name, value) for name, value in self.setup if name in ("is_tied", "some_without", "optimizer"))
+        kept = tuple(
+            (name, value) for name, value in self.setup if name in ("is_tied", "some_without", "optimizer", "is_frozen")
+        )
         return PictureCase(
             sizes=(1,),
             encoder=(sum(self.encoder),),

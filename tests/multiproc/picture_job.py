@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from picture_model import NUM_PATCHES, Setup, Training, draw_batch, loss_of, named_parts, start
+from picture_model import (
+    ENCODER_HIDDEN,
+    NUM_PATCHES,
+    NUM_PIXELS,
+    Setup,
+    Training,
+    draw_batch,
+    loss_of,
+    named_parts,
+    start,
+)
 
 import vtp_plugin
 from tests.multiproc.core_job import cpu_only
@@ -96,7 +106,8 @@ def watch(case: PictureCase, *, leak: str = "") -> tuple[dict[str, int], list[tu
 
     Args:
         case: what to train; the edge has one rank.
-        leak: what rank 0 sends to rank 1 besides: ``pictures``, ``tokens``, ``labels`` or ``weights``.
+        leak: what rank 0 sends to rank 1 besides: ``pictures``, ``tokens``, ``labels`` or ``weights``, those of the
+            encoder; or ``place``, by which rank 1 has a part of the encoder that belongs to the edge.
 
     Returns:
         How many tensors of each type and number of elements left this rank; what was found in them, and in which
@@ -109,8 +120,10 @@ def watch(case: PictureCase, *, leak: str = "") -> tuple[dict[str, int], list[tu
             for step in range(2):
                 run.step(step)
                 weights += [p.detach().clone() for n, p, _ in named_parts(run.chunks) if n.startswith("encoder.")]
-            if leak:
-                _leak(leak, rank, run.setup)
+            if leak and leak != "place":
+                _leak(leak, rank, run.setup, weights)
+        if leak == "place" and rank == 1:
+            run.chunks[0].module.register_module("patches", torch.nn.Linear(1, 1))
         names = [name for name, _, _ in named_parts(run.chunks)]
     outgoing = [one for one in watched.outgoing if isinstance(one.values, torch.Tensor)] if rank == 0 else []
     batches = [draw_batch(run.setup, index) for index in range(2 * case.num_microbatches)]
@@ -138,9 +151,14 @@ def refusal(case: PictureCase) -> str:
     return "nothing"
 
 
-def _leak(what: str, rank: int, setup: Setup) -> None:
+def _leak(what: str, rank: int, setup: Setup, weights: Sequence[torch.Tensor]) -> None:
     batch = draw_batch(setup, 1)
+    # A matrix of the encoder's first linear layer, or memory of its shape.
+    weight = torch.zeros(ENCODER_HIDDEN, NUM_PIXELS)
+    if rank == 0:
+        weight = next(one for one in weights if one.shape == weight.shape)
     values = {
+        "weights": weight.t().double().contiguous(),
         "pictures": batch["pictures"][0, 1:3].double().t().contiguous(),
         "tokens": batch["tokens"][1].float(),
         "labels": batch["labels"][:, NUM_PATCHES:].int(),

@@ -81,6 +81,49 @@ def test_axes_types_stages_and_the_middle_of_a_step(pool: Pool) -> None:
     )
 
 
+def test_headers_cross_before_activations_whose_shape_is_not_known_and_never_before_gradients(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for is_fixed in (False, True):
+        case = BridgeCase(src=grid(1, 1, 2), dst=grid(2, 1, 1), widths=(2, 2, 2), is_fixed=is_fixed)
+        file = tmp_path / str(is_fixed)
+        problems = pool.run(case.world_size, f"{JOB}:cross", {"cases": [case], "audit": str(file)})
+        assert [problem for rank in problems for problem in rank] == []
+        texts = [path.read_text() for path in sorted(tmp_path.iterdir()) if path.name.startswith(str(is_fixed))]
+        assert len(texts) == case.world_size
+        lines = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        sent = [[line["cargo"] for line in rank if line.get("way") == "sent" and "total" not in line] for rank in lines]
+        # Each of two replicas sends every header to both ranks, and gets no gradient with one.
+        assert [cargo.count("bridge header") for cargo in sent] == ([0] * 4 if is_fixed else [6, 6, 0, 0])
+        assert [cargo.count("gradient") > 0 for cargo in sent] == [False, False, True, True]
+
+
+def test_it_has_what_megatrons_bridge_has(pool: Pool) -> None:
+    """Every attribute, with groups of the same ranks."""
+    pairs = [(grid(2, 1, 1), grid(2, 1, 1)), (grid(1, 1, 2), grid(2, 1, 1)), (grid(2, 1, 1), grid(1, 1, 2))]
+    for rank, found in enumerate(pool.run(4, f"{JOB}:attributes", {"pairs": pairs})):
+        for (src, dst), (stock, ours) in zip(pairs, found, strict=True):
+            assert {"comm_map", "bridge_pg", "split", "per peer"} <= stock.keys()
+            differ = {name: (value, ours.get(name)) for name, value in stock.items() if ours.get(name) != value}
+            assert differ == {}, f"{src} -> {dst}, rank {rank}"
+
+
+def test_colocated_it_refuses_by_default_what_megatrons_refuses(pool: Pool) -> None:
+    names = ("tp", "cp", "pp", "dp")
+    plain = ((2, 1, 1, 3), names, 0)
+    wrong = [
+        (plain, ((3, 1, 1, 2), names, 0)),
+        (plain, ((2, 3, 1, 1), names, 0)),
+        (plain, ((2, 1, 3, 1), names, 0)),
+        (((2, 1, 1, 2), names, 0), ((2, 1, 1, 2), names, 2)),
+        (plain, ((2, 1, 1, 2), names, 0)),
+        (((6, 1), ("tp", "cp"), 0), plain),
+    ]
+    for found in pool.run(6, f"{JOB}:refusals", {"names": wrong}):
+        for pair, (stock, ours) in zip(wrong, found, strict=True):
+            assert stock == ours != "nothing", pair
+
+
 def test_in_place(pool: Pool) -> None:
     pairs = [
         (grid(1, 1, 4), grid(2, 1, 2)),

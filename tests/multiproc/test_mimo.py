@@ -121,14 +121,14 @@ def test_bridges_of_encoders_and_a_pipeline_together_pass_all_models(pool: Pool,
     assert check(traces, MODELS) == ()
 
 
-def test_no_picture_leaves_the_encoders(pool: Pool) -> None:
+def test_no_picture_and_no_weight_leaves_the_encoders(pool: Pool) -> None:
     """Watched from outside the plugin; what is planted is found."""
     case = MimoCase(vision=Sizes(dp=2), sound=Sizes(), language=Sizes(tp=2), clips=CLIPS)
-    for has_leak in (False, True):
-        kwargs = {"case": case, "has_leak": has_leak}
+    for leak in ("", "picture", "weight"):
+        kwargs = {"case": case, "leak": leak}
         results = pool.run(case.world_size, "tests.multiproc.mimo_job:watch_pictures", kwargs)
         assert [number > 0 for number, _ in results] == [True] * 3 + [False] * 2
-        assert [found for _, found in results] == [["send"] if has_leak and rank == 0 else [] for rank in range(5)]
+        assert [found for _, found in results] == [["send"] if leak and rank == 0 else [] for rank in range(5)]
 
 
 # Megatron 0.19 reads a plain float32 optimizer of a MIMO model back without its parameter groups.

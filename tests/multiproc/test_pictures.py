@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ ONE_RING = [
     one_ring(1, 2, setup={"some_without": True, "recompute": True}, num_microbatches=6),
     one_ring(1, 2, 2, sites=("edge", "cloud", "cloud"), num_microbatches=7),
     one_ring(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
+    one_ring(1, 2, setup={"is_frozen": True}),
 ]
 
 
@@ -94,6 +96,8 @@ TWO_RINGS = [
     two_rings(2, 1, setup={"sequence_parallel": True, "some_without": True, "is_tied": True}, num_microbatches=7),
     two_rings(1, 1, 1, setup={"recompute": True}, in_flight=(1, 1, 1)),
     two_rings(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
+    two_rings(1, 2, setup={"is_frozen": True}),
+    two_rings(1, 1, 2, setup={"is_frozen": True, "optimizer": "adam", "distributed_optimizer": True}),
 ]
 
 
@@ -117,20 +121,28 @@ def test_no_picture_and_no_word_leaves_the_edge(pool: Pool, case: PictureCase) -
     assert found == [] and any(name.startswith("encoder.") for name in names)
     there = [name for _, _, others in cloud for name in others]
     in_cloud = [name for name in there if name.startswith("encoder.")]
-    # Layers 1 and 2 of the encoder, if there are two rings; what sees pictures or words is on the edge.
+    # Layers 1 and 2 of the encoder, if there are two rings.
     assert {name.partition(".layers.")[2][0] for name in in_cloud} == (set("12") if len(case.encoder) > 1 else set())
-    assert not any(
-        word in name for name in there for word in ("patches", "places", "projection", "embedding", "output")
-    )
+    assert of_the_edge(there) == []
     # By the sizes of [S, B, H], whole or in one share of two; one number warms a channel up.
     sizes = [18 * 2 * 48, *([6 * 2 * 24] if len(case.encoder) > 1 else [])]
     by_ring = [{f"send float32 {size // share}" for share in (1, 2)} for size in sizes]
     sent = {form for form in forms if form.startswith("send")}
     assert all(sent & activations for activations in by_ring)
     assert sent <= {"send float32 1"}.union(*by_ring), forms
-    for leak in ("pictures", "tokens", "labels"):
+    for leak in ("pictures", "tokens", "labels", "weights"):
         (_, found, _), *_ = pool.run(case.world_size, f"{JOBS}:watch", {"case": case, "leak": leak})
         assert ("send", leak) in found
+    _, (_, _, names), *_ = pool.run(case.world_size, f"{JOBS}:watch", {"case": case, "leak": "place"})
+    assert of_the_edge(names) == ["patches.weight", "patches.bias"]
+
+
+def of_the_edge(names: Sequence[str]) -> list[str]:
+    """Find what sees pictures or words: it belongs on the edge."""
+    return [name for name in names if any(word in name for word in _SEEING)]
+
+
+_SEEING = ("patches", "places", "projection", "embedding", "output")
 
 
 def test_configurations_that_differ_are_refused_on_all_ranks(pool: Pool) -> None:

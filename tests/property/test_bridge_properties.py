@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import bridges
 from tests.bridges import Arrays, Sizes
 from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
-from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, require_disjoint
+from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import local_shape, local_slices
@@ -139,6 +139,50 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
     # <A x, y> = <x, A* y>, in whole numbers and so exactly.
     forwarded = carry_out(spec.plan(shape_of(units)), bridges.cut(units, src, 0), widths)
     assert bridges.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridges.inner(units, wanted)
+
+
+@st.composite
+def modules(draw: st.DrawFn, first_rank: int, *, is_last: bool) -> tuple[Sizes, BridgeEnd, np.ndarray]:
+    """A grid of up to 8 ranks with stages, its dimensions in any order, and the ranks at the bridge by (dp, cp, tp)."""
+    sizes = draw(grids())
+    pp = draw(st.integers(1, 8 // sizes.num_ranks))
+    lengths = {"tp": sizes.tp, "cp": sizes.cp, "pp": pp, "dp": sizes.dp}
+    names = draw(st.permutations(list(lengths)))
+    shape = [lengths[name] for name in names]
+    end = BridgeEnd(
+        ranks=boundary_ranks(shape, names, first_rank, is_last=is_last),
+        sequence=SequenceCut(sizes.sequence),
+        is_sharded=sizes.is_sharded,
+    )
+    # The first dimension changes fastest.
+    numbers = (first_rank + np.arange(math.prod(shape))).reshape(shape, order="F")
+    numbers = numbers.transpose([names.index(name) for name in ("pp", "dp", "cp", "tp")])
+    return sizes, end, numbers[-1 if is_last else 0].ravel()
+
+
+@SETTINGS
+@given(modules(0, is_last=True), modules(DOWNSTREAM, is_last=False), st.integers(1, 2))
+def test_grids_with_stages_send_from_the_last_one_to_the_first_and_back(
+    src: tuple[Sizes, BridgeEnd, np.ndarray], dst: tuple[Sizes, BridgeEnd, np.ndarray], depth: int
+) -> None:
+    (src_sizes, src_end, src_ranks), (dst_sizes, dst_end, dst_ranks) = src, dst
+    spec = BridgeSpec.between("a -> b", src_end, dst_end, num_dims=3)
+    random = np.random.default_rng(depth)
+    rows = math.lcm(src_sizes.step(), dst_sizes.step())
+    units = [random.integers(-99, 99, (rows, 1, depth)) for _ in range(spec.num_units)]
+
+    def at(ranks: np.ndarray, parts: Arrays) -> Arrays:
+        """Give the parts, which are numbered through, to the ranks at the bridge."""
+        return {int(rank): part for rank, part in zip(ranks, parts.values(), strict=True)}
+
+    grads = bridges.cotangents(units, dst_sizes, 0, lambda shape: random.integers(-99, 99, shape))
+    wanted = bridges.gradient(units, dst_sizes, 0, grads)
+    held, taken = at(src_ranks, bridges.cut(units, src_sizes, 0)), at(dst_ranks, bridges.cut(units, dst_sizes, 0))
+    forward, backward = spec.plan(shape_of(units)), spec.reversed().plan(shape_of(units))
+    assert check(forward) == () == check(backward)
+    widths = [1] * len(units)
+    assert_same(carry_out(forward, held, widths), taken)
+    assert_same(carry_out(backward, at(dst_ranks, grads), widths), at(src_ranks, bridges.cut(wanted, src_sizes, 0)))
 
 
 @SETTINGS

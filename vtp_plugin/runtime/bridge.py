@@ -124,6 +124,10 @@ class Bridge:
         work = self._posted.popleft()
         tensor = self._axes.from_plan(work.take())
         batch = self._forward.batch_received(work)
+        if not self._batches:
+            # All gradients are on their way, and the other module goes on: it takes them. This frees their memory; over
+            # gloo nothing else says that a message has left.
+            self._opens.wait()
         self._note(batch)
         # Also where no gradient goes back: Megatron's schedules ask every input for its gradient.
         return tensor.requires_grad_(torch.is_grad_enabled())

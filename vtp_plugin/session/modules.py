@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -103,3 +103,15 @@ def open_module(
         communicator=communicator,
         agree=surroundings.agreement(f"the first step of the module on ranks {members[0]} to {members[-1]}", members),
     )
+
+
+def close_module(modules: MutableMapping[dist.ProcessGroup, ModulePipeline], pipeline: dist.ProcessGroup) -> None:
+    """End a module's channels, and forget it.
+
+    Args:
+        modules: this rank's, by their pipeline group; one that has no channels is not there.
+        pipeline: the module's.
+    """
+    module = modules.pop(pipeline, None)
+    if module is not None:
+        module.communicator.close()

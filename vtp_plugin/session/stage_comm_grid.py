@@ -15,7 +15,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.runtime.model_group import ModelGroup
-from vtp_plugin.session.modules import open_module
+from vtp_plugin.session.modules import close_module, open_module
 from vtp_plugin.session.surroundings import Surroundings
 
 
@@ -115,8 +115,8 @@ class StageCommGrid(StageRanks):
     def destroy(self) -> None:
         """End all groups and channels of this rank."""
         own_pipeline = self._pgs.pop(_PP, None)
-        if own_pipeline is not None and (module := self._modules.pop(own_pipeline, None)):
-            module.communicator.close()
+        if own_pipeline is not None:
+            close_module(self._modules, own_pipeline)
         self._known_groups.close()
         for group in [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]:
             if group is not None and not isinstance(group, ModelGroup):
