@@ -3,12 +3,13 @@
     python -m benchmarks.bridge
     python -m benchmarks.bridge --quick
 
-As in ``benchmarks.boundary``: links of 200 Mbit/s each way per rank toward the other module and no limit inside one
+Links as in ``benchmarks.boundary``, of 25 Mbit/s each way per rank toward the other module and no limit inside one
 (network namespaces; needs root), one start time for all ranks, the last finisher counts, both bridges take turns in
 every round, medians. The floor is the bytes on the busiest link of the plugin's plan over the goodput of one link,
 which is measured in the same run. For comparison *bare* sends and receives the same bytes over the same links, one
 message each into memory that is there, without the plugin: what bare takes beyond the floor is the backend's and the
-links' own. ``--mbit`` sets the rate of the links, and ``--pair`` takes one pair of modules only.
+links' own. The links are so slow that 4 MiB take a third of a second: with faster ones two cores that play eight ranks
+would be measured. ``--mbit`` sets another rate, and ``--pair`` takes one pair of modules only.
 
     python -m benchmarks.bridge --colocated
 
@@ -117,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two pairs, 4 MiB, three rounds")
     parser.add_argument("--colocated", action="store_true", help="modules on the same ranks")
-    parser.add_argument("--mbit", type=float, default=200.0, help="rate of a link, each way")
+    parser.add_argument("--mbit", type=float, default=25.0, help="rate of a link, each way")
     parser.add_argument("--pair", type=int, choices=range(len(PAIRS)), help="this pair of modules only, counted from 0")
     options = parser.parse_args()
     choose_device("cpu")

@@ -29,7 +29,7 @@ def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
 def _destroy(surroundings: Surroundings, original: Callable[..., None], grid: Any) -> None:
     """End the channels of a grid, if it has any, and then its groups."""
     session = surroundings.session
-    if session is not None:
+    if session is not None and "pp" in grid.dim_names:
         # Without such a group there are no channels.
         with suppress(KeyError):
             close_module(session.modules, grid.get_pg("pp"))

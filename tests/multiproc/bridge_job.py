@@ -367,6 +367,8 @@ def _move_in_place(src: Sizes, dst: Sizes, num_dims: int) -> list[str]:
     result.backward(torch.from_numpy(np.ascontiguousarray(grads[rank])))
     got = result.detach().numpy(), tensor.grad.numpy()  # type: ignore[union-attr]
     bridge.destroy()
+    for grid in grids:
+        grid.destroy()
     return [
         f"{src} -> {dst}, {num_dims}, rank {rank}: {what} is {ours.shape} {ours.ravel()[:6]}, not {true.shape}"
         for what, ours, true in zip(("tensor", "gradient"), got, wanted, strict=True)

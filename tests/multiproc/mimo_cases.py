@@ -171,6 +171,12 @@ def assert_trains_alike(run: MimoRun, oracle: MimoRun, *, rel: float = 1e-5, has
             assert worst <= rel, f"{what} of {name} differ by {worst:.1e} of their largest"
 
 
+def gradient_distance(run: MimoRun, exact: MimoRun) -> float:
+    """Return by how much the gradients of the first step differ, all together, relative to the exact ones."""
+    differ = sum(float(np.square(run.gradients[name] - wanted).sum()) for name, wanted in exact.gradients.items())
+    return (differ / sum(float(np.square(wanted).sum()) for wanted in exact.gradients.values())) ** 0.5
+
+
 class MimoRuns:
     """Runs cases on a pool; every run on one rank once."""
 

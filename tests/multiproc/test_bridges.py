@@ -147,7 +147,8 @@ def test_in_place_every_message_is_recorded_and_nothing_that_a_rank_has_travels(
     # Each of four ranks has a quarter of [8, 8, 5] in float64, which goes to the three others; so does, on the way
     # back, each part of the sum to whom it belongs.
     quarter = 8 * 8 * 5 * 8 // 4
-    assert sorted(sent) == [("activation", quarter)] * 12 + [("gradient", quarter)] * 12
+    headers = [("bridge header", 8 * 4)] * 12  # before, each rank tells each other what it has
+    assert sorted(sent) == [("activation", quarter)] * 12 + headers + [("gradient", quarter)] * 12
 
 
 def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:

@@ -24,7 +24,7 @@ CALLED_BY_OTHERS = {
     "filter": "of a logging handler",
     "get_gtp_ranks": "of Megatron's rank generator",
 }
-IN_EXAMPLES = {"parse_actions", "replicated"}  # what examples in docstrings are written with
+IN_EXAMPLES = {"parse_actions"}  # what examples in docstrings are written with
 OTHER_USERS = [path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import Widths
 from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.side import Shape
+from vtp_plugin.boundary.spread import replicated, sharded
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
@@ -25,13 +27,14 @@ from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 _PROBLEM = -1
+_NUM_FIELDS = 3  # type, rows and depth
 
 
 class ColocatedBridge:
     """This rank's part of a bridge among the ranks of one group.
 
-    Every call says first, in one small all-gather, what each rank has: shapes may vary from call to call, and what does
-    not fit is refused on all ranks.
+    Every call says first, by one small message from each rank to each, what it has: shapes may vary from call to call,
+    and what does not fit is refused on all ranks.
 
     Args:
         spec: the way from one module to the other.
@@ -51,15 +54,19 @@ class ColocatedBridge:
         monitor: Monitor | None,
         audit: Audit | None,
     ) -> None:
-        self._spec, self._group, self._axes = spec, group, axes
+        self._spec, self._axes = spec, axes
         self._platform = platform
         self._device = platform.device()
-        self._waits = TimedWaits(platform, monitor)
-        # The ranks' comparison before each exchange has opened the backend's communicator of the whole group.
+        waits = TimedWaits(platform, monitor)
+        # All ranks say what they have, which opens the backend's communicator of the whole group.
         groups = ChannelGroups(messages=group, stage=None)
-        self._transfers = Transfers(spec.name, groups, platform, self._waits, audit)
+        self._transfers, self._statements = (Transfers(spec.name, groups, platform, waits, audit) for _ in range(2))
         self._rank = dist.get_rank()
-        self._members = dist.get_process_group_ranks(group)
+        self._members = tuple(dist.get_process_group_ranks(group))
+        # One row from each rank, for all.
+        shape = len(self._members), _NUM_FIELDS + spec.num_units // spec.src.num_replicas
+        self._said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
+        require_valid(self._said_plan)
         self._plans: dict[Shape, tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]] = {}
 
     def communicate(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -103,7 +110,7 @@ class ColocatedBridge:
         """Tell all ranks what this one has; return the shape of the whole batch and the length of every unit."""
         spec, problem = self._spec, ""
         per_share = spec.num_units // spec.src.num_replicas
-        own = [_PROBLEM] * (3 + per_share)
+        own = [_PROBLEM] * (_NUM_FIELDS + per_share)
         try:
             if planned.dim() != 3 or planned.dtype not in DTYPES:
                 raise ConfigError(
@@ -116,41 +123,43 @@ class ColocatedBridge:
             spec.spreads((own[1], spec.num_units, own[2]))
         except ConfigError as error:
             problem = str(error)
-            own = [_PROBLEM] * (3 + per_share)
-        said = torch.tensor(own, dtype=torch.int64, device=self._device)
-        everything = said.new_empty(len(self._members) * len(own))
-        with self._waits.timed(spec.name, "the ranks of the bridge", "all-gather among the ranks of the bridge"):
-            dist.all_gather_into_tensor(everything, said, self._group)
-        lines = dict(zip(self._members, everything.view(-1, len(own)).tolist(), strict=True))
+            own = [_PROBLEM] * len(own)
+        said = torch.tensor([own], dtype=torch.int64, device=self._device)
+        parcel = self._parcel(self._said_plan, said, Cargo.BRIDGE_HEADER)
+        lines = dict(zip(self._members, self._statements.exchange(said, parcel).tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
         units: dict[range, list[int]] = {}
         for rank, line in lines.items():
             share = units.setdefault(spec.units_of(rank), line)
-            if line[:3] != lines[self._members[0]][:3] or line != share:
+            if line[:_NUM_FIELDS] != lines[self._members[0]][:_NUM_FIELDS] or line != share:
                 shown = "; ".join(f"rank {one}: {DTYPES[said[0]]} {said[1:]}" for one, said in lines.items())
                 raise ConfigError(
                     f"{spec.name}: the ranks' tensors do not fit together (type, rows, columns, lengths): {shown}; "
                     "give copies of one tensor to the ranks of a replica, and one hidden size to all"
                 )
-        widths = [width for share in sorted(units, key=lambda share: share.start) for width in units[share][3:]]
+        widths = [
+            width for share in sorted(units, key=lambda share: share.start) for width in units[share][_NUM_FIELDS:]
+        ]
         _, rows, depth, *_ = lines[self._rank]
         return (rows, spec.num_units, depth), tuple(widths)
 
     def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: Cargo) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks that are no source send nothing."""
-        parcel = Parcel(
+        # What is one block on both sides then travels without a copy.
+        order = self._axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None
+        parcel = replace(self._parcel(plan, tensor, cargo), widths=widths, memory_order=order)
+        return self._transfers.exchange(tensor, parcel)
+
+    def _parcel(self, plan: BoundaryPlan, tensor: torch.Tensor, cargo: Cargo) -> Parcel:
+        return Parcel(
             plan=plan,
             dtype=tensor.dtype,
             cargo=cargo,
             position=self._spec.name,
             peer="the ranks of the bridge",
             is_batched=not self._platform.host_blocking_wait,
-            widths=widths,
-            # What is one block on both sides then travels without a copy.
-            memory_order=self._axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None,
         )
-        return self._transfers.exchange(tensor, parcel)
 
 
 class _Across(torch.autograd.Function):
