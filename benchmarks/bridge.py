@@ -14,7 +14,7 @@ would be measured. ``--mbit`` sets another rate, and ``--pair`` takes one pair o
     python -m benchmarks.bridge --colocated
 
 Modules on the same four ranks, over loopback without a limit: the plugin's communicator as it is by default, with
-``extended=True``, and the backend's bare all-gather of the same tensor.
+``extended=True``, with ``has_fixed_shape=True`` besides, and the backend's bare all-gather of the same tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from vtp_plugin.bridge import BridgeCommunicator, ColocatedBridgeCommunicator
 
 _NAMES = ["tp", "cp", "pp", "dp"]
 _BATCH, _WIDTH = 12, 256
-_COLOCATED = ("bare", "default", "extended")
+_COLOCATED = ("bare", "default", "extended", "fixed")
 _Message = tuple[torch.Tensor, int]
 
 
@@ -209,16 +209,13 @@ def _cross(bridge: Any, share: torch.Tensor | None) -> None:
 
 def _print_colocated(sizes_bytes: tuple[int, ...], num_rounds: int) -> None:
     """Measure a fan-in over four ranks in place, and print a table."""
-    print("| MiB | all-gather ms | default ms | extended ms | default / all-gather | extended / all-gather |")
-    print("|---|---|---|---|---|---|")
+    print("| MiB | all-gather ms | default ms | extended ms | fixed ms | default | extended | fixed / all-gather |")
+    print("|---|---|---|---|---|---|---|---|")
     times_s = run_ranks((2, 2), None, partial(_measure_colocated, sizes_bytes=sizes_bytes, num_rounds=num_rounds))
     for size_bytes in sizes_bytes:
-        bare_s, default_s, extended_s = (times_s[size_bytes][name] for name in _COLOCATED)
-        print(
-            f"| {size_bytes / MIB:g} | {1e3 * bare_s:.1f} | {1e3 * default_s:.1f} | {1e3 * extended_s:.1f} | "
-            f"{default_s / bare_s:.2f} | {extended_s / bare_s:.2f} |",
-            flush=True,
-        )
+        bare_s, *others_s = (times_s[size_bytes][name] for name in _COLOCATED)
+        shown = [f"{size_bytes / MIB:g}", *(f"{1e3 * seconds:.1f}" for seconds in (bare_s, *others_s))]
+        print(f"| {' | '.join((*shown, *(f'{seconds / bare_s:.2f}' for seconds in others_s)))} |", flush=True)
 
 
 def _measure_colocated(stages: Stages, sizes_bytes: tuple[int, ...], num_rounds: int) -> dict[int, dict[str, float]]:
@@ -226,15 +223,15 @@ def _measure_colocated(stages: Stages, sizes_bytes: tuple[int, ...], num_rounds:
     world = sum(stages.sizes)
     grids = [HyperCommGrid(shape, _NAMES, 0) for shape in ([1, 1, 1, world], [world, 1, 1, 1])]
     axes = {"b": 0, "s": 1, "h": 2}
-    bridges = {
-        "default": ColocatedBridgeCommunicator(*grids, dim_mapping=axes),
-        "extended": ColocatedBridgeCommunicator(*grids, dim_mapping=axes, extended=True, src_sequence="plain"),
-    }
+    wide = partial(ColocatedBridgeCommunicator, *grids, dim_mapping=axes, extended=True, src_sequence="plain")
+    bridges = {"default": ColocatedBridgeCommunicator(*grids, dim_mapping=axes), "extended": wide()}
+    fixed = {size_bytes: wide(has_fixed_shape=True) for size_bytes in sizes_bytes}
     times_s: dict[tuple[int, str], list[float]] = {}
     for num_round in range(-1, num_rounds):
         for size_bytes in sizes_bytes:
             share = torch.ones(_BATCH // world, size_bytes // (4 * _BATCH * _WIDTH), _WIDTH)
             acts = {name: partial(bridge.communicate, share) for name, bridge in bridges.items()}
+            acts["fixed"] = partial(fixed[size_bytes].communicate, share)
             acts["bare"] = partial(_all_gather, share, world)
             for name, act in acts.items():
                 seconds = stages.time(act)

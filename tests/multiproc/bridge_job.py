@@ -336,29 +336,47 @@ def _annotate(tensor: torch.Tensor, units: list[np.ndarray], one: BridgeCase, pl
         tensor._mimo_bridge_split_sizes = sizes  # type: ignore[attr-defined]
 
 
-def move_in_place(pairs: Sequence[tuple[Sizes, Sizes, int]], audit: str | None = None) -> list[str]:
-    """Move a tensor between two layouts of the same ranks, and its gradient back; return what went wrong."""
+def move_in_place(
+    pairs: Sequence[tuple[Sizes, Sizes, int]], audit: str | None = None, *, num_calls: int = 1
+) -> list[str]:
+    """Move a tensor between two layouts of the same ranks, and its gradient back; return what went wrong.
+
+    Args:
+        pairs: the layouts, and the dimensions of the tensor.
+        audit: file that records every message.
+        num_calls: of the communicator, each with other values of one shape.
+    """
     vtp_plugin.apply(device="cpu", bridges="extended", audit=audit)
     init_gloo()
     try:
-        return [problem for pair in pairs for problem in _move_in_place(*pair)]
+        return [problem for pair in pairs for problem in _move_in_place(*pair, num_calls=num_calls)]
     finally:
         vtp_plugin.revert()
 
 
-def _move_in_place(src: Sizes, dst: Sizes, num_dims: int) -> list[str]:
+def _move_in_place(src: Sizes, dst: Sizes, num_dims: int, *, num_calls: int) -> list[str]:
     from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
 
-    rank = dist.get_rank()
     grids = [HyperCommGrid([one.tp, one.cp, one.dp], ["tp", "cp", "dp"]) for one in (src, dst)]
     options: dict[str, Any] = {}
     for end, sizes in (("src", src), ("dest", dst)):
         if sizes.sequence != "whole" or sizes.is_sharded:
             options |= {f"{end}_sequence": sizes.sequence, f"{end}_sharded": sizes.is_sharded}
     mapping = {"b": 0, "h": 1} if num_dims == 2 else {"s": 0, "b": 1, "h": 2}
+    options["has_fixed_shape"] = num_calls > 1
     bridge: Any = ColocatedBridgeCommunicator(*grids, "vision", "language", mapping, **options)
-    case = BridgeCase(src=src, dst=dst, num_dims=num_dims, widths=(2,))
-    units = case.units(0)
+    case = BridgeCase(src=src, dst=dst, num_dims=num_dims, widths=(2,) * num_calls)
+    problems = [
+        problem for call in range(num_calls) for problem in _move_once(bridge, src, dst, num_dims, case.units(call))
+    ]
+    bridge.destroy()
+    for grid in grids:
+        grid.destroy()
+    return problems
+
+
+def _move_once(bridge: Any, src: Sizes, dst: Sizes, num_dims: int, units: list[np.ndarray]) -> list[str]:
+    rank = dist.get_rank()
     random = np.random.default_rng(SEED)
     grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-9, 9, shape).astype(np.float64))
     wanted = bridges.cut(units, dst, 0)[rank], bridges.cut(bridges.gradient(units, dst, 0, grads), src, 0)[rank]
@@ -366,9 +384,6 @@ def _move_in_place(src: Sizes, dst: Sizes, num_dims: int) -> list[str]:
     result = bridge.communicate(tensor)
     result.backward(torch.from_numpy(np.ascontiguousarray(grads[rank])))
     got = result.detach().numpy(), tensor.grad.numpy()  # type: ignore[union-attr]
-    bridge.destroy()
-    for grid in grids:
-        grid.destroy()
     return [
         f"{src} -> {dst}, {num_dims}, rank {rank}: {what} is {ours.shape} {ours.ravel()[:6]}, not {true.shape}"
         for what, ours, true in zip(("tensor", "gradient"), got, wanted, strict=True)
@@ -422,11 +437,13 @@ def _overlap() -> None:
     BridgeCommunicator(HyperCommGrid([2, 1, 1, 1], names), HyperCommGrid([2, 1, 1, 1], names, 1))
 
 
-def _in_place(shape: Sequence[int], dp: int = 2, **options: Any) -> None:
+def _in_place(*shapes: Sequence[int], dp: int = 2, **options: Any) -> None:
     from megatron.core.models.mimo.comm.colocated_communicator import ColocatedBridgeCommunicator
 
     grids = [HyperCommGrid(sizes, ["tp", "cp", "dp"]) for sizes in ([4 // dp, 1, dp], [2, 2, 1])]
-    ColocatedBridgeCommunicator(*grids, dim_mapping={"b": 0, "h": 1}, **options).communicate(torch.zeros(*shape))
+    bridge: Any = ColocatedBridgeCommunicator(*grids, dim_mapping={"b": 0, "h": 1}, **options)
+    for shape in shapes:
+        bridge.communicate(torch.zeros(*shape))
 
 
 def _gradient_of_another_shape() -> None:
@@ -452,6 +469,7 @@ _MISUSES: dict[str, Callable[[], object]] = {
     "overlap": _overlap,
     "in place, copies": lambda: _in_place(_of_rank((4, 3), (6, 3)), extended=True, dest_sharded=True, dp=1),
     "in place, batch": lambda: _in_place((3, 3), extended=True, dest_sequence="plain", dp=1),
+    "in place, fixed": lambda: _in_place((4, 3), (4, 3), (6, 3), extended=True, has_fixed_shape=True),
     "in place, default": lambda: _in_place((4, 3), src_sharded=True),
     "gradient": _gradient_of_another_shape,
 }

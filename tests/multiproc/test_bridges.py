@@ -151,6 +151,15 @@ def test_in_place_every_message_is_recorded_and_nothing_that_a_rank_has_travels(
     assert sorted(sent) == [("activation", quarter)] * 12 + headers + [("gradient", quarter)] * 12
 
 
+def test_in_place_with_fixed_shapes_only_the_first_call_compares(pool: Pool, tmp_path: Path) -> None:
+    kwargs = {"pairs": [(grid(1, 1, 4), grid(1, 4, 1), 3)], "audit": str(tmp_path / "audit"), "num_calls": 3}
+    problems = pool.run(4, f"{JOB}:move_in_place", kwargs)
+    assert [problem for rank in problems for problem in rank] == []
+    lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    sent = [line["cargo"] for line in lines if line.get("way") == "sent" and "total" not in line]
+    assert {cargo: sent.count(cargo) for cargo in sent} == {"bridge header": 12, "activation": 36, "gradient": 36}
+
+
 def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:
     pairs = [(grid(3, 1, 2), grid(2, 1, 3)), (grid(2, 1, 3), grid(1, 3, 2)), (grid(1, 2, 3), grid(3, 2, 1, "zigzag"))]
     problems = pool.run(6, f"{JOB}:move_in_place", {"pairs": [(*pair, 3) for pair in pairs]})
@@ -168,6 +177,8 @@ MISUSES = {
     "overlap": "the modules at a bridge, of the ranks 0 to 1 and 1 to 2, have the ranks 1 in common; give them",
     "in place, copies": "bridge src -> dest, forward: the ranks' tensors do not fit together (type, rows,",
     "in place, batch": "a share of 3 along the batch cannot be cut into 2 equal parts",
+    "in place, fixed": "bridge src -> dest, forward: a tensor of torch.float32 [3, 1, 6] (type, rows, columns, "
+    "lengths) after one of torch.float32 [3, 1, 4]; leave has_fixed_shape out",
     "in place, default": "a ColocatedBridgeCommunicator with a spread other than whole copies needs extended=True",
 }
 

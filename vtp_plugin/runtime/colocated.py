@@ -43,6 +43,7 @@ class ColocatedBridge:
         platform: says where tensors are and how to wait.
         monitor: keeps the time.
         audit: records every message.
+        has_fixed_shape: all calls are like the first one, and only that one says what each rank has.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class ColocatedBridge:
         platform: Platform,
         monitor: Monitor | None,
         audit: Audit | None,
+        *,
+        has_fixed_shape: bool = False,
     ) -> None:
         self._spec, self._axes = spec, axes
         self._platform = platform
@@ -67,6 +70,9 @@ class ColocatedBridge:
         shape = len(self._members), _NUM_FIELDS + spec.num_units // spec.src.num_replicas
         self._said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
         require_valid(self._said_plan)
+        self._has_fixed_shape = has_fixed_shape
+        # What this rank said in the first call, and what followed; only with fixed shapes.
+        self._first: tuple[list[int], tuple[Shape, Widths]] | None = None
         self._plans: dict[Shape, tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]] = {}
 
     def communicate(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -108,22 +114,17 @@ class ColocatedBridge:
 
     def _compare(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[Shape, Widths]:
         """Tell all ranks what this one has; return the shape of the whole batch and the length of every unit."""
-        spec, problem = self._spec, ""
-        per_share = spec.num_units // spec.src.num_replicas
-        own = [_PROBLEM] * (_NUM_FIELDS + per_share)
-        try:
-            if planned.dim() != 3 or planned.dtype not in DTYPES:
+        spec = self._spec
+        own, problem = self._statement(planned, sizes)
+        if self._first is not None:
+            if own != self._first[0]:
+                now, before = (f"{DTYPES[line[0]]} {line[1:]}" for line in (own, self._first[0]))
                 raise ConfigError(
-                    f"bridge {spec.name}: a tensor of {planned.dtype} {tuple(planned.shape)}, expected is floating "
-                    f"point of {self._axes.num_dims} dimensions; see dim_mapping"
+                    problem
+                    or f"{spec.name}: a tensor of {now} (type, rows, columns, lengths) after one of {before}; leave "
+                    "has_fixed_shape out"
                 )
-            parts = spec.src.num_parts(is_sharded=spec.src_end.is_sliced(num_dims=spec.num_dims))
-            widths = unit_widths(planned.shape[1], per_share, sizes)
-            own = [DTYPES.index(planned.dtype), planned.shape[0] * parts, planned.shape[2], *widths]
-            spec.spreads((own[1], spec.num_units, own[2]))
-        except ConfigError as error:
-            problem = str(error)
-            own = [_PROBLEM] * len(own)
+            return self._first[1]
         said = torch.tensor([own], dtype=torch.int64, device=self._device)
         parcel = self._parcel(self._said_plan, said, Cargo.BRIDGE_HEADER)
         lines = dict(zip(self._members, self._statements.exchange(said, parcel).tolist(), strict=True))
@@ -142,7 +143,27 @@ class ColocatedBridge:
             width for share in sorted(units, key=lambda share: share.start) for width in units[share][_NUM_FIELDS:]
         ]
         _, rows, depth, *_ = lines[self._rank]
-        return (rows, spec.num_units, depth), tuple(widths)
+        found = (rows, spec.num_units, depth), tuple(widths)
+        self._first = (own, found) if self._has_fixed_shape else None
+        return found
+
+    def _statement(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[list[int], str]:
+        """Return what this rank says of its tensor, or what is wrong with it."""
+        spec = self._spec
+        per_share = spec.num_units // spec.src.num_replicas
+        try:
+            if planned.dim() != 3 or planned.dtype not in DTYPES:
+                raise ConfigError(
+                    f"bridge {spec.name}: a tensor of {planned.dtype} {tuple(planned.shape)}, expected is floating "
+                    f"point of {self._axes.num_dims} dimensions; see dim_mapping"
+                )
+            parts = spec.src.num_parts(is_sharded=spec.src_end.is_sliced(num_dims=spec.num_dims))
+            widths = unit_widths(planned.shape[1], per_share, sizes)
+            own = [DTYPES.index(planned.dtype), planned.shape[0] * parts, planned.shape[2], *widths]
+            spec.spreads((own[1], spec.num_units, own[2]))
+        except ConfigError as error:
+            return [_PROBLEM] * (_NUM_FIELDS + per_share), str(error)
+        return own, ""
 
     def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: Cargo) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks that are no source send nothing."""

@@ -47,6 +47,8 @@ class _Colocated:
         dest_sequence: the same for the destination.
         src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
         dest_sharded: the same for the destination.
+        has_fixed_shape: every call is like the first one, and only that one compares what the ranks have; of use where
+            more than Megatron's class can do is done.
     """
 
     # What the subclass is made with, and what Megatron's methods set.
@@ -74,8 +76,10 @@ class _Colocated:
         dest_sequence: str = "whole",
         src_sharded: bool = False,
         dest_sharded: bool = False,
+        has_fixed_shape: bool = False,
     ) -> None:
         self.src_grid, self.dest_grid = src_grid, dest_grid
+        self.has_fixed_shape = has_fixed_shape
         self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
         self.dim_mapping = dim_mapping or {"b": 0, "s": 1, "h": 2}
         self.current_rank = dist.get_rank()
@@ -132,7 +136,9 @@ class _Colocated:
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"]) if num_dims == 3 else (0, 1, 2)
         run = self.surroundings
         axes = BatchAxes(num_dims=num_dims, order=order)
-        self._vtp = ColocatedBridge(spec, group, axes, run.platform(), run.monitor(), run.audit())
+        self._vtp = ColocatedBridge(
+            spec, group, axes, run.platform(), run.monitor(), run.audit(), has_fixed_shape=self.has_fixed_shape
+        )
 
     def _is_refused(self) -> bool:
         """Tell whether Megatron's class refuses the grids."""
