@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.multiproc.script_cases import (
     assert_same_training,
     launch,
     num_ranks,
+    succeeded,
     train,
 )
 from tests.pool import Pool
@@ -40,46 +42,120 @@ BATCH = ["--global-batch-size", "16"]  # as with two replicas
 UNEQUAL = ["--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
 
 
-def router_losses(runs: Sequence[ScriptRun]) -> dict[str, list[float]]:
-    """Give the losses of the routers as they were logged, by their name."""
+# One step before the checkpoint from which runs go on, five behind it.
+STEPS = ["--train-iters", "6"]
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2"]
+SEVERAL_COPIES = ["--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1"]
+
+
+def router_losses(runs: Sequence[ScriptRun], events: Path) -> dict[str, list[float]]:
+    """Give the losses of the routers by their name: as they were printed, and of single layers from TensorBoard."""
     (output,) = [run.output for run in runs if "lm loss:" in run.output]
     found: dict[str, list[float]] = {}
     for name, value in re.findall(r"(load_balancing_loss|z_loss): (\S+)", output):
         found.setdefault(name, []).append(float(value))
     assert len(found) == 2, output
-    return found
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (path,) = events.iterdir()
+    log = accumulator.EventAccumulator(str(path), size_guidance={"scalars": 0})
+    log.Reload()
+    layers = {name: [e.value for e in log.Scalars(name)] for name in log.Tags()["scalars"] if name.startswith("moe/")}
+    assert len(layers) == 8, layers  # two of each of four layers
+    return found | layers
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checkpoint after one step, since all start weights depend on sizes, and the uniform run that goes on."""
+
+    folder: Path
+    runs: list[ScriptRun]
+    losses: dict[str, list[float]]
+
+
+def begin(pool: Pool, folder: Path, *extra: str) -> Start:
+    """Train the uniform run, with two replicas."""
+    words = [word for word in EXPERTS if word != "--sequence-parallel"]
+    words += ["--expert-model-parallel-size", "2", *DISTRIBUTED, *STEPS, *extra]
+    saved, events = folder / "saved", folder / "events"
+    train(pool, "1,1", [*words, "--save", str(saved), "--save-interval", "1", "--exit-interval", "1"], dp=2)
+    runs = train(pool, "1,1", [*words, "--load", str(saved), "--tensorboard-dir", str(events)], dp=2)
+    return Start(saved, runs, router_losses(runs, events))
 
 
 @pytest.fixture(scope="module")
-def start(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
-    """Give a checkpoint after one step, for all start weights depend on sizes, and a uniform run that goes on."""
-    folder = tmp_path_factory.mktemp("experts")
-    extra = [word for word in EXPERTS if word != "--sequence-parallel"]
-    extra += ["--expert-model-parallel-size", "2", *DISTRIBUTED]
-    train(script_pool, "1,1", [*extra, "--save", str(folder), "--save-interval", "1", "--exit-interval", "1"], dp=2)
-    return folder, train(script_pool, "1,1", [*extra, "--load", str(folder)], dp=2)
+def start(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Begin once."""
+    return begin(script_pool, tmp_path_factory.mktemp("experts"))
 
 
-def test_logged_router_losses(script_pool: Pool, start: tuple[Path, list[ScriptRun]], tmp_path: Path) -> None:
-    """An unequal run goes on from the uniform checkpoint; another list goes on from the unequal one's."""
-    folder, reference = start
-    saving = ["--load", str(folder), "--save", str(tmp_path), "--save-interval", "1"]
-    runs = train(script_pool, "1,2", [*EXPERTS, *UNEQUAL, *DISTRIBUTED, *BATCH, *saving])
-    assert_same_training(runs, reference)
-    wanted = router_losses(reference)
-    for name, values in router_losses(runs).items():
-        assert len(values) == 3 and values == pytest.approx(wanted[name], rel=1e-5), name
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    other = ["--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1"]
-    again = train(script_pool, "2,1", [*EXPERTS, *other, *DISTRIBUTED, *BATCH, "--load", str(tmp_path)])
-    assert_same_training(again, reference, first=1)
+def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequence[str], world_size: int) -> None:
+    """Go on from the checkpoint: training and all logged losses are those of the uniform run."""
+    events = tmp_path / "events"
+    words = [*EXPERTS, *DISTRIBUTED, *STEPS, *BATCH, *extra, "--load", str(start.folder)]
+    command = arguments(sizes, extra=[*words, "--tensorboard-dir", str(events)])
+    runs = succeeded(launch(pool, world_size, {"arguments": command}))
+    assert_same_training(runs, start.runs)
+    found = router_losses(runs, events)
+    assert found.keys() == start.losses.keys()
+    for name, values in found.items():
+        assert len(values) == 5 and values == pytest.approx(start.losses[name], rel=1e-5), name
 
 
-def test_an_optimizer_without_experts_of_its_own_is_refused(
-    script_pool: Pool, start: tuple[Path, list[ScriptRun]]
+@pytest.mark.parametrize(
+    ("sizes", "extra", "world_size"),
+    [
+        pytest.param("1,2", UNEQUAL, 3, id="1,2"),
+        pytest.param("1,2", ["--vtp-dp-list", "1,2", *UNEQUAL], 5, id="dp-1,2"),
+        pytest.param("2,1", ["--vtp-dp-list", "1,2", *SEVERAL_COPIES], 4, id="2,1-dp-1,2", marks=pytest.mark.full),
+        pytest.param("1,2", [*U_SHAPE, *UNEQUAL], 3, id="U-1,2", marks=pytest.mark.full),
+    ],
+)
+def test_logged_router_losses(
+    script_pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
 ) -> None:
+    """In a U, and with different numbers of replicas, too."""
+    check_logs(script_pool, start, tmp_path, sizes, extra, world_size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pattern", ["([0]*2+[1]*2)", "([1]*2+[0]*2)"])
+def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern: str) -> None:
+    """The first one, or the one that logs."""
+    only_some = ["--moe-layer-freq", pattern]
+    start = begin(script_pool, tmp_path, *only_some)
+    assert sum(any(values) for name, values in start.losses.items() if name.startswith("moe/")) == 4
+    check_logs(script_pool, start, tmp_path / "unequal", "1,2", [*UNEQUAL, *only_some], 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp", "other", "other_extra"),
+    [
+        pytest.param("1,2", UNEQUAL, 1, "2,1", SEVERAL_COPIES, id="1,2"),
+    ],
+)
+def test_checkpoints_move_between_lists(
+    script_pool: Pool,
+    start: Start,
+    tmp_path: Path,
+    sizes: str,
+    extra: list[str],
+    dp: int,
+    other: str,
+    other_extra: list[str],
+) -> None:
+    """An unequal run goes on from the uniform checkpoint; another list goes on from the unequal one's."""
+    words = [*EXPERTS, *DISTRIBUTED, *STEPS, *BATCH]
+    saving = ["--load", str(start.folder), "--save", str(tmp_path), "--save-interval", "1"]
+    assert_same_training(train(script_pool, sizes, [*words, *extra, *saving], dp=dp), start.runs)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = train(script_pool, other, [*words, *other_extra, "--load", str(tmp_path)])
+    assert_same_training(again, start.runs, first=1)
+
+
+def test_an_optimizer_without_experts_of_its_own_is_refused(script_pool: Pool, start: Start) -> None:
     """Megatron gives experts an optimizer of their own in some layouts only, and one cannot load the other."""
-    command = arguments("1,2", extra=[*EXPERTS, *DISTRIBUTED, *BATCH, "--load", str(start[0])])
+    command = arguments("1,2", extra=[*EXPERTS, *DISTRIBUTED, *BATCH, "--load", str(start.folder)])
     runs = launch(script_pool, num_ranks("1,2"), {"arguments": command})
     assert_refused(runs, "--vtp-ep-list 2,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2 is asked for", "--no-load-optim")
 
