@@ -132,6 +132,12 @@ def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern
     ("sizes", "extra", "dp", "other", "other_extra"),
     [
         pytest.param("1,2", UNEQUAL, 1, "2,1", SEVERAL_COPIES, id="1,2"),
+        # Four copies of an expert on the second stage, one on the first.
+        pytest.param(
+            *("1,2", SEVERAL_COPIES, 2, "2,1", ["--vtp-ep-list", "1,1", "--vtp-etp-list", "1,1"]),
+            id="copies",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_checkpoints_move_between_lists(
@@ -151,6 +157,23 @@ def test_checkpoints_move_between_lists(
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     again = train(script_pool, other, [*words, *other_extra, "--load", str(tmp_path)])
     assert_same_training(again, start.runs, first=1)
+
+
+@pytest.mark.full
+def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
+    """Megatron's usual format has the shards of the optimizer under the number of their group of ranks.
+
+    Numbers of experts' copies differ between the stages, and so do those of the groups.
+    """
+    words = [*EXPERTS, *DISTRIBUTED[:-1], *STEPS, *SEVERAL_COPIES]
+    saving = ["--save", str(tmp_path), "--save-interval", "2"]
+    whole = train(script_pool, "1,2", [*words, *saving], dp=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = train(script_pool, "1,2", [*words, "--load", str(tmp_path)], dp=2)
+    assert_same_training(again, whole, first=2)
+    anew = train(script_pool, "1,2", [*words, "--load", str(tmp_path), "--no-load-optim"], dp=2)
+    with pytest.raises(AssertionError):
+        assert_same_training(anew, whole, first=2)
 
 
 def test_an_optimizer_without_experts_of_its_own_is_refused(script_pool: Pool, start: Start) -> None:
