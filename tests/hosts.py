@@ -90,6 +90,18 @@ _FP4 = {
         "test_options_enforced.py::test_a_run_is_refused",
     )
 }
+_OVERLAPPED = dict.fromkeys(
+    (
+        "tests/multiproc/test_options.py::test_supported_option[gather-in-step-1,2]",
+        "tests/multiproc/test_options.py::test_supported_option[unaligned-1,2]",
+        "tests/multiproc/test_options.py::test_supported_option[warmup-flush-2,1,1]",
+        "tests/multiproc/test_training.py::test_bf16_stays_near_the_uniform_run[1,2-interleaved]",
+        "tests/multiproc/test_training.py::test_equals_uniform_run[interleaved-recompute-2,1-dp1]",
+        "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-interleaved-1,2-dp2]",
+        "tests/multiproc/test_training.py::test_equals_uniform_run[replica-major-1,2-dp2]",
+    ),
+    "its uniform run needs overlapped transfers, which gloo has not: two interleaved stages, or warm-up and flush",
+)
 LEFT_OUT: dict[str, dict[str, str]] = {
     "0.12": {
         **_OLDER,
@@ -123,17 +135,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "can load it",
         "tests/multiproc/test_checkpoint.py::test_save_and_resume[2,1-bf16]": "it resumes in bf16 with gradient norms "
         "that are 1.5e-4 off",
-        **dict.fromkeys(
-            (
-                "tests/multiproc/test_options.py::test_supported_option[gather-in-step-1,2]",
-                "tests/multiproc/test_options.py::test_supported_option[unaligned-1,2]",
-                "tests/multiproc/test_training.py::test_bf16_stays_near_the_uniform_run[1,2-interleaved]",
-                "tests/multiproc/test_training.py::test_equals_uniform_run[interleaved-recompute-2,1-dp1]",
-                "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-interleaved-1,2-dp2]",
-                "tests/multiproc/test_training.py::test_equals_uniform_run[replica-major-1,2-dp2]",
-            ),
-            "its uniform run interleaves two stages only with overlapped transfers, which gloo has not",
-        ),
+        **_OVERLAPPED,
         "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-2,1-dp2]": "a tied embedding with the "
         "distributed optimizer fails in Megatron itself, with the sizes of these tests",
         "tests/multiproc/test_options.py::test_a_step_is_repeated_from_its_checkpoint": "it loads no checkpoint of "
@@ -147,8 +149,6 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "tests/multiproc/test_options.py::test_supported_option[layout": "it has no --pipeline-model-parallel-layout",
         "tests/multiproc/test_options.py::test_supported_option[ramp-up": "it ramps up the batches of "
         "sample-based runs only",
-        "tests/multiproc/test_options.py::test_supported_option[warmup-flush": "it wants overlapped transfers for "
-        "this, which gloo has not",
         **dict.fromkeys(
             (
                 "tests/multiproc/test_u_training.py::test_refused[fine-tuning]",
@@ -175,6 +175,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
     "0.16": {
         **_OLDER,
         **_FP4,
+        **_OVERLAPPED,
         "tests/multiproc/test_checkpoint.py::test_saved_in_the_background": "its PersistentAsyncCaller.async_loop, "
         "which --async-save needs, divides by the number of CUDA devices",
     },
