@@ -147,7 +147,7 @@ class Trainer:
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.micro_batch_size *= case.micro_batch_at(self.stage) // MICRO_BATCH
         self.config = _config(case)
-        chunks = _chunks(case, self.config)
+        chunks = self._prepared(_chunks(case, self.config))
         if case.experts:
             experts.draw(_named_parts(chunks))
         if case.load:
@@ -166,6 +166,10 @@ class Trainer:
         if case.overlap_param_gather and len(self.model) > 1:
             _set_functions(self.config, "param_sync_func", [chunk.start_param_sync for chunk in self.model])
         self.num_read = 0
+
+    def _prepared(self, chunks: list[GPTModel]) -> list[GPTModel]:
+        """Give what is trained, before it is wrapped: the model as it is."""
+        return chunks
 
     def close(self) -> None:
         """Break the cycle that would keep the process groups, with their threads, alive in a worker for ever.

@@ -116,11 +116,14 @@ def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.
 
 
 def _tied_gradient(chunk: Any) -> torch.Tensor | None:
-    """Return the whole gradient of the word embedding on a chunk; None if the model has no other copy of it."""
+    """Return the whole gradient of a chunk's word embedding; None if the model has no other copy, or trains none."""
     module = _bare(chunk)
     if not copies_embedding(module):
         return None
     weight = module.shared_embedding_or_output_weight()
+    if not weight.requires_grad:
+        # A frozen weight has no bucket: fine-tuning of adapters alone.
+        return None
     _complete_gradient(chunk, weight)
     return weight.main_grad
 
