@@ -54,6 +54,7 @@ def _needs(package: str) -> pytest.MarkDecorator:
         ["--qk-clip", "--qk-clip-threshold", "0.001"],
         ["--log-max-attention-logit"],
         ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
+        ["--moe-grouped-gemm", "--num-experts", "4", "--disable-bias-linear", "--sequence-parallel"],
         ["--optimizer-cpu-offload", "--use-precision-aware-optimizer", _SHARDED],
         pytest.param(
             ["--defer-embedding-wgrad-compute", "--untie-embeddings-and-output-weights", _FUSED],

@@ -46,6 +46,7 @@ REFUSED_RULES = [
 SPELLINGS = {
     "without --untie-embeddings-and-output-weights": [],
     "--transformer-impl transformer_engine on the cpu platform": [],
+    "--moe-expert-capacity-factor without --num-experts": ["--moe-expert-capacity-factor", "1.5"],
     "--recompute-modules mlp without --disable-bias-linear": [
         *("--recompute-granularity", "selective"),
         *("--recompute-modules", "core_attn", "mlp"),
@@ -53,6 +54,7 @@ SPELLINGS = {
 }
 # Values for options that take any: most take a number or a path, and "8" is both.
 VALUES = {
+    "--moe-expert-capacity-factor": ["8", "--num-experts", "4"],
     "--recompute-granularity": ["full"],
     "--fp8-format": ["hybrid"],
     "--fp4-format": ["e2m1"],

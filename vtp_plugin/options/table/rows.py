@@ -48,6 +48,11 @@ def _engine_on_cpu(args: object, context: OptionContext) -> bool:
     return context.device == "cpu" and getattr(args, "transformer_impl", None) == "transformer_engine"
 
 
+def _drops_without_experts(args: object, _context: OptionContext) -> bool:
+    """Tell whether experts are given a capacity in a model that has none."""
+    return getattr(args, "moe_expert_capacity_factor", None) is not None and not getattr(args, "num_experts", None)
+
+
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
     """Tell whether feed-forward layers that return their bias are computed again."""
     is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
@@ -178,6 +183,15 @@ RULES: tuple[OptionRule, ...] = (
         "--moe-router-enable-expert-bias",
         case("--moe-expert-capacity-factor", given),
     ),
+    *refused(
+        "no stage has a layer of experts, and Megatron ignores the capacity without a word",
+        replace(
+            case("--moe-expert-capacity-factor without --num-experts", given, "moe_expert_capacity_factor"),
+            applies=_drops_without_experts,
+        ),
+        way_out="add --num-experts, or leave it out",
+    ),
+    *supported("experts that are computed together lie on one rank", _NEEDS_ENGINE, "--moe-grouped-gemm"),
     *supported(
         "the losses of the routers are summed inside each stage, then over the stages",
         "tests/multiproc/test_experts_training.py::test_logged_router_losses",
