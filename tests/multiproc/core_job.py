@@ -313,7 +313,11 @@ class Trainer:
         if here != case.inf_at:
             yield
             return
-        parameter = next(p for p in self.model[0].parameters() if getattr(p, "tensor_model_parallel", False))
+        parameter = next(
+            parameter
+            for name, parameter in self.model[0].named_parameters()
+            if getattr(parameter, "tensor_model_parallel", False) and (not case.experts or "local_experts" in name)
+        )
         spoil = torch.zeros_like(parameter)
         spoil.view(-1)[0] = torch.inf
         if case.inf_cp_rank is None:
@@ -558,8 +562,24 @@ def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
 
 
 def _weights(model: list[Any]) -> dict[str, Part]:
-    """Give a copy of every parameter by a name that holds the layer's number in the whole model."""
-    return {name: replace(part, tensor=part.tensor.float().clone()) for name, (_, part) in _named_parts(model).items()}
+    """Give a copy of every parameter, and of what balances experts, by a name with the layer's number in the model."""
+    parts = {name: part for name, (_, part) in _named_parts(model).items()}
+    for chunk in map(_bare, model):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("expert_bias"):
+                words = _global_words(chunk, name)
+                index = parallel_state.get_tensor_model_parallel_rank()
+                count = parallel_state.get_tensor_model_parallel_world_size()
+                parts[".".join(words)] = Part(dim=None, index=index, count=count, tensor=buffer)
+    return {name: replace(part, tensor=part.tensor.float().clone()) for name, part in parts.items()}
+
+
+def _global_words(chunk: Any, name: str) -> list[str]:
+    """Cut a name into words, with the layer's number in the whole model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
+    return words
 
 
 def _named_parts(model: list[Any]) -> dict[str, tuple[Any, Part]]:
@@ -567,10 +587,7 @@ def _named_parts(model: list[Any]) -> dict[str, tuple[Any, Part]]:
     parts = {}
     for chunk in map(_bare, model):
         for name, parameter in chunk.named_parameters():
-            words = name.split(".")
-            if words[:2] == ["decoder", "layers"]:
-                words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
-            words, index, count = experts.place_of(words, parameter)
+            words, index, count = experts.place_of(_global_words(chunk, name), parameter)
             is_cut = getattr(parameter, "tensor_model_parallel", False)
             dim = parameter.partition_dim if is_cut else None
             part = Part(dim=dim, index=index, count=count, tensor=parameter.detach())

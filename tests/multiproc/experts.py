@@ -46,6 +46,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "moe_router_topk_scaling_factor": 2.5,
     },
     "every second": {**_BALANCED, "moe_layer_freq": 2},
+    # Of four layers.
+    "the first two": {**_BALANCED, "moe_layer_freq": [1, 1, 0, 0]},
+    "the last two": {**_BALANCED, "moe_layer_freq": [0, 0, 1, 1]},
     "capacity": {**_BALANCED, "moe_expert_capacity_factor": 4.0},
     # Here tokens are dropped.
     "dropping": {**_BALANCED, "moe_expert_capacity_factor": 1.0},

@@ -12,7 +12,7 @@ from tests.multiproc.test_parity import check_parity
 
 
 def attending(attention: str, *sizes: int, **fields: Any) -> Case:
-    return Case(sizes=sizes, attention=attention, **fields)
+    return Case(**{"sizes": sizes, "attention": attention, "num_steps": 5, **fields})
 
 
 FULL = pytest.mark.full

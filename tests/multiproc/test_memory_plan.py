@@ -64,6 +64,9 @@ CASES = [
     plain("spread-rotated", "4,1", *SPREAD, *GATED, "--sequence-parallel"),
     plain("spread-single", "1,4", *SPREAD[:-1], "2", "--num-attention-heads", "4", "--kv-channels", "12"),
     plain("spread-one-sample", "1,4", *SPREAD, "--micro-batch-size", "1"),
+    plain("spread-normed", "1,4", *SPREAD, *ODD, "--qk-layernorm"),
+    plain("spread-normed-gated", "4,1", *SPREAD, *GATED, "--qk-layernorm", "--sequence-parallel"),
+    plain("spread-normed-half", "1,4", *SPREAD, *GATED, "--qk-layernorm", "--bf16"),
     plain("spread-again", "1,4", *SPREAD, "--recompute-activations"),
     plain("attention-again", "1,2", *ODD, "--recompute-activations", full=False),
     plain(
@@ -85,6 +88,7 @@ CASES = [
     plain("replicas", "1,2", *BUCKETS, "--use-tp-pp-dp-mapping", "--untie-embeddings-and-output-weights", dp=3),
     plain("stages", "1,2,1", "--num-layers", "5", "--decoder-first-pipeline-num-layers", "1", *DISTRIBUTED),
     plain("prediction", "1,2", *PREDICTING),
+    plain("prediction-again", "1,2", *PREDICTING, *SELECTED, "--disable-bias-linear"),
     plain("prediction-sharded", "2,1", *PREDICTING, *GATED[:-3], "--sequence-parallel", "--bf16"),
     plain("latent-biased", "1,2", *LATENT.split(), "--position-embedding-type", "rope", "--no-rope-fusion"),
     plain("latent-sharded", "3,1", *LATENT.split(), "--qk-layernorm", *GATED, "--sequence-parallel"),

@@ -14,7 +14,7 @@ JOB = "tests.multiproc.packed_job:train"
 
 
 def packed(*sizes: int, **fields: object) -> Case:
-    return Case(sizes=sizes, gathered_attention=True, seq=12, **fields)  # pyright: ignore[reportArgumentType]
+    return Case(sizes=sizes, gathered_attention=True, seq=12, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def train(pool: Pool, case: Case, num_samples: int = 3) -> tuple[Run, list[list[list[int]]]]:

@@ -151,6 +151,8 @@ def test_lengths_cross_to_other_numbers_of_replicas(
         pytest.param("2,1,2", ["--num-layers", "3", *SHARDED], id="2,1,2", marks=FULL),
         pytest.param("1,2", [*U_SHAPE, "1,1,2"], id="U-1,2"),
         pytest.param("1,2,2", [*U_SHAPE, "1,1,1,1"], id="U-1,2,2", marks=FULL),
+        pytest.param("1,1", [*U_SHAPE, "1,2,1", "--vtp-dp-list", "1,2"], id="U-1,1-dp-1,2", marks=FULL),
+        pytest.param("1,2", [*U_SHAPE, "1,1,2", "--vtp-dp-list", "1,2"], id="U-1,2-dp-1,2", marks=FULL),
     ],
 )
 def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
@@ -170,7 +172,7 @@ def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str])
     def tune(sizes: str, extra: Sequence[str], by_rank: Mapping[int, Sequence[str]] | None = None) -> list[ScriptRun]:
         command = [word for word in arguments(sizes, extra=[*tuned, *extra]) if word != "--mock-data"]
         kwargs = {"arguments": command, "by_rank": by_rank, "hooks": ["packed_samples", "own_cache"]}
-        return succeeded(launch(pool, num_ranks(sizes), kwargs))
+        return succeeded(launch(pool, num_ranks(sizes) if by_rank is None else 1 + len(by_rank), kwargs))
 
     if extra[:2] != U_SHAPE:
         reference = tune(uniform(sizes), extra[:2])
@@ -180,6 +182,7 @@ def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str])
     reference = tune("1,1", [*steps, "--save", str(tmp_path / "saved")])
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
     nothing = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here", "--data-path", "not-here"]
-    cloud = dict.fromkeys(range(1, num_ranks(sizes)), nothing)
+    num_copies = 2 if "--vtp-dp-list" in extra else 1  # of the cloud; the edge is rank 0
+    cloud = dict.fromkeys(range(1, 1 + num_copies * (num_ranks(sizes) - 1)), nothing)
     runs = tune(sizes, [*steps, *extra, "--load", str(tmp_path / "saved")], cloud)
     assert_same_training(runs, reference, first=1)

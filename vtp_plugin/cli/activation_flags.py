@@ -72,11 +72,8 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     modelled = {
         "context parallelism": max(layout.cp_sizes) == 1,
         f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
-        "fewer query groups than ranks and --qk-layernorm": not args.group_query_attention
-        or (args.num_query_groups or 1) >= max(layout.tp_sizes)
-        or not args.qk_layernorm,
         f"--recompute-modules {' '.join(args.recompute_modules or ())}": set(_again(args)) <= {"core_attn", "mlp"},
-        "recomputation and --mtp-num-layers": not args.mtp_num_layers or not (whole or _again(args)),
+        "--recompute-granularity full and --mtp-num-layers": not args.mtp_num_layers or not whole,
         f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
         and "sinkhorn" not in balanced_by,
         "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",

@@ -184,7 +184,8 @@ def _attention(model: Model, batch: Microbatch, tp: int) -> int:
             kept += projected - queries
     total = positions * kept * batch.itemsize_bytes
     if is_normed:
-        total += _head_norms(model, batch, heads, groups, is_raised=is_raised)
+        is_copied = is_grouped and not is_spread and not is_raised
+        total += _head_norms(model, batch, heads, groups, is_copied=is_copied, is_raised=is_raised)
     if batch.has_rope:  # cosine and sine, for queries and for keys
         total += 4 * batch.length * model.kv_channels * batch.itemsize_bytes
     return total + _scores(batch, heads) + positions * queries * batch.itemsize_bytes
@@ -218,11 +219,11 @@ def _latent_attention(model: Model, batch: Microbatch, sizes: Latent, tp: int) -
     return total + _scores(batch, heads) + positions * heads * of_head * batch.itemsize_bytes
 
 
-def _head_norms(model: Model, batch: Microbatch, heads: int, groups: int, *, is_raised: bool) -> int:
+def _head_norms(model: Model, batch: Microbatch, heads: int, groups: int, *, is_copied: bool, is_raised: bool) -> int:
     """Give what the norms of queries and keys keep besides the projection's output and their own outputs."""
     positions = batch.length * batch.size
-    # Grouped queries are copied out of the projection's output.
-    copied = positions * heads * model.kv_channels * batch.itemsize_bytes if groups < heads and not is_raised else 0
+    # Queries of several groups are copied out of the projection's output.
+    copied = positions * heads * model.kv_channels * batch.itemsize_bytes if is_copied else 0
     if model.has_norm_bias:
         return copied + positions * (heads + groups) * 2 * batch.itemsize_bytes
     scaled = 2 if is_raised else 1
