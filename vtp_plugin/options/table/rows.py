@@ -53,6 +53,18 @@ def _drops_without_experts(args: object, _context: OptionContext) -> bool:
     return getattr(args, "moe_expert_capacity_factor", None) is not None and not getattr(args, "num_experts", None)
 
 
+def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
+    """Tell whether the chunk with the loss predicts and shares its word embedding with a chunk before it."""
+    return bool(
+        context.num_stages > 1
+        and getattr(args, "mtp_num_layers", None)
+        and not getattr(args, "untie_embeddings_and_output_weights", False)
+        and getattr(args, "pipeline_model_parallel_layout", None) is None
+        and getattr(args, "ckpt_format", "torch_dist") != "torch"
+        and (getattr(args, "save", None) or getattr(args, "load", None))
+    )
+
+
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
     """Tell whether feed-forward layers that return their bias are computed again."""
     is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
@@ -220,6 +232,14 @@ RULES: tuple[OptionRule, ...] = (
         "tests/multiproc/test_mtp.py::test_prediction",
         "--mtp-num-layers",
         "--mtp-standalone",
+    ),
+    *refused(
+        "Megatron's sharded_state_dict asserts that the last chunk has no output layer, with any sizes, and it has one",
+        replace(
+            case("--save or --load with --mtp-num-layers and a tied embedding", given, "save"),
+            applies=_cannot_store_prediction,
+        ),
+        way_out="add --untie-embeddings-and-output-weights",
     ),
     *refused_unequal(
         "logging its indexer loss sums over the pipeline group, which hangs between stages of different sizes",
