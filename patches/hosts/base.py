@@ -245,12 +245,15 @@ class MegatronHost(ABC):
             tp_sizes: of all stages.
             device: name of the platform.
         """
-        if device == "cpu" and not self.is_newest and args.async_save and args.use_persistent_ckpt_worker:
-            yield (
-                f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} "
-                "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run "
+        if device == "cpu" and args.async_save and args.use_persistent_ckpt_worker:
+            why = (
+                "copies no tensor that is on a CPU (FileSystemWriterAsync.preload_tensors), so the next steps would "
+                "change what it writes; leave --async-save out"
+                if self.is_newest
+                else "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run "
                 "would wait for it; leave --async-save out"
             )
+            yield f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} {why}"
 
     def problems_of_experts(self, layout: PipelineLayout, *, has_experts: bool) -> Iterable[str]:
         """Say why this family cannot train experts on these stages.

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import (
-    background_flags,
     exact_resume_tolerance,
     is_usual,
     reshardable_flags,
@@ -294,7 +293,7 @@ def test_saved_in_the_background(
     pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
     """A run that another process saves trains as one that waits, and is resumed to the last bit."""
-    background = [*extra, "--async-save", *background_flags()]
+    background = [*extra, "--async-save"]
     _, whole = written(sizes, extra, dp=dp)
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     runs = train(pool, sizes, [*background, *saving], dp=dp)
