@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches"}),
     frozenset({"activation"}),
     frozenset({"api"}),
-    frozenset({"bridge", "functional"}),
+    frozenset({"adapters", "bridge", "functional"}),
     frozenset({"__init__"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

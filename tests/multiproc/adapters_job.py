@@ -18,6 +18,8 @@ from tests.multiproc import experts
 from tests.multiproc.core_cases import Case, RankResult
 from tests.multiproc.core_job import Trainer, _named_parts, applied, cpu_only, model_parallel
 from tests.pool import init_gloo
+from vtp_plugin.adapters import targets_of_chunks
+from vtp_plugin.errors import ConfigError
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -65,6 +67,32 @@ def train(case: Case, load: str, save: str, targets: Sequence[str] = TARGETS) ->
         return result, len(start) - len(adapters)
 
 
+def ask(sizes: tuple[int, ...], targets: Sequence[str | Sequence[str]]) -> list[Any]:
+    """Ask which layers the chunk of this rank holds, with and without adapters.
+
+    Args:
+        sizes: of the stages.
+        targets: what to ask for, one after another; a text starting with "rank" is another one on every rank.
+
+    Returns:
+        The answers, and the texts of the errors.
+    """
+    init_gloo()
+    case, answers = Case(sizes=sizes), []
+    with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
+        for wanted in targets:
+            text = f"{wanted} {torch.distributed.get_rank()}" if str(wanted).startswith("rank") else wanted
+            try:
+                answers.append(targets_of_chunks(trainer.model, text))
+            except ConfigError as error:
+                answers.append(str(error))
+        # As PEFT does: the layer goes into the one with adapters.
+        layer = trainer.model[0].module.decoder.layers[0].mlp
+        layer.linear_fc1 = torch.nn.ModuleDict({"base_layer": layer.linear_fc1, "lora_A": torch.nn.Linear(2, 2)})
+        answers.append(targets_of_chunks(trainer.model, ["linear_fc1"]))
+    return answers
+
+
 class _AdaptedTrainer(Trainer):
     def __init__(self, case: Case, targets: Sequence[str]) -> None:
         self._targets = targets
@@ -72,9 +100,12 @@ class _AdaptedTrainer(Trainer):
 
     def _prepared(self, chunks: list[GPTModel]) -> list[GPTModel]:
         with _mended_peft():
-            for chunk in chunks:
+            for chunk, held in zip(chunks, targets_of_chunks(chunks, self._targets), strict=True):
+                chunk.requires_grad_(False)
+                if not held:
+                    continue
                 # It would ask for an entry that these layers do not make; the weights are drawn below.
-                _inject(chunk, self.config, self._targets, init_lora_weights=False)
+                _inject(chunk, self.config, held, init_lora_weights=False)
                 _mend(chunk, is_sharded=self.config.sequence_parallel)
         experts.draw(_named_parts(chunks))
         return chunks

@@ -85,8 +85,51 @@ def test_a_checkpoint_of_adapters_alone(pool: Pool, tmp_path: Path) -> None:
         assert_close(run, train(pool, oracle_of(case)))
 
 
+# Only the last stage holds it, of which one of two chunks does, and in a U the edge.
+HEADS = [
+    adapted(1, 2),
+    adapted(2, 1, **OVERLAPPED, dp=2),
+    adapted(2, 1, seq=8, sequence_parallel=True, clip=0.05),
+    adapted(1, 2, vpp=2, num_microbatches=4),
+    adapted(1, 2, schedule="planned", dtype="bf16"),
+    adapted(1, 2, layers=(1, 2, 1)),
+]
+
+
 @mended
-def test_adapters_for_a_layer_that_no_stage_holds(pool: Pool) -> None:
-    """PEFT finds it on every rank, before anything is trained."""
-    with pytest.raises(PoolError, match=r"Target modules \{?\[?'linear_of_nobody'\]?\}? not found in the base model"):
-        train(pool, adapted(1, 2), targets=["linear_of_nobody"])
+@pytest.mark.parametrize("case", defaults_first(HEADS, 1))
+def test_adapters_that_one_stage_holds(pool: Pool, case: Case) -> None:
+    """The other stages are frozen, and pass on activations and gradients."""
+    run, oracle = train(pool, case, targets=["output_layer"]), train(pool, oracle_of(case), targets=["output_layer"])
+    is_rounded = case.dtype == "bf16"
+    assert_close(run, oracle, rel=0.02 if is_rounded else 1e-5)
+    adapters = [name for name in run.weights if ".lora_" in name]
+    assert adapters and all(name.startswith("output_layer.") for name in adapters)
+    if not is_rounded:
+        assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else 0.01 * LR["adam"] * case.num_steps)
+
+
+LAYERS = "1 linear_fc1, 1 linear_fc2, 1 linear_proj, 1 linear_qkv"
+REFUSED = (
+    "no stage holds such a layer: "
+    f"stage 0 has 6 layers ({LAYERS}, 1 position_embeddings, 1 word_embeddings), "
+    f"stage 1 has 5 layers ({LAYERS}, 1 output_layer); name layers that a stage holds"
+)
+
+
+def test_layers_that_a_stage_or_no_stage_holds(pool: Pool) -> None:
+    """Every rank gets the names that its stage holds, or the same refusal as all others; PEFT is not needed for it."""
+    pattern = r".*\.(linear_qkv|output_layer)"
+    asked = [["linear_qkv", "output_layer"], ["word_embeddings"], pattern]
+    refused = [["linear_qk", "linear_qkv", "input_layernorm"], "linear_qkv", [], "linear_(qkv", "rank"]
+    ranks = pool.run(3, "tests.multiproc.adapters_job:ask", {"sizes": (1, 2), "targets": [*asked, *refused]})
+    assert ranks[0][:3] == [[["linear_qkv"]], [["word_embeddings"]], [pattern]]
+    assert ranks[1][:3] == ranks[2][:3] == [[["linear_qkv", "output_layer"]], [[]], [pattern]]
+    assert ranks[0][3:] == ranks[1][3:] == ranks[2][3:]
+    nobody, part, none, no_pattern, unequal, again = ranks[0][3:]
+    assert nobody == f"adapters for linear_qk, input_layernorm; {REFUSED}"
+    assert part == f"adapters for linear_qkv; {REFUSED}"  # an expression matches whole names
+    assert "adapters for []; layers have names" in none
+    assert "adapters for 'linear_(qkv'; it is no regular expression (missing ), unterminated subpattern" in no_pattern
+    assert "ranks disagree: layers with adapters is rank 0 on rank 0 and rank 1 on rank 1" in unequal
+    assert again == [["linear_fc1"]]

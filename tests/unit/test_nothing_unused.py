@@ -11,6 +11,7 @@ from tests.import_rules import ROOT, sources
 # Users, torch or Megatron call what stands in these modules.
 OUTER = {
     "vtp_plugin",
+    "vtp_plugin.adapters",
     "vtp_plugin.functional",
     "vtp_plugin.layout.grid",
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",

@@ -61,8 +61,7 @@ def share_reports(
         posts.wait(["text"], limit)
     except dist.DistStoreError as error:
         raise PeerError(
-            f"exchange of measured durations: waited {timeout_s:g} s for {'another rank' if rank == 0 else 'rank 0'}: "
-            "no answer"
+            f"exchange of reports: waited {timeout_s:g} s for {'another rank' if rank == 0 else 'rank 0'}: no answer"
         ) from error
     return posts.get("text").decode()
 

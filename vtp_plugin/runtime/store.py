@@ -27,7 +27,11 @@ class Topic(Enum):
         "Liveness: a counter for every rank; when one ends, its number, the reason (between sites as for the checks) "
         "and the boundary at which it stood; a random name, under which all this lies.",
     )
-    REPORTS = ("reports", "Measured durations of computing, of steps and of the links, and the costs made of them.")
+    REPORTS = (
+        "reports",
+        "Measured durations of computing, of steps and of the links, and the costs made of them; where a script asks "
+        "for adapters, the names of the layers of every stage and how many of each there are.",
+    )
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
