@@ -24,15 +24,21 @@ ODD = ["--hidden-size", "60", "--ffn-hidden-size", "156"]
 GATED = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope"]
 GATED += ["--no-rope-fusion"]
 PREDICTING = ["--mtp-num-layers", "1", "--position-embedding-type", "rope", "--no-rope-fusion"]
+TWICE = [*PREDICTING[:1], "2", *PREDICTING[2:]]
 LATENT = """--multi-latent-attention --q-lora-rank 36 --kv-lora-rank 20 --qk-head-dim 6 --qk-pos-emb-head-dim 4
     --v-head-dim 8"""
 GATHERED = ["--moe-token-dispatcher-type", "allgather"]
 SHARED = ["--moe-shared-expert-intermediate-size", "24", "--moe-router-score-function", "sigmoid"]
 SPREAD = ["--group-query-attention", "--num-query-groups", "2"]
 SELECTED = ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"]
+AGAIN = ["--recompute-num-layers", "1"]
 WHOLE = ["--recompute-granularity", "full", "--recompute-method"]
 EXPERTS = """--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 30 --moe-layer-freq 2 --sequence-parallel
     --moe-token-dispatcher-type alltoall --vtp-ep-list 1,2 --vtp-etp-list 1,1"""
+
+# The words of a microbatch are a part of all that the script reads at once, which counts more than 2 % of few layers.
+DEEP = ["--num-layers", "8"]
+EXPERTS_AGAIN = ["--disable-bias-linear", "--no-bias-gelu-fusion", *WHOLE, "uniform", *AGAIN]
 
 
 def preset(name: str, layout: str, *extra: str, full: bool = True) -> Any:
@@ -89,6 +95,12 @@ CASES = [
     plain("stages", "1,2,1", "--num-layers", "5", "--decoder-first-pipeline-num-layers", "1", *DISTRIBUTED),
     plain("prediction", "1,2", *PREDICTING),
     plain("prediction-again", "1,2", *PREDICTING, *SELECTED, "--disable-bias-linear"),
+    plain("prediction-layers-again", "1,2", *PREDICTING, *ODD, *WHOLE, "uniform", *AGAIN, *DEEP, full=False),
+    plain("predictions-layers-again", "2,3", *TWICE, *ODD, *GATED[:-3], *WHOLE, "uniform", *AGAIN, "--bf16"),
+    plain("predictions-sharded-again", "2,3", *TWICE, *ODD, *WHOLE, "uniform", *AGAIN, "--sequence-parallel"),
+    plain("predictions-blocks-again", "1,2", *TWICE, *ODD, *WHOLE, "block", *AGAIN),
+    plain("prediction-blocks-again", "2,3", *PREDICTING, *ODD, *GATED[:-3], *WHOLE, "block", *AGAIN[:-1], "2"),
+    plain("prediction-experts-again", "1,2", *PREDICTING, *EXPERTS.split(), *EXPERTS_AGAIN, *DEEP),
     plain("prediction-sharded", "2,1", *PREDICTING, *GATED[:-3], "--sequence-parallel", "--bf16"),
     plain("latent-biased", "1,2", *LATENT.split(), "--position-embedding-type", "rope", "--no-rope-fusion"),
     plain("latent-sharded", "3,1", *LATENT.split(), "--qk-layernorm", *GATED, "--sequence-parallel"),

@@ -47,6 +47,10 @@ SPELLINGS = {
     "without --untie-embeddings-and-output-weights": [],
     "--transformer-impl transformer_engine on the cpu platform": [],
     "--save or --load with --mtp-num-layers and a tied embedding": ["--save", "x", "--mtp-num-layers", "1"],
+    "--recompute-num-layers above 1 with --recompute-method uniform and --mtp-num-layers": [
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "2", "--mtp-num-layers", "1"),
+    ],
     "--moe-expert-capacity-factor without --num-experts": ["--moe-expert-capacity-factor", "1.5"],
     "--recompute-modules mlp without --disable-bias-linear": [
         *("--recompute-granularity", "selective"),

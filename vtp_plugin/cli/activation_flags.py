@@ -73,7 +73,6 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
         "context parallelism": max(layout.cp_sizes) == 1,
         f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
         f"--recompute-modules {' '.join(args.recompute_modules or ())}": set(_again(args)) <= {"core_attn", "mlp"},
-        "--recompute-granularity full and --mtp-num-layers": not args.mtp_num_layers or not whole,
         f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
         and "sinkhorn" not in balanced_by,
         "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",

@@ -37,6 +37,11 @@ class Recompute:
     method: Literal["", "uniform", "block"] = ""
     num_layers: int = 0
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are computed again, those of multi-token prediction too: Megatron's blocks spare them."""
+        return self.method == "uniform"
+
     def parted(self, layers: Sequence[int]) -> tuple[int, Sequence[int]]:
         """Say how many inputs of layers a chunk keeps, and which of its layers keep all.
 
@@ -47,7 +52,7 @@ class Recompute:
         """
         if not self.method:
             return 0, layers
-        if self.method == "uniform":
+        if self.is_uniform:
             return -(-len(layers) // self.num_layers), layers[:0]
         return min(self.num_layers, len(layers)), layers[self.num_layers :]
 
@@ -102,7 +107,8 @@ def activation_bytes(model: Model, batch: Microbatch, chunks: Sequence[Chunk], t
         num_inputs, layers = batch.recompute.parted(chunk.layers)
         total += sum(_layer(model, batch, layer, tp, etp) for layer in layers)
         total += num_inputs * slices * model.hidden * batch.itemsize_bytes
-        if num_inputs and batch.has_rope and model.latent is None:  # their angles
+        num_again = model.num_predicting if chunk.is_last and batch.recompute.is_uniform else 0
+        if num_inputs + num_again and batch.has_rope and model.latent is None:  # their angles
             total += batch.length * model.kv_channels * _FULL_BYTES
         if chunk.is_first:
             # Numbers of the words; and of the positions, where these have weights.
@@ -135,13 +141,17 @@ def _prediction(model: Model, batch: Microbatch, tp: int, etp: int) -> int:
     """Give what a layer of multi-token prediction keeps besides its loss."""
     positions, width = batch.length * batch.size, model.hidden
     slices = positions // tp if batch.is_sharded else positions
-    total = _layer(model, batch, model.num_layers - 1, tp, etp)
-    # Three norms of its own; both inputs side by side; and its output beside the model's, as input of the head.
-    total += 3 * _norm_inputs(model, batch, width, slices) + 3 * slices * width * batch.itemsize_bytes
+    # The next words and, where ranks share the vocabulary, whose they are; the next targets, and which of them count.
+    total = positions * (2 * _INDEX_BYTES + (1 if tp > 1 else 0) + _FULL_BYTES)
+    # Both inputs, side by side where they are kept for the layer; its output beside the model's, as input of the head.
+    total += 3 * slices * width * batch.itemsize_bytes
+    if batch.recompute.is_uniform:
+        return total
+    # Three norms of its own.
+    total += _layer(model, batch, model.num_layers - 1, tp, etp) + 3 * _norm_inputs(model, batch, width, slices)
     if not _is_raised(model, batch):  # its input is a part of what was gathered
         total += (positions - slices) * width * batch.itemsize_bytes
-    # The next words and, where ranks share the vocabulary, whose they are; the next targets, and which of them count.
-    return total + positions * (2 * _INDEX_BYTES + (1 if tp > 1 else 0) + _FULL_BYTES)
+    return total
 
 
 def _is_raised(model: Model, batch: Microbatch) -> bool:

@@ -65,6 +65,16 @@ def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
     )
 
 
+def _predicts_in_groups(args: object, _context: OptionContext) -> bool:
+    """Tell whether layers of multi-token prediction are to be computed again in groups of more than one."""
+    return bool(
+        getattr(args, "mtp_num_layers", None)
+        and getattr(args, "recompute_granularity", None) == "full"
+        and getattr(args, "recompute_method", None) == "uniform"
+        and (getattr(args, "recompute_num_layers", None) or 1) > 1
+    )
+
+
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
     """Tell whether feed-forward layers that return their bias are computed again."""
     is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
@@ -240,6 +250,14 @@ RULES: tuple[OptionRule, ...] = (
             applies=_cannot_store_prediction,
         ),
         way_out="add --untie-embeddings-and-output-weights",
+    ),
+    *refused(
+        "a layer of multi-token prediction asserts that groups have one layer, in the first step, with any sizes",
+        replace(
+            case("--recompute-num-layers above 1 with --recompute-method uniform and --mtp-num-layers", above(1)),
+            applies=_predicts_in_groups,
+        ),
+        way_out="use --recompute-num-layers 1, or --recompute-method block",
     ),
     *refused_unequal(
         "logging its indexer loss sums over the pipeline group, which hangs between stages of different sizes",
