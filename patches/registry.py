@@ -72,11 +72,10 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     from vtp_plugin.patches.core.transformer.moe import moe_layer, moe_logging
     from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
 
-    adapting = (parallel_state, schedules, checkpointing, moe_logging)
+    adapting = (parallel_state, schedules, checkpointing, moe_layer, moe_logging)
     modules = (
         validation,
         build_tokenizer,
-        moe_layer,
         theoretical_memory_usage,
         vocab_utils,
     )

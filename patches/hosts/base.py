@@ -31,12 +31,24 @@ class RouterMetric(NamedTuple):
         sum_group: its ranks have parts of them, to be added up; None if this rank has all.
         mean_group: its ranks have different ones, to be averaged; None if there are none.
         is_averaged: those of the replicas are averaged, too.
+        is_whole: they count the tokens of all replicas.
     """
 
     values: torch.Tensor
     sum_group: dist.ProcessGroup | None
     mean_group: dist.ProcessGroup | None
     is_averaged: bool
+    is_whole: bool
+
+
+def has_router_losses(options: object) -> bool:
+    """Tell whether routers add losses to that of the model, by Megatron's arguments or a model's configuration.
+
+    >>> has_router_losses(argparse.Namespace(moe_aux_loss_coeff=[0.0, 0.1], moe_z_loss_coeff=None))
+    True
+    """
+    found = (getattr(options, name, None) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
+    return any(any(value) if isinstance(value, list) else bool(value) for value in found)
 
 
 class MegatronHost(ABC):
@@ -50,6 +62,8 @@ class MegatronHost(ABC):
         absent: why the family needs no such record, by id.
         is_newest: records name their targets and aliases for this family.
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
+        runs_experts: a mixture of experts was run with it on stages of different sizes.
+        sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
         mindspeed: what has patched this Megatron before us; None without MindSpeed.
     """
 
@@ -58,6 +72,8 @@ class MegatronHost(ABC):
     absent: ClassVar[Mapping[str, str]] = {}
     is_newest: ClassVar[bool] = False
     needs_device_first: ClassVar[bool] = False
+    runs_experts: ClassVar[bool] = True
+    sums_whole_experts: ClassVar[bool] = False
     mindspeed: MindSpeed | None = None
 
     @property
@@ -103,7 +119,9 @@ class MegatronHost(ABC):
         for name in names:
             entry = tracker.metrics.get(name)
             if entry is not None:
-                yield RouterMetric(entry.values, entry.reduce_group, entry.avg_group, entry.needs_dp_avg)
+                yield RouterMetric(
+                    entry.values, entry.reduce_group, entry.avg_group, entry.needs_dp_avg, not entry.needs_dp_avg
+                )
 
     @abstractmethod
     def exchange_record(self, session: Session) -> PatchRecord:
@@ -255,17 +273,26 @@ class MegatronHost(ABC):
             )
             yield f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} {why}"
 
-    def problems_of_experts(self, layout: PipelineLayout, *, has_experts: bool) -> Iterable[str]:
-        """Say why this family cannot train experts on these stages.
+    def problems_of_experts(self, layout: PipelineLayout, options: object) -> Iterable[str]:
+        """Say why this family cannot train a mixture of experts on these stages.
 
         Args:
             layout: the stages.
-            has_experts: the model has experts, as far as is known.
+            options: Megatron's arguments, or the configuration of a model; both use these names.
         """
-        if not self.is_newest and not layout.is_uniform and (has_experts or layout.has_expert_groups):
+        if self.is_newest or layout.is_uniform:
+            return
+        if not self.runs_experts:
             yield (
-                f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.19 "
-                "only; use that, or give every stage the same sizes"
+                f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.12, "
+                "0.16 and 0.19 only; use one of these, or give every stage the same sizes"
+            )
+        shares = {tp * cp for tp, cp in zip(layout.tp_sizes, layout.cp_sizes, strict=True)}
+        if has_router_losses(options) and getattr(options, "calculate_per_token_loss", False) and len(shares) > 1:
+            yield (
+                f"--calculate-per-token-loss with losses of routers; Megatron {self.name} counts these by the tokens "
+                "of one rank, so stages of another size would train with other losses; leave it out, or set "
+                "--moe-aux-loss-coeff and --moe-z-loss-coeff to 0"
             )
 
     def problems_of_rings(self, num_rings: int) -> Iterable[str]:

@@ -19,8 +19,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
+from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
@@ -40,6 +42,7 @@ class Host(OlderHost):
 
     name = "0.12"
     averages_replicas = False
+    sums_whole_experts = True
     moved = {
         **OlderHost.moved,
         "H5": "megatron.core.pipeline_parallel.p2p_communication:_communicate",
@@ -82,6 +85,14 @@ class Host(OlderHost):
                 build=wrap_with(_group_of_shares),
                 why="it is the world, whose sums cross between sites on many links; H4c3 is this group in later "
                 "families",
+                remove_when="Megatron 0.12 is no longer supported",
+            ),
+            PatchRecord(
+                id="H16",
+                target="megatron.core.optimizer:_get_param_groups",
+                build=wrap_with(_same_groups),
+                why="on a stage without experts nobody would have the optimizer of the experts, and take part in its "
+                "sums over the stages; later families make the groups of all ranks alike",
                 remove_when="Megatron 0.12 is no longer supported",
             ),
         )
@@ -198,6 +209,15 @@ class Host(OlderHost):
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
         return parallel_state.get_data_parallel_group()
 
+    def problems_of_experts(self, layout: PipelineLayout, options: object) -> Iterable[str]:
+        yield from super().problems_of_experts(layout, options)
+        if has_router_losses(options) and len(set(layout.cp_sizes)) > 1:
+            yield (
+                "losses of routers with stages of different context-parallel sizes; Megatron 0.12 divides these losses "
+                "by the stage's size; give every stage the same one, or set --moe-aux-loss-coeff and "
+                "--moe-z-loss-coeff to 0"
+            )
+
     def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
         yield from super().problems_of_saving(args, tp_sizes, device=device)
         is_flat = args.use_distributed_optimizer and args.ckpt_fully_parallel_save and not args.no_save_optim
@@ -270,6 +290,19 @@ def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimi
     """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks."""
     group = parallel_state.get_model_parallel_group()
     return group.shares if isinstance(group, ModelGroup) else original(optimizer)
+
+
+def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    """Run `_get_param_groups`; experts' groups of other ranks are added without parameters. A collective call."""
+    groups = original(*args, **kwargs)
+    own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    gathered: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    for group in (group for found in gathered for group in found):
+        if group["is_expert_parallel"] and group not in own:
+            own.append(group)
+            groups.append({"params": [], **group})
+    return groups
 
 
 def _communicate(

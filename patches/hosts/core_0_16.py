@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from megatron.core.transformer.moe import moe_utils
+
 from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
 from vtp_plugin.patches.hosts.older import OlderHost
+from vtp_plugin.patching import PatchRecord, wrap_with
 
 
 class Host(OlderHost, GroupedHost):
@@ -15,5 +20,38 @@ class Host(OlderHost, GroupedHost):
     name = "0.16"
     moved = {**OlderHost.moved, "U3": "megatron.training.utils:get_batch_on_this_tp_rank"}
 
+    def platform_records(self) -> tuple[PatchRecord, ...]:
+        return (
+            PatchRecord(
+                id="P13",
+                target="megatron.core.transformer.moe.moe_utils:router_gating_linear",
+                build=wrap_with(_gate),
+                why="without Transformer Engine it fails for every router: a name that it asks for is not defined",
+                remove_when="Megatron 0.16 is no longer supported",
+            ),
+        )
+
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
+
+
+def _gate(
+    original: Callable[..., torch.Tensor],
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    router_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Run `router_gating_linear`; without Transformer Engine as a plain linear layer in the router's type.
+
+    Args:
+        original: Megatron's function.
+        inp: tokens `[S, B, H]`.
+        weight: of the router `[E, H]`.
+        bias: of the router `[E]`, or None.
+        router_dtype: of the product and the result.
+    """
+    if moe_utils.HAVE_TE:
+        return original(inp, weight, bias, router_dtype)
+    wide = None if bias is None else bias.to(router_dtype)
+    return torch.nn.functional.linear(inp.to(router_dtype), weight.to(router_dtype), wide)

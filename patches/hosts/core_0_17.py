@@ -14,6 +14,7 @@ class Host(NotedMetrics, GroupedHost):
     """Megatron 0.17."""
 
     name = "0.17"
+    runs_experts = False
     needs_device_first = True
     moved = {
         "U3": "megatron.training.utils:get_batch_on_this_tp_rank",

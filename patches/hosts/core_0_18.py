@@ -10,4 +10,5 @@ class Host(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
+    runs_experts = False
     absent = {**NO_PROJECTION, "H4c10": "it has no such group"}

@@ -22,8 +22,9 @@ class NotedMetrics(MegatronHost):
         for name in noted if names is None else names:
             entry = noted[name]
             group = entry.get("reduce_group")
-            is_whole = group is None or entry.get("reduce_group_has_dp", False)
-            yield RouterMetric(entry["values"], group, entry.get("avg_group"), self.averages_replicas and not is_whole)
+            mean_group, is_whole = entry.get("avg_group"), entry.get("reduce_group_has_dp", False)
+            is_averaged = self.averages_replicas and group is not None and not is_whole
+            yield RouterMetric(entry["values"], group, mean_group, is_averaged, is_whole or mean_group is not None)
 
     def _noted(self) -> Mapping[str, Any]:
         """Return what was noted, by name."""

@@ -293,7 +293,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         (
             *check_run(args, session.planned.option_context, replicas),
             *host.problems_of_saving(args, layout.tp_sizes, device=session.planned.platform.name),
-            *host.problems_of_experts(layout, has_experts=bool(args.num_experts)),
+            *(host.problems_of_experts(layout, args) if args.num_experts else ()),
         )
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))

@@ -94,24 +94,30 @@ def drops_by_shard(case: Case) -> Iterator[None]:
     if not case.shards:
         yield
         return
-    original = router.apply_router_token_dropping
+    # Up to Megatron 0.12 the scores of the experts and the drops are one function.
+    name = next(name for name in ("apply_router_token_dropping", "topk_softmax_with_capacity") if hasattr(router, name))
+    original = getattr(router, name)
 
-    def apply(probs: torch.Tensor, routing_map: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def apply(*values: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        """Drop among the rows of each rank; what has one row for each token is put together, and counts are summed."""
         tp, cp = case.shards[parallel_state.get_pipeline_model_parallel_rank()]
-        tokens = torch.arange(len(probs)).view(case.seq, -1)
+        tokens = torch.arange(len(values[0])).view(case.seq, -1)
         own = [rows for rank in range(cp) for rows in tokens[chunk_positions(case.seq, rank, cp)].chunk(tp)]
-        kept_probs, kept = torch.zeros_like(probs), torch.zeros_like(routing_map)
-        for rows in own:
-            some = rows.flatten()
-            some_probs, kept[some] = original(probs[some], routing_map[some], **options)
-            kept_probs = kept_probs.index_add(0, some, some_probs)
-        return kept_probs, kept
+        own = [rows.flatten() for rows in own]
+        parts = [
+            original(*(value[rows] if torch.is_tensor(value) else value for value in values), **options) for rows in own
+        ]
+        order = torch.cat(own).argsort()
+        return tuple(
+            torch.cat(pieces)[order] if pieces[0].dim() == 2 else torch.stack(pieces).sum(dim=0)
+            for pieces in zip(*parts, strict=True)
+        )
 
-    router.apply_router_token_dropping = apply
+    setattr(router, name, apply)
     try:
         yield
     finally:
-        router.apply_router_token_dropping = original
+        setattr(router, name, original)
 
 
 def place_of(words: list[str], parameter: Any) -> tuple[list[str], int, int]:

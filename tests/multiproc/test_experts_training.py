@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import host_name
+from tests.hosts import logs_one_replica, reshardable_flags, resharding_flags, saves_distributed
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -21,8 +21,6 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.pool import Pool
-
-pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
 
 # Megatron's local experts fail with fused activations and with biases.
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
@@ -37,7 +35,7 @@ EXPERTS += [
 EXPERTS += ["--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "96", "--sequence-parallel"]
 EXPERTS += ["--moe-per-layer-logging"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-DISTRIBUTED += ["--dist-ckpt-optim-fully-reshardable"]
+RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
 BATCH = ["--global-batch-size", "16"]  # as with two replicas
 UNEQUAL = ["--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
 
@@ -76,7 +74,7 @@ class Start:
 def begin(pool: Pool, folder: Path, *extra: str) -> Start:
     """Train the uniform run, with two replicas."""
     words = [word for word in EXPERTS if word != "--sequence-parallel"]
-    words += ["--expert-model-parallel-size", "2", *DISTRIBUTED, *STEPS, *extra]
+    words += ["--expert-model-parallel-size", "2", *STEPS, *extra]
     saved, events = folder / "saved", folder / "events"
     train(pool, "1,1", [*words, "--save", str(saved), "--save-interval", "1", "--exit-interval", "1"], dp=2)
     runs = train(pool, "1,1", [*words, "--load", str(saved), "--tensorboard-dir", str(events)], dp=2)
@@ -86,20 +84,22 @@ def begin(pool: Pool, folder: Path, *extra: str) -> Start:
 @pytest.fixture(scope="module")
 def start(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Begin once."""
-    return begin(script_pool, tmp_path_factory.mktemp("experts"))
+    return begin(script_pool, tmp_path_factory.mktemp("experts"), *RESHARDABLE)
 
 
 def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequence[str], world_size: int) -> None:
     """Go on from the checkpoint: training and all logged losses are those of the uniform run."""
     events = tmp_path / "events"
-    words = [*EXPERTS, *DISTRIBUTED, *STEPS, *BATCH, *extra, "--load", str(start.folder)]
+    words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *extra, *resharding_flags(), "--load", str(start.folder)]
     command = arguments(sizes, extra=[*words, "--tensorboard-dir", str(events)])
     runs = succeeded(launch(pool, world_size, {"arguments": command}))
     assert_same_training(runs, start.runs)
     found = router_losses(runs, events)
     assert found.keys() == start.losses.keys()
+    has_all = world_size == 6 or not logs_one_replica()
     for name, values in found.items():
-        assert len(values) == 5 and values == pytest.approx(start.losses[name], rel=1e-5), name
+        assert len(values) == 5
+        assert not has_all or values == pytest.approx(start.losses[name], rel=1e-5), name
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,8 @@ def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequ
         pytest.param("1,2", ["--vtp-dp-list", "1,2", *UNEQUAL], 5, id="dp-1,2"),
         pytest.param("2,1", ["--vtp-dp-list", "1,2", *SEVERAL_COPIES], 4, id="2,1-dp-1,2", marks=pytest.mark.full),
         pytest.param("1,2", [*U_SHAPE, *UNEQUAL], 3, id="U-1,2", marks=pytest.mark.full),
+        # As many replicas as the uniform run has: older Megatrons log one of them.
+        pytest.param("1,2", SEVERAL_COPIES, 6, id="1,2-dp-2", marks=pytest.mark.full),
     ],
 )
 def test_logged_router_losses(
@@ -123,7 +125,7 @@ def test_logged_router_losses(
 def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern: str) -> None:
     """The first one, or the one that logs."""
     only_some = ["--moe-layer-freq", pattern]
-    start = begin(script_pool, tmp_path, *only_some)
+    start = begin(script_pool, tmp_path, *RESHARDABLE, *only_some)
     assert sum(any(values) for name, values in start.losses.items() if name.startswith("moe/")) == 4
     check_logs(script_pool, start, tmp_path / "unequal", "1,2", [*UNEQUAL, *only_some], 3)
 
@@ -151,7 +153,9 @@ def test_checkpoints_move_between_lists(
     other_extra: list[str],
 ) -> None:
     """An unequal run goes on from the uniform checkpoint; another list goes on from the unequal one's."""
-    words = [*EXPERTS, *DISTRIBUTED, *STEPS, *BATCH]
+    words = [*EXPERTS, *STEPS, *BATCH, *resharding_flags(), *(RESHARDABLE if saves_distributed() else ())]
+    if not saves_distributed():
+        start = begin(script_pool, tmp_path / "start")
     saving = ["--load", str(start.folder), "--save", str(tmp_path), "--save-interval", "1"]
     assert_same_training(train(script_pool, sizes, [*words, *extra, *saving], dp=dp), start.runs)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
@@ -165,7 +169,7 @@ def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
 
     Numbers of experts' copies differ between the stages, and so do those of the groups.
     """
-    words = [*EXPERTS, *DISTRIBUTED[:-1], *STEPS, *SEVERAL_COPIES]
+    words = [*EXPERTS, *DISTRIBUTED, *STEPS, *SEVERAL_COPIES]
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     whole = train(script_pool, "1,2", [*words, *saving], dp=2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
@@ -178,7 +182,7 @@ def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
 
 def test_an_optimizer_without_experts_of_its_own_is_refused(script_pool: Pool, start: Start) -> None:
     """Megatron gives experts an optimizer of their own in some layouts only, and one cannot load the other."""
-    command = arguments("1,2", extra=[*EXPERTS, *DISTRIBUTED, *BATCH, "--load", str(start.folder)])
+    command = arguments("1,2", extra=[*EXPERTS, *RESHARDABLE, *BATCH, "--load", str(start.folder)])
     runs = launch(script_pool, num_ranks("1,2"), {"arguments": command})
     assert_refused(runs, "--vtp-ep-list 2,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2 is asked for", "--no-load-optim")
 

@@ -14,6 +14,8 @@ from tests.pool import Pool
 
 PER_TOKEN = {"per_token_loss": True, "loss_tuple": 3, "masked": True}
 DISTRIBUTED = {"optimizer": "adam", "distributed_optimizer": True}
+MIXED = {"has_bias": False, "seq": 12, "sequence_parallel": True, "ep_list": (1, 2), "etp": 1}
+OF_STAGES = ("dp_list", "ep_list", "etp", "schedule", "sequence_parallel", "transport")
 TOLERANCE = 1e-5
 
 
@@ -42,13 +44,15 @@ def losses(results: list[RankResult], num_stages: int) -> list[float]:
         ((1, 2), {"transport": "rank0", "varying_lengths": True}),
         ((1, 1), {"dp_list": (1, 2), "num_microbatches": 4}),
         ((2, 1), {"dp_list": (1, 2), "num_microbatches": 4, **DISTRIBUTED}),
+        ((1, 2), {"experts": "gathered", **MIXED, **DISTRIBUTED}),
+        ((1, 2), {"experts": "biased", **MIXED, "dp_list": (2, 1), "num_microbatches": 4}),
     ],
     ids=str,
 )
 def test_it_trains_as_the_uniform_run(pool: Pool, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     ours = train(pool, Case(sizes=sizes, num_steps=3, **options))
     # Without a stage of another size the plugin stays out of the way: groups and schedules are Megatron's.
-    plain = {name: value for name, value in options.items() if name not in ("dp_list", "schedule", "transport")}
+    plain = {name: value for name, value in options.items() if name not in OF_STAGES}
     if "dp_list" in options:
         plain["dp"] = max(options["dp_list"])
     uniform = train(pool, Case(sizes=(1,) * len(sizes), plugin="stock", num_steps=3, **plain))

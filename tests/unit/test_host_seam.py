@@ -161,8 +161,36 @@ def test_megatron_sees_another_world_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", [NEWEST, *OLDER])
 def test_experts_are_refused_where_they_were_not_run(name: str) -> None:
     host, unequal = load_host(name), PipelineLayout.from_sizes((1, 2), world_size=3)
-    assert not list(host.problems_of_experts(unequal, has_experts=False))
-    assert not list(host.problems_of_experts(PipelineLayout.from_sizes((2, 2), world_size=4), has_experts=True))
-    for layout, has_experts in ((unequal, True), (unequal.with_experts(1, 1), False)):
-        problems = list(host.problems_of_experts(layout, has_experts=has_experts))
-        assert len(problems) == (name != NEWEST) and all(f"Megatron {name};" in problem for problem in problems)
+    uniform, options = PipelineLayout.from_sizes((2, 2), world_size=4), argparse.Namespace(moe_aux_loss_coeff=0.1)
+    assert not list(host.problems_of_experts(uniform, options))
+    problems = list(host.problems_of_experts(unequal, options))
+    assert len(problems) == (name in ("0.17", "0.18")) and all(f"Megatron {name};" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_refused"),
+    [
+        ("0.12", {"moe_aux_loss_coeff": 0.1}, True),
+        ("0.16", {"moe_aux_loss_coeff": [0.0, 0.1]}, True),
+        ("0.16", {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-3}, True),
+        ("0.12", {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}, False),
+        ("0.16", {"moe_aux_loss_coeff": [0.0, 0.0]}, False),
+        (NEWEST, {"moe_aux_loss_coeff": 0.1}, False),
+    ],
+)
+def test_router_losses_per_token_are_refused_where_they_depend_on_sizes(
+    name: str, options: dict[str, object], is_refused: bool
+) -> None:
+    host, args = load_host(name), argparse.Namespace(**options, calculate_per_token_loss=True)
+    problems = list(host.problems_of_experts(PipelineLayout.from_sizes((1, 2), world_size=3), args))
+    assert [problem.partition(" with ")[0] for problem in problems] == ["--calculate-per-token-loss"] * is_refused
+    replicas = PipelineLayout.from_sizes((1, 1), world_size=3, dp=(2, 1))
+    assert not list(host.problems_of_experts(replicas, args))
+
+
+@pytest.mark.parametrize("name", ["0.12", "0.16", NEWEST])
+def test_router_losses_with_other_contexts_are_refused_with_0_12(name: str) -> None:
+    layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
+    args = argparse.Namespace(moe_z_loss_coeff=1e-3, calculate_per_token_loss=False)
+    problems = list(load_host(name).problems_of_experts(layout, args))
+    assert len(problems) == (name == "0.12") and all("context-parallel sizes; Megatron 0.12" in x for x in problems)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vtp_plugin.errors import refuse
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
     return (
         PatchRecord(
             id="H13",
             target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-            build=wrap_with(_init, session),
+            build=wrap_with(_init, session, host),
             why="it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own "
             "elsewhere: optimizers would differ between the stages, and a checkpoint of one could not be read by "
             "another",
@@ -24,10 +26,29 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     )
 
 
-def _init(session: Session, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `MoELayer.__init__`; if any stage has expert groups of its own, all experts use theirs."""
-    original(layer, *args, **kwargs)
+def _init(
+    session: Session,
+    host: MegatronHost,
+    original: Callable[..., None],
+    layer: Any,
+    config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Run `MoELayer.__init__`; if any stage has expert groups of its own, all experts use theirs.
+
+    Raises:
+        ConfigError: this family cannot train these experts on these stages.
+    """
+    if session.is_planned:
+        # Without megatron.training nobody has seen these options before.
+        refuse(host.problems_of_experts(session.planned.layout, config))
+    original(layer, config, *args, **kwargs)
     if session.is_planned and session.planned.layout.has_expert_groups:
         for parameter in layer.experts.parameters():
             # Megatron's mark of a weight whose copies are those of the expert groups.
             parameter.allreduce = False
+        for module in layer.experts.modules() if host.sums_whole_experts else ():
+            if hasattr(module, "explicit_expert_comm"):
+                # As of an expert that is cut: its dispatcher alone communicates.
+                module.explicit_expert_comm = True

@@ -38,7 +38,8 @@ def _sync(session: Session, host: MegatronHost, original: Callable[..., None], *
             dist.all_reduce(metric.values, group=metric.sum_group)
         if metric.mean_group is not None:
             _average(metric.values, metric.mean_group)
-        if metric.is_averaged:
+        # Older families log one replica. Stages with different numbers of replicas share none.
+        if metric.is_averaged or (not metric.is_whole and len(set(session.planned.layout.dp_sizes)) > 1):
             _average(metric.values, parallel_state.get_data_parallel_group())
         _sum_stages(session.planned, metric.values)
 
