@@ -49,7 +49,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     # Of four layers.
     "the first two": {**_BALANCED, "moe_layer_freq": [1, 1, 0, 0]},
     "the last two": {**_BALANCED, "moe_layer_freq": [0, 0, 1, 1]},
-    "capacity": {**_BALANCED, "moe_expert_capacity_factor": 4.0},
+    # Every expert can take all tokens: Megatron 0.12 ends where it could take more.
+    "capacity": {**_BALANCED, "moe_expert_capacity_factor": 3.0},
     # Here tokens are dropped.
     "dropping": {**_BALANCED, "moe_expert_capacity_factor": 1.0},
     "dropping the last": {
