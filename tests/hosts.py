@@ -136,8 +136,8 @@ LEFT_OUT: dict[str, dict[str, str]] = {
             "experts=by batch": "it has no balancing loss by batch"
             for sizes in ("1,2", "2,1")
         },
-        "tests/multiproc/test_experts.py::test_experts[3,1 tied": "in the sizes that it needs, see fitted(), Adam makes "
-        "more of rounding: with SGD they pass",
+        "tests/multiproc/test_experts.py::test_experts[3,1 tied": "in the sizes that it needs, see fitted(), Adam "
+        "makes more of rounding: with SGD they pass",
         **{
             f"tests/multiproc/test_experts.py::test_tokens_are_dropped_by_the_ranks[{case} gathered": "losses of "
             "routers with different context-parallel sizes are refused"
