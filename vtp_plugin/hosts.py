@@ -77,7 +77,6 @@ HOSTS = (
         below="0.13",
         pythons=("3.10", "3.11"),
         torch="==2.7.1",
-        untried="multi-token prediction and packed samples",
         needs_all=False,
     ),
     Host(
@@ -86,7 +85,7 @@ HOSTS = (
         below="0.17",
         pythons=("3.11", "3.10", "3.12"),
         torch=">=2.6,<2.7",
-        untried="Megatron 0.15 beyond the core grids, multi-token prediction and packed samples",
+        untried="Megatron 0.15 beyond the core grids, and --sft",
     ),
     Host(
         name="0.17",

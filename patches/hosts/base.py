@@ -231,6 +231,14 @@ class MegatronHost(ABC):
         """Return the stages that hold the layers of multi-token prediction: the last one, if the model has such."""
         return [num_stages - 1] if getattr(config, "mtp_num_layers", None) else []
 
+    def note_of_prediction(self, tp_size: int) -> str:
+        """Say what multi-token prediction computes otherwise on a stage of this size; empty if it does not.
+
+        Args:
+            tp_size: tensor-parallel size of the stage that predicts.
+        """
+        return ""
+
     @abstractmethod
     def token_group(self) -> dist.ProcessGroup:
         """Return the group over which this family sums the number of tokens in the loss."""

@@ -218,6 +218,15 @@ class Host(OlderHost):
                 "--moe-z-loss-coeff to 0"
             )
 
+    def note_of_prediction(self, tp_size: int) -> str:
+        if tp_size == 1:
+            return ""
+        return (
+            f"multi-token prediction on a stage of tp {tp_size}: Megatron 0.12 itself multiplies the gradients that "
+            f"pass through it by {tp_size} (all_gather_last_dim_from_tensor_parallel_region adds up copies), so this "
+            f"equals the uniform run of tp {tp_size}, not that of another size; newer Megatrons do not multiply"
+        )
+
     def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
         yield from super().problems_of_saving(args, tp_sizes, device=device)
         is_flat = args.use_distributed_optimizer and args.ckpt_fully_parallel_save and not args.no_save_optim

@@ -453,7 +453,16 @@ class Runs:
 
     def oracle(self, case: Case) -> Run:
         """Give the uniform run that ``case`` must equal."""
-        return self.kept(oracle_of(fitted(case, self._host)))
+        return self.kept_alike(case, oracle_of(fitted(case, self._host)))
+
+    def kept_alike(self, case: Case, oracle: Case) -> Run:
+        """As :meth:`kept`, of an oracle that predicts several tokens on as many ranks as the case, if that matters.
+
+        Megatron 0.12 multiplies gradients through multi-token prediction by the tensor-parallel size of its stage.
+        """
+        if case.mtp and self._host == "0.12":
+            oracle = replace(oracle, sizes=(case.sizes[case.loss_stage],) * len(oracle.sizes))
+        return self.kept(oracle)
 
 
 Row = Mapping[str, object]

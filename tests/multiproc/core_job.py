@@ -434,7 +434,7 @@ def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
 
 
 def _mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None) -> Any:
-    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **_of_chunk(vp_stage))
 
 
 def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
@@ -508,10 +508,12 @@ def _set_functions(config: TransformerConfig, name: str, functions: list[Any]) -
 
 def _sharded(chunks: list[GPTModel]) -> dict[str, Any]:
     sharded = {}
+    # Megatron 0.16 does not fill it in for multi-token prediction.
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for i, chunk in enumerate(chunks):
         if len(chunks) > 1:
             _of_chunk(i)  # Megatron 0.12 numbers layers by the chunk that was set last
-        sharded[f"model{i}"] = chunk.sharded_state_dict()
+        sharded[f"model{i}"] = chunk.sharded_state_dict(metadata=metadata)
     return sharded
 
 

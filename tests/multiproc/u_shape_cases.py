@@ -60,7 +60,7 @@ def sequential(case: Case) -> Case:
 def check_u_shape(runs: Runs, saved: Saved, case: Case, train: Callable[[Case], Run] | None = None) -> Run:
     """Train the case, with the executor unless told otherwise, and compare it with the sequential run."""
     case = replace(case, load=saved(case), wants_weights=True)
-    run, oracle = (train or runs.run)(case), runs.kept(sequential(case))
+    run, oracle = (train or runs.run)(case), runs.kept_alike(case, sequential(case))
     if case.tied:
         ends = [run.weights.pop("output_layer.weight"), run.weights["embedding.word_embeddings.weight"]]
         assert ends[0].equal(ends[1])

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
@@ -48,6 +50,8 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     original(chunk)
     if not copies_embedding(chunk):
         return
+    if session.is_planned and getattr(chunk, "mtp_process", False):
+        _note_prediction(session, host)
     if is_u_shaped:
         _tie_chunks(session, chunk)
     elif session.is_running and not session.planned.has_stock_ends and _holds_copy(chunk):
@@ -60,6 +64,14 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
                 # As in Megatron, which may have drawn the values on the host.
                 weight.data = weight.data.to(session.planned.platform.device())
                 tied.copy_from_first(weight.data, stages)
+
+
+def _note_prediction(session: Session, host: MegatronHost) -> None:
+    """Warn, on the first rank of the stage that predicts, of what depends on its size in Megatron itself."""
+    layout, own = session.planned.layout, session.planned.own
+    note = host.note_of_prediction(layout.tp_sizes[own.stage])
+    if note and not layout.is_uniform and dist.get_rank() == layout.rank_of(own.stage, 0):
+        log.warning(note)
 
 
 def copies_embedding(model: Any) -> bool:
