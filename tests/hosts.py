@@ -48,8 +48,8 @@ _SCRIPTS = (
 _OLDER: dict[str, str] = {
     "tests/multiproc/test_edge_cloud_example.py": "examples/pretrain_gpt.py is for Megatron 0.19",
     "tests/multiproc/test_u_shape.py::test_both_chunks": "batches are shared by a function of megatron.training",
-    "tests/multiproc/test_packed_training.py": "it has no --dataloader-inter-document-masking, and its --sft, if it has "
-    "one, ends in its own rotary embeddings",
+    "tests/multiproc/test_packed_training.py": "it has no --dataloader-inter-document-masking; 0.12 has no --sft, that "
+    "of 0.16 ends in its own rotary embeddings, that of others has not been run",
     "tests/hang/test_hangs.py::test_a_rank_that_is_lost_inside_a_bridge": BRIDGES,
     "tests/multiproc/test_bridges.py": BRIDGES,
     "tests/multiproc/test_mimo": BRIDGES,
@@ -238,7 +238,13 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         **_BACKGROUND,
     },
     "0.17": {**_OLDER, **_BACKGROUND, **_EXPERTS},
-    "0.18": {**_OLDER, **_BACKGROUND, **_EXPERTS},
+    "0.18": {
+        **_OLDER,
+        **_BACKGROUND,
+        **_EXPERTS,
+        "tests/multiproc/test_mtp.py::test_prediction[1,2 attention=rotary mtp=2 recompute]": "its prediction cannot "
+        "recompute: _checkpointed_forward lacks padding_mask",
+    },
     "0.19": {"tests/multiproc/test_host_grid.py": "test_parity.py tries more", **_BACKGROUND},
 }
 

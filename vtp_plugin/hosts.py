@@ -93,7 +93,7 @@ HOSTS = (
         below="0.18",
         pythons=("3.12", "3.13"),
         torch=">=2.6,<3",
-        untried="multi-token prediction, packed samples, hangs, and the whole grids of options",
+        untried="--sft, hangs, and the whole grids of options",
     ),
     Host(
         name="0.18",
@@ -101,7 +101,7 @@ HOSTS = (
         below="0.19",
         pythons=("3.12", "3.13"),
         torch=">=2.6,<3",
-        untried="multi-token prediction, packed samples, hangs, and the whole grids of options",
+        untried="--sft, hangs, and the whole grids of options",
     ),
     Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )
