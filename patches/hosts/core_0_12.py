@@ -286,7 +286,25 @@ def _load_in_passes(
     first, again = extract_matching_values(sharded_state_dict, is_first, return_lists_as_dicts=True)
     loaded = original(strategy, first, checkpoint_dir)
     # On ranks that have nothing twice as well: loading is collective.
-    return merge(loaded, original(strategy, again, checkpoint_dir))
+    return _in_lists(sharded_state_dict, merge(loaded, original(strategy, again, checkpoint_dir)))
+
+
+def _in_lists(asked: Any, loaded: Any) -> Any:
+    """Give what was loaded as it was asked for, with lists where dictionaries have stood for them.
+
+    >>> _in_lists({"w": ["a", {"b": 0}], "none": {}}, {"w": {0: 1, 1: {"b": 2}}})
+    {'w': [1, {'b': 2}], 'none': {}}
+    """
+    if not isinstance(asked, dict | list):
+        return loaded
+    items = asked.items() if isinstance(asked, dict) else enumerate(asked)
+    # Containers of nothing are in neither part.
+    found = {
+        name: _in_lists(value, loaded.get(name, {}))
+        for name, value in items
+        if name in loaded or isinstance(value, dict | list)
+    }
+    return found if isinstance(asked, dict) else list(found.values())
 
 
 def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from megatron.core import parallel_state
+
 from vtp_plugin.patches.hosts.base import MegatronHost, RouterMetric
 
 
@@ -24,7 +26,11 @@ class NotedMetrics(MegatronHost):
             group = entry.get("reduce_group")
             mean_group, is_whole = entry.get("avg_group"), entry.get("reduce_group_has_dp", False)
             is_averaged = self.averages_replicas and group is not None and not is_whole
-            yield RouterMetric(entry["values"], group, mean_group, is_averaged, is_whole or mean_group is not None)
+            is_whole = is_whole or mean_group is not None
+            if group is None and mean_group is None:
+                # The z loss: Megatron logs that of the tokens of one rank, of which stages have other numbers.
+                mean_group = parallel_state.get_tensor_and_context_parallel_group()
+            yield RouterMetric(entry["values"], group, mean_group, is_averaged, is_whole)
 
     def _noted(self) -> Mapping[str, Any]:
         """Return what was noted, by name."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.hosts import reshardable_flags, resharding_flags
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -156,7 +157,9 @@ def command(preset: Preset, layout: Layout) -> list[str]:
     >>> command(PRESETS["mixtral"], LAYOUTS["1,2"])[-5:]
     ['--sequence-parallel', '--vtp-ep-list', '1,2', '--vtp-etp-list', '1,1']
     """
-    words = [*TRAINING.split(), *preset.flags.split(), *layout.flags]
+    missing = () if reshardable_flags() else ("--dist-ckpt-optim-fully-reshardable",)
+    words = [word for word in TRAINING.split() if word not in missing]
+    words += [*preset.flags.split(), *layout.flags]
     if preset.has_experts and set(layout.sizes) - set("1,"):
         words.append("--sequence-parallel")
     return [*words, *(layout.expert_flags if preset.has_experts else ())]
@@ -173,7 +176,7 @@ def start(pool: Pool, preset: Preset, folder: Path) -> list[ScriptRun]:
 
 def go_on(pool: Pool, preset: Preset, layout: Layout, folder: Path) -> list[ScriptRun]:
     """Go on from the checkpoint on a layout."""
-    words = [*command(preset, layout), "--load", str(folder)]
+    words = [*command(preset, layout), *resharding_flags(), "--load", str(folder)]
     return train(pool, layout.sizes, words, dp=layout.dp, hooks=list(preset.hooks))
 
 
@@ -191,7 +194,7 @@ def largest_difference(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]
     """
     differences: list[float] = []
     for values in (losses, grad_norms):
-        got, wanted = values(runs), values(reference)[NUM_SAVED:]
+        got, wanted = values(runs), values(reference)[-NUM_STEPS:]
         assert len(got) == len(wanted) == NUM_STEPS, (got, wanted)
         differences += [abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True)]
     return max(differences)
