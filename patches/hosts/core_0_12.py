@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
@@ -24,6 +22,7 @@ from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
 from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
+from vtp_plugin.patches.hosts.passes import load_in_passes
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.model_group import ModelGroup
@@ -157,7 +156,7 @@ class Host(OlderHost):
         loader = PatchRecord(
             id="U12",
             target="megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
-            build=wrap_with(_load_in_passes),
+            build=wrap_with(load_in_passes),
             why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under "
             "one name, of which no part may be there twice",
             remove_when="Megatron 0.12 is no longer supported",
@@ -266,45 +265,6 @@ def _num_layers(session: Session, host: Host, original: Callable[[Any], int], co
 def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
     """Replace `get_transformer_layer_offset`."""
     return _own_layers(session, host, config).start
-
-
-def _load_in_passes(
-    original: Callable[..., dict[str, Any]], strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any
-) -> dict[str, Any]:
-    """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice; a collective call."""
-    seen: set[tuple[object, ...]] = set()
-
-    def is_first(value: Any) -> bool:
-        if not isinstance(value, ShardedTensor):
-            return True
-        # Not its range in a flattened tensor: that of the other copy may be another, and overlap.
-        place = value.key, value.global_offset
-        is_new = place not in seen
-        seen.add(place)
-        return is_new
-
-    first, again = extract_matching_values(sharded_state_dict, is_first, return_lists_as_dicts=True)
-    loaded = original(strategy, first, checkpoint_dir)
-    # On ranks that have nothing twice as well: loading is collective.
-    return _in_lists(sharded_state_dict, merge(loaded, original(strategy, again, checkpoint_dir)))
-
-
-def _in_lists(asked: Any, loaded: Any) -> Any:
-    """Give what was loaded as it was asked for, with lists where dictionaries have stood for them.
-
-    >>> _in_lists({"w": ["a", {"b": 0}], "none": {}}, {"w": {0: 1, 1: {"b": 2}}})
-    {'w': [1, {'b': 2}], 'none': {}}
-    """
-    if not isinstance(asked, dict | list):
-        return loaded
-    items = asked.items() if isinstance(asked, dict) else enumerate(asked)
-    # Containers of nothing are in neither part.
-    found = {
-        name: _in_lists(value, loaded.get(name, {}))
-        for name, value in items
-        if name in loaded or isinstance(value, dict | list)
-    }
-    return found if isinstance(asked, dict) else list(found.values())
 
 
 def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
