@@ -252,7 +252,7 @@ RULES: tuple[OptionRule, ...] = (
         way_out="add --untie-embeddings-and-output-weights",
     ),
     *refused(
-        "a layer of multi-token prediction asserts that groups have one layer, in the first step, with any sizes",
+        "from Megatron 0.16 on, a layer of multi-token prediction asserts that groups have one layer, with any sizes",
         replace(
             case("--recompute-num-layers above 1 with --recompute-method uniform and --mtp-num-layers", above(1)),
             applies=_predicts_in_groups,
