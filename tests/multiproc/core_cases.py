@@ -82,6 +82,8 @@ class Case:
             all of them.
         save, load: directories of distributed checkpoints of the start weights.
         wants_weights: return the weights after the last step.
+        is_drawn: start weights depend on nothing but their names; for what Megatron cannot save. Models with experts
+            always start so.
         wants_tied: return both ends of the tied embedding at the start and after every step.
     """
 
@@ -148,6 +150,7 @@ class Case:
     save: str | None = None
     load: str | None = None
     wants_weights: bool = False
+    is_drawn: bool = False
     wants_tied: bool = False
 
     @property

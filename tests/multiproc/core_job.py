@@ -148,8 +148,9 @@ class Trainer:
         self.micro_batch_size *= case.micro_batch_at(self.stage) // MICRO_BATCH
         self.config = _config(case)
         chunks = self._prepared(_chunks(case, self.config))
-        if case.experts:
-            experts.draw(_named_parts(chunks))
+        if case.experts or case.is_drawn:
+            for chunk in chunks:  # in a U two of them hold the word embedding
+                experts.draw(_named_parts([chunk]))
         if case.load:
             _load(chunks, case.load)
         if case.save:

@@ -82,6 +82,10 @@ U_CASES = [
     u_shaped(2, 1, **{**PREDICTING, "mtp": 2}, **DISTRIBUTED, dp=2),
     u_shaped(1, 2, 2, **PREDICTING, **PER_TOKEN),
     u_shaped(1, 2, **PREDICTING, dp_list=(1, 2), num_microbatches=4),
+    # Megatron cannot save a tied one, so these start from weights that are drawn by their names.
+    u_shaped(1, 2, **PREDICTING, tied=True, is_drawn=True),
+    u_shaped(2, 1, **{**PREDICTING, "mtp": 2}, **DISTRIBUTED, dp=2, tied=True, is_drawn=True),
+    u_shaped(1, 2, 2, **PREDICTING, **PER_TOKEN, tied=True, is_drawn=True),
 ]
 
 
