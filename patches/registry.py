@@ -67,6 +67,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
     """Give the records that, besides ``module_records``, make a list of sizes work; they apply once it is known."""
     from vtp_plugin.patches.core import parallel_state
     from vtp_plugin.patches.core.dist_checkpointing import validation
+    from vtp_plugin.patches.core.dist_checkpointing.strategies import async_utils
     from vtp_plugin.patches.core.pipeline_parallel import schedules
     from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
     from vtp_plugin.patches.core.transformer.moe import moe_layer, moe_logging
@@ -86,7 +87,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
     )
-    records += training.length_records(session)
+    records += (*async_utils.records(), *training.length_records(session))
     if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
     if session.config.layerwise_disaggregated:

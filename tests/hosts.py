@@ -156,8 +156,6 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         },
         "tests/multiproc/test_experts_training.py::test_logged_router_losses[U": "one gradient norm of five is 2.6e-5 "
         "off, and 2e-5 are allowed",
-        "tests/multiproc/test_experts_training.py::test_checkpoints_move_between_lists[copies]": "it hung once "
-        "while it saved, on a busy machine, and was not run again",
         "tests/multiproc/test_presets.py::test_preset": "resuming is up to 3.1e-5 off in it, and its presets were "
         "not yet compared with a uniform run that resumes",
         "tests/multiproc/test_experts_training.py::test_checkpoints_of_one_list": "it cannot save this, and the plugin "

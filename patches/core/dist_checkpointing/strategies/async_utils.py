@@ -1,0 +1,39 @@
+"""H17: a process that saves a checkpoint starts, on every Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vtp_plugin.patching import PatchRecord, wrap_with
+
+# How long threads of gloo may take to let go of tensors: they need the interpreter's lock, and much less than this.
+_WAIT_S = 0.2
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Give the records of this module."""
+    return (
+        PatchRecord(
+            id="H17",
+            target="megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
+            build=wrap_with(_start, sys.version_info[:2]),
+            why="it forks. On Python before 3.12 (CPython issue 112275) the fork hangs now and then while a thread of "
+            "gloo frees the tensor of a collective that has just ended, and all ranks wait for it for ever",
+            remove_when="Python 3.11 is no longer supported",
+        ),
+    )
+
+
+def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `schedule_async_call` when no thread of gloo is between two states.
+
+    The child inherits the interpreter's list of threads as it is, locked or not, and older Pythons take the lock before
+    they make it anew. A thread of gloo takes it to free a tensor that Python has dropped already. Megatron's
+    collectives have ended here, so no such thread begins after those that we wait for.
+    """
+    if python < (3, 12):
+        time.sleep(_WAIT_S)
+    return original(*args, **kwargs)
