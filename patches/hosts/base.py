@@ -64,6 +64,8 @@ class MegatronHost(ABC):
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
         runs_experts: a mixture of experts was run with it on stages of different sizes.
         sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
+        stores_states_by_replica: on a stage with an EP above 1, random states are stored for every replica, in a grid
+            of another form than elsewhere.
         mindspeed: what has patched this Megatron before us; None without MindSpeed.
     """
 
@@ -74,6 +76,7 @@ class MegatronHost(ABC):
     needs_device_first: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = True
     sums_whole_experts: ClassVar[bool] = False
+    stores_states_by_replica: ClassVar[bool] = False
     mindspeed: MindSpeed | None = None
 
     @property

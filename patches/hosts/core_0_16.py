@@ -18,6 +18,7 @@ class Host(OlderHost, GroupedHost):
     """Megatron 0.15 and 0.16."""
 
     name = "0.16"
+    stores_states_by_replica = True
     moved = {**OlderHost.moved, "U3": "megatron.training.utils:get_batch_on_this_tp_rank"}
 
     def platform_records(self) -> tuple[PatchRecord, ...]:

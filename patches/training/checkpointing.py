@@ -150,12 +150,15 @@ def _load(
     stored = _stored_arguments(result)
     if stored is not None and session.is_planned:
         layout = session.planned.layout
+        tp, dp = (_stored_tp_sizes(stored), layout.tp_sizes), (_stored_dp_sizes(stored), layout.dp_sizes)
+        # With other tensor-parallel sizes Megatron leaves the random states alone.
+        same_states = tp[0] == tp[1]
+        if host.stores_states_by_replica and not args.no_load_rng:
+            ep = (_stored_experts(stored)[0], layout.ep_sizes)
+            same_states &= ep[0] == ep[1] and (dp[0] == dp[1] or max(layout.ep_sizes) == 1)
         # The caller compares these with this rank's sizes. Now it gets the same answer on every rank.
-        for name, there, here in (
-            ("tensor_model_parallel_size", _stored_tp_sizes(stored), layout.tp_sizes),
-            ("data_parallel_size", _stored_dp_sizes(stored), layout.dp_sizes),
-        ):
-            setattr(stored, name, getattr(args, name) if there == here else _OTHER_LAYOUT)
+        for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
+            setattr(stored, name, getattr(args, name) if is_same else _OTHER_LAYOUT)
     return result
 
 
@@ -227,19 +230,19 @@ def _require_loadable(
             f"{runs}; save it with --ckpt-format torch_dist"
         )
     is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
-    if not (args.use_distributed_optimizer and is_optimizer_loaded):
+    if not is_optimizer_loaded:
         return
-    if not host.is_reshardable(state):
-        raise ConfigError(
-            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
-            "--no-load-optim"
-        )
     if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
         raise ConfigError(
             f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
             "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
             "the weights with --no-load-optim"
+        )
+    if args.use_distributed_optimizer and not host.is_reshardable(state):
+        raise ConfigError(
+            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
+            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
+            "--no-load-optim"
         )
 
 

@@ -184,8 +184,9 @@ def assert_refused(runs: Sequence[ScriptRun], *words: str) -> None:
     assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
     lines = [error_line(run.output) for run in runs]
     assert all(lines), [run.output[-3000:] for run in runs]
-    # Behind our reason stands what this rank was doing.
-    reasons = {re.sub(r"^\[vtp(?: rank \d+)?\] error: (.*?)(; this rank .*)?$", r"\1", line) for line in lines}
+    # Behind our reason stands what this rank was doing; before it, who said it first, where this rank was slow.
+    pattern = r"^\[vtp(?: rank \d+)?\] error: (?:rank \d+ failed: )?(.*?)(; this rank .*)?$"
+    reasons = {re.sub(pattern, r"\1", line) for line in lines}
     assert len(reasons) == 1, lines
     (reason,) = reasons
     for word in words:

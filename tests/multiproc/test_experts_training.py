@@ -180,11 +180,26 @@ def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
         assert_same_training(anew, whole, first=2)
 
 
-def test_an_optimizer_without_experts_of_its_own_is_refused(script_pool: Pool, start: Start) -> None:
+@pytest.mark.parametrize("optimizer", [(), RESHARDABLE], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(UNEQUAL, (), id="own-to-common"),
+        pytest.param((), UNEQUAL, id="common-to-own", marks=pytest.mark.full),
+    ],
+)
+def test_an_optimizer_without_experts_of_its_own_is_refused(
+    script_pool: Pool, tmp_path: Path, saved: Sequence[str], loaded: Sequence[str], optimizer: Sequence[str]
+) -> None:
     """Megatron gives experts an optimizer of their own in some layouts only, and one cannot load the other."""
-    command = arguments("1,2", extra=[*EXPERTS, *RESHARDABLE, *BATCH, "--load", str(start.folder)])
-    runs = launch(script_pool, num_ranks("1,2"), {"arguments": command})
-    assert_refused(runs, "--vtp-ep-list 2,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2 is asked for", "--no-load-optim")
+    words = [*EXPERTS, *BATCH, "--train-iters", "2", *(optimizer if saves_distributed() else ())]
+    saving = ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"]
+    train(script_pool, "1,2", [*words, *saved, *saving])
+    command = arguments("1,2", extra=[*words, *loaded, "--load", str(tmp_path)])
+    own, common = "--vtp-size-list 1,2 --vtp-ep-list 1,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2"
+    texts = (f"saved by {own}, {common} is",) if saved else (f"saved by {common}, {own} is",)
+    assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": command}), *texts, "--no-load-optim")
+    train(script_pool, "1,2", [*words, *loaded, *resharding_flags(), "--load", str(tmp_path), "--no-load-optim"])
 
 
 @pytest.mark.parametrize(
