@@ -20,7 +20,7 @@ def records() -> tuple[PatchRecord, ...]:
             id="H17",
             target="megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
             build=wrap_with(_start, sys.version_info[:2]),
-            why="it forks. On Python before 3.12 (CPython issue 112275) the fork hangs now and then while a thread of "
+            why="it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of "
             "gloo frees the tensor of a collective that has just ended, and all ranks wait for it for ever",
             remove_when="Python 3.11 is no longer supported",
         ),
