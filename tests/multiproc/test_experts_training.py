@@ -180,7 +180,9 @@ def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
         assert_same_training(anew, whole, first=2)
 
 
-@pytest.mark.parametrize("optimizer", [(), RESHARDABLE], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param((), id="plain"), pytest.param(RESHARDABLE, id="distributed", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

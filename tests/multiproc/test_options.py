@@ -204,6 +204,7 @@ def test_uniform_list_forced_on(pool: Pool, transport: str) -> None:
     assert_same_training(train(pool, "2,2", extra), train(pool, "2,2"), tolerance=0.0)
 
 
+@pytest.mark.full
 def test_sequence_parallel_with_equal_stages(pool: Pool) -> None:
     """Transfers carry every rank's own rows; sequence parallelism only changes the order of sums."""
     extra = ["--sequence-parallel"]

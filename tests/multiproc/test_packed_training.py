@@ -147,7 +147,7 @@ def test_lengths_cross_to_other_numbers_of_replicas(
 @pytest.mark.parametrize(
     ("sizes", "extra"),
     [
-        pytest.param("1,2", [], id="1,2"),
+        pytest.param("1,2", [], id="1,2", marks=FULL),
         pytest.param("2,1,2", ["--num-layers", "3", *SHARDED], id="2,1,2", marks=FULL),
         pytest.param("1,2", [*U_SHAPE, "1,1,2"], id="U-1,2"),
         pytest.param("1,2,2", [*U_SHAPE, "1,1,1,1"], id="U-1,2,2", marks=FULL),
