@@ -75,7 +75,12 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_others(
 
 @pytest.mark.parametrize(
     ("victim", "agent_store"),
-    [(0, False), (1, False), pytest.param(0, True, marks=pytest.mark.full), pytest.param(3, True)],
+    [
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.full),
+        pytest.param(0, True, marks=pytest.mark.full),
+        pytest.param(3, True),
+    ],
 )
 def test_all_survivors_name_the_rank_that_was_killed(
     rank_server: Server, tmp_path: Path, victim: int, agent_store: bool

@@ -151,7 +151,7 @@ def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
 @pytest.mark.parametrize(
     ("source", "stock", "target", "extra", "dp"),
     [
-        pytest.param("1,1", False, "1,2", [], 1, id="1,1-to-1,2"),
+        pytest.param("1,1", False, "1,2", [], 1, id="1,1-to-1,2", marks=pytest.mark.full),
         pytest.param("1,1", True, "2,3", [], 1, id="stock-1,1-to-2,3"),
         pytest.param("1,1", True, "2,1", RESHARDABLE, 2, id="stock-1,1-to-2,1-reshardable", marks=pytest.mark.full),
         pytest.param("1,2", False, "1,1", [], 1, id="1,2-to-1,1"),

@@ -105,7 +105,7 @@ def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequ
 @pytest.mark.parametrize(
     ("sizes", "extra", "world_size"),
     [
-        pytest.param("1,2", UNEQUAL, 3, id="1,2"),
+        pytest.param("1,2", UNEQUAL, 3, id="1,2", marks=pytest.mark.full),
         pytest.param("1,2", ["--vtp-dp-list", "1,2", *UNEQUAL], 5, id="dp-1,2"),
         pytest.param("2,1", ["--vtp-dp-list", "1,2", *SEVERAL_COPIES], 4, id="2,1-dp-1,2", marks=pytest.mark.full),
         pytest.param("1,2", [*U_SHAPE, *UNEQUAL], 3, id="U-1,2", marks=pytest.mark.full),

@@ -82,7 +82,7 @@ OVERFLOWING = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(OVERFLOWING, 2))
+@pytest.mark.parametrize("case", defaults_first(OVERFLOWING, 1))
 def test_inf_on_a_rank_that_leads_nothing(runs: Runs, case: Case) -> None:
     """All ranks skip the step together, and the next ones are as if it had never been there."""
     assert case.inf_at is not None and 0 < case.inf_at[1] < case.sizes[case.inf_at[0]]
@@ -112,7 +112,7 @@ def test_zero_count(runs: Runs, case: Case) -> None:
     check(runs, case)
 
 
-@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("vpp", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((3, 1, 2), marks=pytest.mark.full)], ids=str)
 def test_uneven_masks_with_per_token_loss(runs: Runs, sizes: tuple[int, ...], vpp: int) -> None:
     case = Case(sizes=sizes, vpp=vpp, masked=True, loss_tuple=3, per_token_loss=True, num_microbatches=2 * len(sizes))
@@ -123,7 +123,7 @@ def test_uneven_masks_with_per_token_loss(runs: Runs, sizes: tuple[int, ...], vp
     assert averaged.grad_norms != runs.oracle(case).grad_norms, "the masks are even, so the token count shows nothing"
 
 
-@pytest.mark.parametrize("loss_tuple", [2, 3])
+@pytest.mark.parametrize("loss_tuple", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_loss_functions(runs: Runs, loss_tuple: int) -> None:
     check(runs, Case(sizes=(2, 1), masked=True, loss_tuple=loss_tuple, dp=2))
 

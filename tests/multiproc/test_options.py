@@ -198,7 +198,7 @@ def test_a_step_is_repeated_from_its_checkpoint(pool: Pool, tmp_path: Path) -> N
     assert_same_training(resumed, train(pool, "1,1"), first=num_steps)
 
 
-@pytest.mark.parametrize("transport", ["auto", "rank0"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("rank0", marks=pytest.mark.full)])
 def test_uniform_list_forced_on(pool: Pool, transport: str) -> None:
     extra = ["--vtp-force", "--vtp-transport", transport]
     assert_same_training(train(pool, "2,2", extra), train(pool, "2,2"), tolerance=0.0)

@@ -80,13 +80,20 @@ def case_of(row: Any) -> Case:
     )
 
 
-DEFAULT_ROWS = pairwise(grid(MAX_DEFAULT_WORLD))
+def default_grid() -> list[dict[str, object]]:
+    """Give the rows for every change: two replicas show more than one, so one remains where two are too many ranks."""
+    rows = grid(MAX_DEFAULT_WORLD)
+    layouts = {row["layout"] for row in rows}
+    return [row for row in rows if row["layout"][1] == 2 or (row["layout"][0], 2) not in layouts]
+
+
+DEFAULT_ROWS = pairwise(default_grid())
 DEFAULT_CASES = [case_of(row) for row in DEFAULT_ROWS]
 FULL_CASES = [case for case in (case_of(row) for row in [*grid(12), *pairwise(grid(12))]) if case not in DEFAULT_CASES]
 
 
 def test_default_rows_cover_every_pair_of_values() -> None:
-    rows = grid(MAX_DEFAULT_WORLD)
+    rows = default_grid()
     for first, second in combinations(rows[0], 2):
         pairs = {(str(row[first]), str(row[second])) for row in rows}
         assert {(str(row[first]), str(row[second])) for row in DEFAULT_ROWS} == pairs

@@ -23,7 +23,7 @@ from tests.multiproc.presets import (
 from tests.multiproc.script_cases import TOLERANCE, ScriptRun, arguments, launch, losses
 from tests.pool import Pool
 
-DEFAULTS = {("qwen-2.5", "1,2"), ("qwen-3-moe", "1,2,2 U")}
+DEFAULTS = {("qwen-3-moe", "1,2,2 U")}
 Start = Callable[[str], tuple[Path, list[ScriptRun]]]
 
 

@@ -72,6 +72,7 @@ def test_small_and_large_tensors(pool: Pool) -> None:
 WIDE = ["--seq-length", "600", "--max-position-embeddings", "600", "--train-iters", "2"]
 
 
+@pytest.mark.full
 def test_a_script_tries_and_says_so(script_pool: Pool) -> None:
     """300 KiB cross between the stages; whatever was faster, the losses are those of a run with a strategy by hand."""
     runs = train(script_pool, "1,2", WIDE)
