@@ -163,6 +163,18 @@ def test_missing_ranks_are_named_in_time(server: Server, missing: list[int]) -> 
         )
 
 
+def test_a_rank_0_that_comes_late_has_named_the_missing_rank(server: Server) -> None:
+    """Rank 1 ends before rank 0 has judged."""
+
+    def late() -> Mapping[str, object]:
+        time.sleep(1.0 * pace())
+        return {"x": 1}
+
+    for error in check(server, {0: late, 1: says(x=1)}, world_size=3, timeout_s=4.0 * pace()):
+        assert isinstance(error, PeerError)
+        assert re.match(r"start-up: waited [\d.]+ s for rank 2 at check: no answer; it did not start", str(error))
+
+
 def test_many_missing_ranks_cost_no_more_than_one(server: Server) -> None:
     begin_s = time.monotonic()
     (error,) = check(server, {0: says(x=1)}, world_size=2000, timeout_s=pace())

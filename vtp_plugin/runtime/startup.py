@@ -279,9 +279,10 @@ class _Check:
                     lines.say()
                     continue
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            waits = ", which still waits for another rank," if posts.check([judge]) else ""
-            whom_text = f"rank {judge}{waits}"
-            text = f"{waited} for {whom_text} at {self.name}: no answer; {_UNKNOWN_PEER}"
+            # The judge has begun later than this rank: it has not judged yet, but says for whom it waits.
+            waits = f"rank {judge}, which still waits for another rank, at {self.name}"
+            whom_text = waits if posts.check([judge]) and not posts.check(["missing"]) else whom()
+            text = f"{waited} for {whom_text}: no answer; {_UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
 
 
