@@ -1,7 +1,7 @@
 """What ``apply()`` takes: medians over fresh processes that have imported Megatron as a script does.
 
-    python benchmarks/apply_time.py
-    python benchmarks/apply_time.py --before "import mindspeed.megatron_adaptor"
+    python -m benchmarks.apply_time
+    python -m benchmarks.apply_time --before "import mindspeed.megatron_adaptor"
 
 The second form, with MindSpeed and its Megatron on ``PYTHONPATH`` (without an NPU also ``tests/npu_stub``), measures
 beside MindSpeed's patches. Every process applies all records for the list 1,2 and takes them back. Python's compiled

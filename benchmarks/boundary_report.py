@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks.boundary_results import KIB, MIB, ONE_LINK, Record, Results, tensor_bytes
 
-SLICED, SHARDED, RANK0 = "sliced", "sliced, sharded receiver", "rank0"
+SLICED, SHARDED, DIVIDED, RANK0 = "sliced", "sliced, sharded receiver", "divided", "rank0"
 
 # Targets, from 4 MiB up: time over the floor with a finish and without; speed against rank0, as a part of the number of
-# links that the narrower stage has; on loopback, time over the time of rank0.
+# links that the narrower stage has; on loopback, time over the time of rank0. Between stages of one size `auto` tries
+# rank to rank and divided: on limited links the second counts, on loopback the first.
 LEAST_BYTES = 4 * MIB
 MOST_OF_FLOOR, MOST_OF_FLOOR_SHARDED = 1.15, 1.05
 LEAST_SPEED_UP = 0.85
@@ -114,7 +115,8 @@ def _target_lines(results: Results) -> Iterator[str]:
     """Say for every target how many of its cases met it, and name those that missed."""
     checks: dict[str, list[tuple[str, float, bool]]] = {}
     for record in results.boundaries:
-        if record.num_bytes < LEAST_BYTES or record.name not in (SLICED, SHARDED):
+        is_cut = record.network == "limited" and record.sizes[0] == record.sizes[1]
+        if record.num_bytes < LEAST_BYTES or record.name not in (DIVIDED if is_cut else SLICED, SHARDED):
             continue
         place = f"{record.sizes[0]}->{record.sizes[1]} {format_bytes(record.num_bytes)}"
         for target, value, is_met in _checks(results, record):
@@ -127,7 +129,7 @@ def _target_lines(results: Results) -> Iterator[str]:
 
 
 def _checks(results: Results, record: Record) -> Iterator[tuple[str, float, bool]]:
-    """Yield the targets that concern a record of `sliced`: text, value, whether it is met."""
+    """Yield the targets that concern a record of slices: text, value, whether it is met."""
     rank0_s = results.median_s(record.network, record.sizes, RANK0, record.num_bytes)
     assert rank0_s is not None
     if record.network == "loopback":

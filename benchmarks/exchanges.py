@@ -8,7 +8,6 @@ what arrived.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind
+from vtp_plugin.boundary.plan import STRATEGIES
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.channel import Channel, TensorFormat
@@ -31,8 +30,7 @@ Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
 def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     """Build all of them, by name; every rank of both stages calls this."""
     src, dst = (Side(ranks_by_cp=(ranks,)) for ranks in (stages.src_ranks, stages.dst_ranks))
-    rank0 = ChannelSpec(name="rank0", src=src, dst=dst, strategy="rank0")
-    sliced = ChannelSpec(name="sliced", src=src, dst=dst, strategy="sliced")
+    rank0, sliced, divided = (ChannelSpec(name=name, src=src, dst=dst, strategy=name) for name in STRATEGIES)
     exchanges: dict[str, Exchange] = {
         "rank0": PlannedExchange(_open_channel(rank0, stages)),
         "bridge pattern": BridgePatternOverGloo(stages),
@@ -42,20 +40,8 @@ def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     if stages.sizes[1] > 1:
         exchanges["sliced, sharded receiver"] = PlannedExchange(_open_channel(sliced, stages), is_sharded=True)
     if stages.sizes[0] == stages.sizes[1]:
-        cut = _CutSpec(name="cut", src=src, dst=dst, strategy="sliced")
-        exchanges["sliced, cut all the same"] = PlannedExchange(_open_channel(cut, stages))
+        exchanges["divided"] = PlannedExchange(_open_channel(divided, stages))
     return exchanges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CutSpec(ChannelSpec):
-    """A channel that cuts copies also between stages of one size, where the plugin sends them whole, rank to rank."""
-
-    def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
-        whole = ChannelSpec.plan(self, shape, src_sharded=src_sharded, dst_sharded=dst_sharded)
-        pieces = ChannelSpec.plan(self, shape, src_sharded=src_sharded, dst_sharded=True)
-        finish = Collective(kind=CollectiveKind.ALL_GATHER, groups=(self.dst.ranks,))
-        return replace(pieces, dst=whole.dst, finish=finish)
 
 
 class PlannedExchange:

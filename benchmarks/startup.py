@@ -1,6 +1,6 @@
 """What start-up costs a rank: planning, process groups, memberships and time, on one CPU.
 
-    python benchmarks/startup.py
+    python -m benchmarks.startup
 
 The first table is planning alone, which needs no process group: layout, rank lists of all groups, boundaries, channels
 and their proofs. Time is the median of several runs, in seconds of this process's CPU; memory is the peak of what

@@ -1,24 +1,29 @@
 """What the plugin costs per step where it is not needed: a uniform list, side by side in one run.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/step_time.py
+    python -m benchmarks.step_time
 
-``--model moe`` has a mixture of 8 experts in every layer, in halves on the ranks of a stage.
+starts four ranks by torchrun. ``--model moe`` has a mixture of 8 experts in every layer, in halves on the ranks of a
+stage.
 
 Variants, all with stages of size 2,2 and the same model: Megatron's own groups and communicator; the plugin forced on
 (transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). The variants take turns
-in every round, so that a slow minute of the machine hits all of them; printed are medians over all steps, and ratios.
+in every round, each of them first in one of three rounds, so that a slow minute of the machine hits all. Printed are
+medians over all steps, the mean (geometric) of the ratios of the rounds with its 95 % interval, and their range. An
+interval that contains 1 shows no cost; with fewer than ten rounds it says little.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import torch
@@ -46,17 +51,24 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print; outside of torchrun, start the ranks that do."""
     options = _options()
+    if "RANK" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sum(SIZES))]
+        command = [sys.executable, *launcher, "-m", "benchmarks.step_time", *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
     torch.set_num_threads(1)
     times_s: dict[str, list[float]] = {name: [] for name in VARIANTS}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    for turn in product(range(options.rounds), VARIANTS):
+    names = list(VARIANTS)
+    for turn in range(options.rounds * len(names)):
+        num_round, index = divmod(turn, len(names))
+        name = names[(num_round + index) % len(names)]
         # From nothing in every turn: groups that stay open have threads that keep waking up.
         own_store = dist.PrefixStore(str(turn), store)
         dist.init_process_group(options.backend, store=own_store, rank=rank, world_size=world_size)
-        times_s[turn[1]] += _measure(options, VARIANTS[turn[1]])
+        times_s[name] += _measure(options, VARIANTS[name])
         dist.destroy_process_group()
         gc.collect()
     if rank == 0:
@@ -74,7 +86,7 @@ def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[f
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every variant in every round")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--seq-length", type=int, default=128)
@@ -97,16 +109,26 @@ def _print(options: argparse.Namespace, times_s: dict[str, list[float]]) -> None
         f"{options.model}, stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, "
         f"{options.num_microbatches} microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
     )
-    base_s = statistics.median(times_s["Megatron"])
-    print(f"{'variant':15} {'median ms':>10} {'ratio':>7} {'ratio per round':>20}")
+    print(f"{'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
     for name, values_s in times_s.items():
         rounds = [
             statistics.median(values_s[i : i + options.steps])
             / statistics.median(times_s["Megatron"][i : i + options.steps])
             for i in range(0, len(values_s), options.steps)
         ]
-        median_s = statistics.median(values_s)
-        print(f"{name:15} {median_s * 1e3:10.2f} {median_s / base_s:7.3f} {min(rounds):10.3f} to {max(rounds):5.3f}")
+        mean, low, high = _mean_with_interval(rounds)
+        print(
+            f"{name:15} {statistics.median(values_s) * 1e3:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
+            f"{min(rounds):7.3f} to {max(rounds):5.3f}"
+        )
+
+
+def _mean_with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean and its 95 % interval, by the normal distribution."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    error = 1.96 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return math.exp(mean), math.exp(mean - error), math.exp(mean + error)
 
 
 @contextmanager

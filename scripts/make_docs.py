@@ -226,18 +226,12 @@ def _sliced_over_rank0() -> str:
         return f"{medians_s[network, sizes, name, mib << 20] / medians_s[network, sizes, 'rank0', mib << 20]:.2f}"
 
     sliced, sharded = "sliced", "sliced, sharded receiver"
-    lines = [
-        ((1, 4), sliced),
-        ((4, 1), sliced),
-        ((2, 3), sliced),
-        ((2, 4), sliced),
-        ((4, 4), sliced),
-        ((4, 4), sharded),
-    ]
+    notes = {sliced: "", "divided": ", divided", sharded: ", sliced with sequence parallelism"}
+    lines = [(sizes, sliced) for sizes in ((1, 4), (4, 1), (2, 3), (2, 4))] + [((4, 4), name) for name in notes]
     columns = [("limited", 1), ("limited", 16), ("loopback", 1), ("loopback", 16)]
     rows = [
         (
-            f"{sizes[0]} -> {sizes[1]}" + (", sliced with sequence parallelism" if name == sharded else ""),
+            f"{sizes[0]} -> {sizes[1]}{notes[name]}",
             *(ratio(network, sizes, name, mib) for network, mib in columns),
         )
         for sizes, name in lines

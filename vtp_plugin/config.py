@@ -29,7 +29,7 @@ from vtp_plugin.values import (
 )
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
-TransportName = Literal["auto", "rank0", "sliced"]
+TransportName = Literal["auto", "rank0", "sliced", "divided"]
 ScheduleName = Literal["stock", "planned"]
 DpModeName = Literal["multiplex", "split"]
 LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -125,8 +125,8 @@ class VtpConfig:
     transport: TransportName = _what(
         "auto",
         "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
-        "share; auto (default) takes rank0 between sites and for small tensors; if the stages' sizes differ, a run "
-        "tries both at its start and takes the faster one",
+        "share, divided cuts also between stages of one size; auto (default) takes rank0 between sites and for small "
+        "tensors; for others a run tries what there is at its start and takes the fastest",
     )
     transport_threshold_bytes: int | None = _what(
         None,

@@ -69,12 +69,12 @@ def run(
         layout = PipelineLayout.from_sizes(sizes, world_size=dp * sum(sizes))
         stages = [dist.new_group(list(layout.tp_ranks(i, d))) for d in range(dp) for i in range(len(sizes))]
         own = next(group for group in stages if isinstance(group, dist.ProcessGroup))
-        rules = TransportRules(tensor_bytes=tensor_bytes)
+        rules = TransportRules(tensor_bytes=tensor_bytes, is_sharded=is_sharded)
         boundaries = pipeline_boundaries(layout, is_ring=is_ring, rules=rules)
         specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
         opened = open_channels(specs, stage_group=own, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
         channels = own_channels(boundaries, opened)
-        tried = [b for b in boundaries if rules.is_open(layout, b.upstream, b.downstream)]
+        tried = [boundary for boundary in boundaries if boundary.rivals]
         store = dist.PrefixStore("probe", dist.distributed_c10d._get_default_store())
         shared: list[str] = []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import host_name, is_older
-from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, train, uniform
+from tests.multiproc.script_cases import MODEL, arguments, assert_refused, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
 
@@ -25,6 +25,7 @@ def pool(script_pool: Pool) -> Pool:
 INTERLEAVED_3 = ["--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "6", "--global-batch-size", "12"]
 OVERLAPPED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 INTERLEAVED_2 = ["--num-virtual-stages-per-pipeline-rank", "2"]
+_SHAPE = ("--seq-length", "--micro-batch-size", "--hidden-size")
 
 
 def _block(*, heads_in_group: int | None, ffn_mult: float | None, has_linear: bool = False) -> dict[str, Any]:
@@ -202,6 +203,27 @@ def test_a_step_is_repeated_from_its_checkpoint(pool: Pool, tmp_path: Path) -> N
 def test_uniform_list_forced_on(pool: Pool, transport: str) -> None:
     extra = ["--vtp-force", "--vtp-transport", transport]
     assert_same_training(train(pool, "2,2", extra), train(pool, "2,2"), tolerance=0.0)
+
+
+def test_equal_stages_that_cut_are_exact_and_send_each_link_its_share(pool: Pool, tmp_path: Path) -> None:
+    audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
+    runs = train(pool, "2,2", ["--vtp-force", "--vtp-transport", "divided", *audit])
+    assert_same_training(runs, train(pool, "2,2"), tolerance=0.0)
+    seq_length, micro_batch_size, hidden_size = (int(MODEL[MODEL.index(name) + 1]) for name in _SHAPE)
+    for path in tmp_path.iterdir():
+        sent = [line for line in map(json.loads, path.read_text().splitlines()) if line.get("way") == "sent"]
+        found = {line["bytes"] for line in sent if line.get("cargo") in ("activation", "gradient")}
+        assert found == {4 * seq_length * micro_batch_size * hidden_size // 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "extra", [[], ["--sequence-parallel"], ["--seq-length", "13", "--max-position-embeddings", "13"]]
+)
+def test_equal_stages_that_cut_in_an_unequal_list(pool: Pool, extra: list[str]) -> None:
+    """With sequence parallelism there is nothing to cut; rows that do not divide are cut all the same."""
+    runs = train(pool, "1,2,2,1", [*extra, "--vtp-transport", "divided"])
+    assert_same_training(runs, train(pool, "1,1,1,1", [word for word in extra if word != "--sequence-parallel"]))
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Where a strategy is open, a run tries both, takes one for all ranks and says both figures."""
+"""Where a strategy is open, a run tries all, takes one for all ranks and says the figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_ranks_take_what_was_faster(pool: Pool) -> None:
     )
     assert found is not None, line
     figures = json.loads(ranks[0].shared[-1])["0->1"]
-    assert found[1] == ("rank0" if figures["rank0"] <= figures["sliced"] else "sliced")
+    assert found[1] == ("sliced" if figures["sliced"] < 0.9 * figures["rank0"] else "rank0")
     assert [float(found[i + 2]) for i in range(2)] == [round(figures[name] / 2, 2) for name in ("rank0", "sliced")]
     assert min(figures.values()) > 0
 
@@ -51,6 +51,18 @@ def test_both_outcomes_carry_tensors(pool: Pool, faster: str, is_sharded: bool) 
     """Leaders talk over the group that the slices use; nobody opens another one."""
     ranks = run(pool, (2, 3), faster=faster, is_sharded=is_sharded)
     assert {*ranks[0].strategies.values()} == {faster}
+
+
+@pytest.mark.parametrize("faster", ["sliced", "divided"])
+def test_equal_stages_try_to_cut(pool: Pool, faster: str) -> None:
+    """Both ways bring the same, whatever the number of rows; only one of them sends the whole on every link."""
+    ranks = run(pool, (2, 2), faster=faster)
+    assert re.fullmatch(
+        rf"boundary 0->1: {faster} \(tried with 1024 KiB: sliced [\d.]+ ms, divided [\d.]+ ms one way\)",
+        ranks[0].lines[0],
+    )
+    assert {*ranks[0].strategies.values()} == {faster}
+    assert run(pool, (2, 2), is_sharded=True)[0].lines == []
 
 
 @pytest.mark.parametrize(("sizes", "dp", "is_ring"), [((1, 2, 1), 1, True), ((1, 2), 2, False)])
@@ -84,3 +96,17 @@ def test_a_script_tries_and_says_so(script_pool: Pool) -> None:
     assert "are fewer than 1048576, as --vtp-transport-threshold says" in " ".join(by_hand[0].output.split())
     assert "tried with" not in by_hand[0].output
     assert losses(runs) == losses(by_hand)
+
+
+@pytest.mark.full
+def test_a_script_tries_to_cut_between_equal_stages(script_pool: Pool) -> None:
+    """Whatever was faster, the losses are those of ranks that send all they have to their partners."""
+    extra = [*WIDE, "--vtp-force"]
+    runs = train(script_pool, "2,2", extra)
+    pattern = (
+        r"boundary 0->1: (?:sliced|divided) \(tried with (?:256|300) KiB: sliced [\d.]+ ms, divided [\d.]+ ms one way\)"
+    )
+    assert len(re.findall(pattern, runs[0].output)) == 1, runs[0].output
+    whole = train(script_pool, "2,2", [*extra, "--vtp-transport", "sliced"])
+    assert "tried with" not in whole[0].output
+    assert losses(runs) == losses(whole)

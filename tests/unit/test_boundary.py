@@ -25,6 +25,7 @@ from vtp_plugin.boundary.plan import (
     plan_rank0,
     plan_sliced,
 )
+from vtp_plugin.boundary.portions import MAX_PORTIONS, cut_into_portions
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.side import Side
 from vtp_plugin.boundary.spread import (
@@ -621,7 +622,7 @@ class TestTransportRules:
     LAYOUT = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
     SITES = ("edge", "cloud", "cloud")
 
-    @pytest.mark.parametrize("transport", ["rank0", "sliced"])
+    @pytest.mark.parametrize("transport", ["rank0", "sliced", "divided"])
     def test_what_was_asked_for_comes_first(self, transport: str) -> None:
         rules = TransportRules(transport=transport, sites=self.SITES, tensor_bytes=0)
         for upstream in (0, 1):
@@ -748,7 +749,7 @@ class TestTransportRules:
         for tensor_bytes, expected in ((None, sliced), (999, small), (1000, tried)):
             rules = TransportRules(tensor_bytes=tensor_bytes)
             assert rules.choose(self.LAYOUT, 0, 1) == expected
-            assert rules.is_open(self.LAYOUT, 0, 1) is (expected is tried)
+            assert rules.rivals(self.LAYOUT, 0, 1) == (("rank0",) if expected is tried else ())
         # Said by hand, between sites, or by one strategy for all: nothing is tried.
         sites = ("a", "b", "b")
         for rules in (
@@ -756,14 +757,44 @@ class TestTransportRules:
             TransportRules(tensor_bytes=5000, sites=sites),
             TransportRules(tensor_bytes=5000, transport="sliced"),
         ):
-            assert not rules.is_open(self.LAYOUT, 0, 1)
+            assert rules.rivals(self.LAYOUT, 0, 1) == ()
         assert TransportRules(tensor_bytes=4999, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == (
             "rank0",
             "4999 bytes are fewer than 5000, as --vtp-transport-threshold says",
         )
         assert TransportRules(tensor_bytes=5000, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == sliced
-        # Between equal stages nothing is cut, so there is nothing to win.
+        # Equal stages send small tensors rank to rank.
         assert TransportRules(tensor_bytes=999).choose(self.LAYOUT, 1, 2)[0] == "sliced"
+
+    def test_equal_stages_may_be_cut_where_their_ranks_hold_copies(self) -> None:
+        large = rules_module.SLICED_FROM_BYTES
+        whole = "sliced", "both stages have one size: rank to rank"
+        tried = "divided", "both stages have one size; a run tries rank to rank (sliced) as well at its start"
+        for known, layout, expected in (
+            ({}, self.LAYOUT, tried),
+            ({}, PipelineLayout((StageGrid(1), StageGrid(2), StageGrid(2, dp=2))), tried),
+            ({"is_split": True}, self.LAYOUT, tried),
+            ({"tensor_bytes": None}, self.LAYOUT, whole),
+            ({"tensor_bytes": large - 1}, self.LAYOUT, whole),
+            ({"threshold_bytes": large}, self.LAYOUT, whole),
+            ({"is_sharded": True}, self.LAYOUT, whole),
+            ({}, PipelineLayout.from_sizes((2, 1, 1), world_size=4), whole),
+            ({"is_split": True}, PipelineLayout((StageGrid(1), StageGrid(2), StageGrid(2, dp=2))), whole),
+        ):
+            rules = TransportRules(**{"tensor_bytes": large, **known})
+            assert rules.choose(layout, 1, 2) == expected, (known, layout)
+            assert rules.rivals(layout, 1, 2) == (("sliced",) if expected is tried else ())
+
+
+def test_messages_of_a_mebibyte_cross_whole() -> None:
+    """Portions of 256 KiB made 4 MiB a third slower between 2 and 3 ranks, `python -m benchmarks.boundary`."""
+    shape = (1024, 1, 1024)
+    plan = plan_sliced(replicated(shape, (0, 1)), replicated(shape, (2, 3, 4)))
+    for rank in plan.dst.ranks:
+        received = plan.receives_of(rank)
+        assert cut_into_portions(received, lambda one: 4 * one.num_elements) == received
+        portions = cut_into_portions(received, lambda one: 64 * one.num_elements)
+        assert len(received) < len(portions) <= MAX_PORTIONS * len(received)
 
 
 class TestLargestMessage:
@@ -783,6 +814,12 @@ class TestLargestMessage:
 
     def test_one_size_sends_all_from_rank_to_rank(self) -> None:
         assert self.largest((2, 2)) == [1200, 1200]
+
+    def test_what_a_run_may_take_instead_counts(self) -> None:
+        layout = PipelineLayout.from_sizes((1, 2, 2), world_size=5)
+        boundaries = pipeline_boundaries(layout, is_ring=False, rules=TransportRules(tensor_bytes=4 << 20))
+        assert [(b.strategy, b.rivals) for b in boundaries] == [("sliced", ("rank0",)), ("divided", ("sliced",))]
+        assert {b.channel(direction).largest_message_bytes for b in boundaries for direction in Direction} == {4 << 20}
 
     def test_longer_pieces_where_context_parallelism_is_narrow(self) -> None:
         # The size is that of the pieces of two ranks: one rank has twice as much, and sends each of two its half.

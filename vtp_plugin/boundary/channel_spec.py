@@ -28,6 +28,7 @@ class ChannelSpec:
         unit: What the sequence number of a message counts, for error messages.
         cargo: What the messages are, apart from headers.
         tensor_bytes: Size of the whole tensor of a message; None if it is not known beforehand.
+        rivals: Strategies that a run may take instead, over the same groups.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ChannelSpec:
     unit: str = "microbatch"
     cargo: Cargo = Cargo.ACTIVATION
     tensor_bytes: int | None = None
+    rivals: tuple[str, ...] = ()
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
         """Plan how one tensor crosses.
@@ -74,7 +76,7 @@ class ChannelSpec:
 
     @property
     def largest_message_bytes(self) -> int | None:
-        """Size of the largest message between two ranks, for buffers of the backend; None if no size is known.
+        """Size of the largest message between two ranks, by any strategy, for buffers; None if no size is known.
 
         This assumes that the ranks can cut the tensor evenly. Messages are smaller under sequence parallelism between
         equal sides, and with shorter sequences; a sequence longer than `tensor_bytes` implies passes such a buffer in
@@ -87,7 +89,9 @@ class ChannelSpec:
         """
         if self.tensor_bytes is None:
             return None
-        return -(-self.prototype.largest_transfer * self.tensor_bytes // math.prod(self.prototype.src.shape))
+        strategies = (self.strategy, *self.rivals)
+        probes = [_prototype(strategy, self.src.sizes, self.dst.sizes).probe for strategy in strategies]
+        return max(-(-one.largest_transfer * self.tensor_bytes // math.prod(one.src.shape)) for one in probes)
 
     def plan_header(self, length: int) -> BoundaryPlan:
         """Plan how a vector of so many elements reaches every receiving rank, from every replica that sends to it."""

@@ -34,6 +34,7 @@ class PipelineBoundary:
         strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
         is_shared: Whether ranks of one stage have several such boundaries, one for each replica that they serve.
         tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
+        rivals: Strategies that a run tries as well at its start.
     """
 
     upstream: int
@@ -46,6 +47,7 @@ class PipelineBoundary:
     strategy: str
     is_shared: bool = False
     tensor_bytes: int | None = None
+    rivals: tuple[str, ...] = ()
 
     def channel(self, direction: Direction) -> ChannelSpec:
         """Return the channel of one direction; both directions use the same strategy."""
@@ -58,6 +60,7 @@ class PipelineBoundary:
             strategy=self.strategy,
             cargo=cargo,
             tensor_bytes=self.tensor_bytes,
+            rivals=self.rivals,
         )
 
     def id(self, direction: Direction) -> ChannelId:
@@ -129,6 +132,7 @@ def pipeline_boundaries(
                         strategy=strategy,
                         is_shared=src.dp != dst.dp and not replicas.is_split,
                         tensor_bytes=tensor_bytes,
+                        rivals=rules.rivals(layout, upstream, downstream),
                     )
                 )
     return tuple(boundaries)

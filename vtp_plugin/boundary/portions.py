@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from vtp_plugin.boundary.plan import Transfer
 from vtp_plugin.boundary.spread import Box, even_cuts, num_rows, rows_of
 
-MIN_PORTION_BYTES = 1 << 18
+# Smaller ones cost more than they save: between stages of 2 and 3 ranks on loopback, portions of 256 KiB made 4 MiB a
+# third slower (`python -m benchmarks.boundary`); on links of 200 Mbit/s they were not faster than those of 1 MiB.
+MIN_PORTION_BYTES = 1 << 20
 MAX_PORTIONS = 8
 
 

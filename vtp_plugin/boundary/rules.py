@@ -21,25 +21,36 @@ class TransportRules:
         tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
             None if it is not known beforehand.
         threshold_bytes: From this size on, tensors cross in slices if there is a choice; None if no option gave it.
+        is_sharded: Ranks hold slices of activations (sequence parallelism), so no rank has more than its part to send.
+        is_split: Replicas of a wide stage share the samples of a narrow one's microbatch.
     """
 
     transport: str = "auto"
     sites: tuple[str, ...] = ()
     tensor_bytes: int | None = None
     threshold_bytes: int | None = None
+    is_sharded: bool = False
+    is_split: bool = False
 
-    def is_open(self, layout: PipelineLayout, upstream: int, downstream: int) -> bool:
-        """Whether a run tries both strategies at its start and takes the faster one; offline, `choose` says sliced.
+    def rivals(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
+        """List what a run tries at its start besides the strategy that `choose` says, to take the fastest.
+
+        They need no rank and no group that the chosen one lacks.
 
         >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
-        >>> [TransportRules(tensor_bytes=1 << 20).is_open(layout, v, v + 1) for v in range(2)]
-        [True, False]
+        >>> [TransportRules(tensor_bytes=1 << 20).rivals(layout, v, v + 1) for v in range(2)]
+        [('rank0',), ('sliced',)]
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
-        has_choice = self.transport == "auto" and src.cp == dst.cp and src.tp != dst.tp
         is_large = self.tensor_bytes is not None and self.tensor_bytes >= SLICED_FROM_BYTES
-        crosses_sites = self._crosses_sites(upstream, downstream)
-        return has_choice and not crosses_sites and is_large and self.threshold_bytes is None
+        is_open = self.transport == "auto" and self.threshold_bytes is None and src.cp == dst.cp and is_large
+        if not is_open or self._crosses_sites(upstream, downstream):
+            return ()
+        if src.tp != dst.tp:
+            return ("rank0",)
+        # Between equal stages there is something to cut where ranks hold copies.
+        has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
+        return ("sliced",) if has_copies else ()
 
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
         """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
@@ -68,13 +79,16 @@ class TransportRules:
             return "sliced", "context-parallel sizes differ"
         if crosses_sites:
             return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
+        rivals = self.rivals(layout, upstream, downstream)
         if src.tp == dst.tp:
+            if rivals:
+                return "divided", "both stages have one size; a run tries rank to rank (sliced) as well at its start"
             return "sliced", "both stages have one size: rank to rank"
         limit_bytes = SLICED_FROM_BYTES if self.threshold_bytes is None else self.threshold_bytes
         if self.tensor_bytes is not None and self.tensor_bytes < limit_bytes:
             said = "where slices begin to pay" if self.threshold_bytes is None else "as --vtp-transport-threshold says"
             return "rank0", f"{self.tensor_bytes} bytes are fewer than {limit_bytes}, {said}"
-        if self.is_open(layout, upstream, downstream):
+        if rivals:
             return "sliced", "the stages' sizes differ; a run tries rank0 as well at its start and takes the faster one"
         return "sliced", "the stages' sizes differ: every link carries its share"
 

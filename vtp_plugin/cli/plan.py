@@ -151,8 +151,9 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
         yield f"{name}: {first.boundary.strategy} ({first.reason})"
-        if flags.rules.is_open(flags.layout, first.boundary.upstream, first.boundary.downstream):
-            yield "  a run tries rank0 too when it starts, and takes the faster one; --vtp-transport-threshold decides"
+        for rival in first.boundary.rivals:
+            by_hand = "--vtp-transport-threshold decides" if rival == "rank0" else "--vtp-transport decides"
+            yield f"  a run tries {rival} too when it starts, and takes the faster one; {by_hand}"
         if not is_short:
             yield from (f"  {line}" for line in explain(first))
 

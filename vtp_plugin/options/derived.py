@@ -122,12 +122,13 @@ def is_active(config: VtpConfig, layout: PipelineLayout) -> bool:
     return config.is_forced or not layout.is_uniform
 
 
-def transport_rules(config: VtpConfig, tensor_bytes: int | None) -> TransportRules:
+def transport_rules(config: VtpConfig, tensor_bytes: int | None, *, is_sharded: bool = False) -> TransportRules:
     """Return the rules that choose the strategy of every boundary.
 
     Args:
         config: what was asked for.
         tensor_bytes: size of the tensors that cross; None if it is not known beforehand.
+        is_sharded: ranks hold slices of them (sequence parallelism).
 
     >>> transport_rules(VtpConfig(size_list=(1, 2), transport="rank0"), None).transport
     'rank0'
@@ -137,6 +138,8 @@ def transport_rules(config: VtpConfig, tensor_bytes: int | None) -> TransportRul
         sites=config.sites or (),
         tensor_bytes=tensor_bytes,
         threshold_bytes=config.transport_threshold_bytes,
+        is_sharded=is_sharded,
+        is_split=config.dp_mode == "split",
     )
 
 

@@ -172,7 +172,8 @@ class Channel:
         """Return a channel over the same groups that uses another strategy.
 
         Args:
-            strategy: needs no rank that this channel's group lacks; ``rank0`` needs fewer ranks than ``sliced``.
+            strategy: needs no rank that this channel's groups lack; ``rank0`` needs fewer ranks than ``sliced``, and
+                that fewer groups than ``divided``.
             unit: what a message counts as; default is as before.
             cargo: what it carries; default is as before.
 

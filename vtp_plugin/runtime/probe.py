@@ -1,6 +1,6 @@
-"""Which strategy carries a boundary faster: where the rules leave it open, a run tries both when it starts.
+"""Which strategy carries a boundary faster: where the rules leave it open, a run tries all when it starts.
 
-Both use the groups that slices need. One replica of each boundary sends zeros back and forth while the others wait, one
+All use the groups that slices need. One replica of each boundary sends zeros back and forth while the others wait, one
 boundary after another in the planned order. Rank 0 compares the figures of all ranks, so all take the same strategy.
 """
 
@@ -24,7 +24,9 @@ from vtp_plugin.runtime.measure import Report, answer, ask_ms
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
-STRATEGIES = ("rank0", "sliced")
+# So much of the time of a simpler strategy another may take at most, to be worth its messages; times that are closer
+# differ by chance.
+_MOST_OF_SIMPLER = 0.9
 # The first round trip is a warm-up; the fastest of the others counts.
 _NUM_ROUNDS = 4
 # On a slow link the first size is enough: a larger tensor would rank the strategies alike. Only where it crosses in a
@@ -41,7 +43,7 @@ class Choice:
     Attributes:
         pair: upstream and downstream stage.
         num_bytes: size of the tensor that was sent.
-        times_ms: one way, by strategy.
+        times_ms: one way, by strategy, the simplest first.
     """
 
     pair: Pair
@@ -50,8 +52,10 @@ class Choice:
 
     @property
     def strategy(self) -> str:
-        """The faster strategy; if both take the same time, the first, which uses fewer links."""
-        return min(STRATEGIES, key=lambda name: self.times_ms[name])
+        """The simplest strategy, with fewest messages, unless another is clearly faster."""
+        simplest, *others = self.times_ms
+        fastest = min(others, key=lambda name: self.times_ms[name])
+        return fastest if self.times_ms[fastest] < _MOST_OF_SIMPLER * self.times_ms[simplest] else simplest
 
     def __str__(self) -> str:
         """Say it in one line.
@@ -59,7 +63,7 @@ class Choice:
         >>> print(Choice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
         boundary 0->1: rank0 (tried with 1024 KiB: rank0 1.80 ms, sliced 3.87 ms one way)
         """
-        figures = ", ".join(f"{name} {self.times_ms[name]:.2f} ms" for name in STRATEGIES)
+        figures = ", ".join(f"{name} {time_ms:.2f} ms" for name, time_ms in self.times_ms.items())
         return f"boundary {_key(self.pair)}: {self.strategy} (tried with {self.num_bytes >> 10} KiB: {figures} one way)"
 
 
@@ -71,10 +75,10 @@ def try_strategies(
     platform: Platform,
     is_sharded: bool,
 ) -> dict[Pair, Choice]:
-    """Time both strategies of boundaries; a collective call of all ranks, while nothing else is under way.
+    """Time the strategies of boundaries; a collective call of all ranks, while nothing else is under way.
 
     Args:
-        boundaries: opened for slices, with the size of their tensor; of several between two stages the first is tried.
+        boundaries: opened, with rivals and the size of their tensor; of several between two stages the first is tried.
         channels: of this rank.
         share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
         platform: where the tensors are.
@@ -96,7 +100,7 @@ def try_strategies(
                 report[_key(pair)] = _round_trips(there, back, num_bytes, platform, is_sharded=is_sharded)
         found: dict[str, dict[str, float]] = json.loads(share_reports(report, _slowest))
         for pair, num_bytes in sizes.items():
-            times_ms = {name: found[_key(pair)][name] / 2 for name in STRATEGIES}
+            times_ms = {name: time_ms / 2 for name, time_ms in found[_key(pair)].items()}
             choices[pair] = Choice(pair=pair, num_bytes=num_bytes, times_ms=times_ms)
         larger = {pair: min(boundary.tensor_bytes or 0, _MOST_BYTES) for pair, boundary in first.items()}
         sizes = {
@@ -145,10 +149,11 @@ def _round_trips(
     form = TensorFormat(dtype=torch.float32, src_sharded=is_sharded, dst_sharded=is_sharded, requires_grad=False)
     zeros = torch.zeros(there.local_shape(whole, form), dtype=form.dtype, device=platform.device())
     is_asking = dist.get_rank() in spec.src.ranks
-    times_ms: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    strategies = (*spec.rivals, spec.strategy)
+    times_ms: dict[str, list[float]] = {name: [] for name in strategies}
     tried = {
         name: [channel.crossed_by(name, unit="probe", cargo=Cargo.PROBE) for channel in (there, back)]
-        for name in STRATEGIES
+        for name in strategies
     }
     for outgoing, incoming in tried.values():
         for channel in (outgoing, incoming):

@@ -108,7 +108,7 @@ class PlannedRun:
     @property
     def transport_rules(self) -> TransportRules:
         """What decides how the boundaries are crossed."""
-        return transport_rules(self.config, self.tensor_bytes)
+        return transport_rules(self.config, self.tensor_bytes, is_sharded=self.is_sharded)
 
     @property
     def own(self) -> Coord:

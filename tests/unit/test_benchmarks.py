@@ -1,0 +1,52 @@
+"""Benchmarks start in one way, `python -m benchmarks.NAME`, and say what they can do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.doc_commands import DOCUMENTS
+from tests.hosts import PYTHON_PATH, ROOT, is_older
+
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+SOURCES = [*DOCUMENTS, ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
+
+
+@pytest.mark.skipif(is_older(), reason="the bridge that benchmarks.bridge compares with came with Megatron 0.19")
+def test_each_starts_and_shows_its_help() -> None:
+    """One process starts all, since each imports torch and Megatron."""
+    code = f"""
+import contextlib, io, runpy, sys
+for name in {NAMES}:
+    sys.argv, said = [name, "--help"], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_module(f"benchmarks.{{name}}", run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0, (name, ended.code)
+    else:
+        raise AssertionError(f"{{name}} has no --help")
+    assert f"python -m benchmarks.{{name}}" in said.getvalue(), said.getvalue()
+"""
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_no_document_starts_one_in_another_way() -> None:
+    assert len(NAMES) == 9
+    for path in SOURCES:
+        others = re.findall(r"(?:python|torchrun)\b[^`\n]*\bbenchmarks/\w+\.py", path.read_text())
+        assert not others, f"{path}: {others}"
