@@ -7,9 +7,10 @@ stage.
 
 Variants, all with stages of size 2,2 and the same model: Megatron's own groups and communicator; the plugin forced on
 (transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). The variants take turns
-in every round, each of them first in one of three rounds, so that a slow minute of the machine hits all. Printed are
-medians over all steps, the mean (geometric) of the ratios of the rounds with its 95 % interval, and their range. An
-interval that contains 1 shows no cost; with fewer than ten rounds it says little.
+in every round, each of them first in one of three rounds, so that a slow minute of the machine hits all. Printed are,
+of the time of a step and of the CPU time of all ranks in it, medians over all steps, the mean (geometric) of the ratios
+of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost; with fewer than ten
+rounds it says little. CPU time varies less on a busy machine: what the plugin itself computes shows there first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ EXPERTS: dict[str, Any] = {
     "sequence_parallel": True,
     "add_bias_linear": False,
 }
+Times = tuple[float, float]
+"""Of a step, in seconds: on the clock, and of CPU on all ranks."""
 VARIANTS: dict[str, dict[str, object]] = {
     "Megatron": {},
     "plugin": {"force": True},
@@ -58,7 +62,7 @@ def main() -> None:
         command = [sys.executable, *launcher, "-m", "benchmarks.step_time", *sys.argv[1:]]
         sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
     torch.set_num_threads(1)
-    times_s: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times_s: dict[str, list[Times]] = {name: [] for name in VARIANTS}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     names = list(VARIANTS)
@@ -75,7 +79,7 @@ def main() -> None:
         _print(options, times_s)
 
 
-def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[float]:
+def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[Times]:
     with _training(options, settings) as step:
         # The first steps open connections and touch memory.
         for _ in range(2):
@@ -96,29 +100,31 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], None]) -> Times:
     dist.barrier()
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     step()
     dist.barrier()
-    return time.perf_counter() - begin_s
+    elapsed_s, cpu_s = time.perf_counter() - begin_s, torch.tensor(time.process_time() - begin_cpu_s)
+    dist.all_reduce(cpu_s)
+    return elapsed_s, cpu_s.item()
 
 
-def _print(options: argparse.Namespace, times_s: dict[str, list[float]]) -> None:
+def _print(options: argparse.Namespace, times_s: dict[str, list[Times]]) -> None:
     print(
         f"{options.model}, stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, "
         f"{options.num_microbatches} microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
     )
-    print(f"{'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
-    for name, values_s in times_s.items():
+    print(f"{'':5} {'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
+    for (index, what), name in product(enumerate(("time", "CPU")), times_s):
+        values_s, base_s = ([times[index] for times in times_s[one]] for one in (name, "Megatron"))
         rounds = [
-            statistics.median(values_s[i : i + options.steps])
-            / statistics.median(times_s["Megatron"][i : i + options.steps])
+            statistics.median(values_s[i : i + options.steps]) / statistics.median(base_s[i : i + options.steps])
             for i in range(0, len(values_s), options.steps)
         ]
         mean, low, high = _mean_with_interval(rounds)
         print(
-            f"{name:15} {statistics.median(values_s) * 1e3:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
+            f"{what:5} {name:15} {statistics.median(values_s) * 1e3:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
             f"{min(rounds):7.3f} to {max(rounds):5.3f}"
         )
 
