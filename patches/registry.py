@@ -97,7 +97,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
 
 def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that only a U-shaped pipeline needs."""
-    from vtp_plugin.patches.core import parallel_state
+    from vtp_plugin.patches.core import parallel_state, timers
     from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
     from vtp_plugin.patches.core.dist_checkpointing.strategies import fully_parallel
     from vtp_plugin.patches.core.pipeline_parallel import utils
@@ -112,7 +112,7 @@ def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
         *dist_utils.records(session, host),
         *training.records(session, host),
     )
-    return records + (*common_utils.records(session), *global_vars.records(session))
+    return records + (*common_utils.records(session), *timers.records(session), *global_vars.records(session))
 
 
 def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:

@@ -39,6 +39,7 @@ from megatron.training import get_args
 
 import vtp_plugin
 from tests.multiproc import leak_watch
+from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
@@ -482,4 +483,5 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "fail_in_data": leak_watch.fail_in_data,
     "fail_in_loss": leak_watch.fail_in_loss,
     "interrupt": leak_watch.interrupt,
+    **AUDIT_HOOKS,
 }

@@ -16,8 +16,9 @@ from megatron.core.utils import get_model_config
 from vtp_plugin.errors import refuse
 from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
+from vtp_plugin.patches.core.timers import StreamTorch, step_record
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
 from vtp_plugin.runtime.executor import Compute, Inputs, LinkForm
@@ -41,13 +42,15 @@ _COMMON = (
 )
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
+def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records of this module."""
+    timers = step_record()
     return (
+        timers,
         PatchRecord(
             id="H10",
             target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            build=wrap_with(_choose, session, host),
+            build=wrap_with(_choose, session, host, timers),
             why="training and evaluation both ask here for the function that runs a step; Megatron's own have no "
             "U-shape, and their 1F1B posts a receive only when it waits for it",
             remove_when="Megatron's schedules take an order of actions",
@@ -68,7 +71,12 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
 
 
 def _choose(
-    session: Session, host: MegatronHost, original: Callable[..., Any], *args: Any, **kwargs: Any
+    session: Session,
+    host: MegatronHost,
+    timers: WriteRecord,
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Callable[..., list[Any]]:
     """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
     stock = original(*args, **kwargs)
@@ -77,7 +85,7 @@ def _choose(
         return stock
     if session.running.schedule_runner is None:
         return functools.partial(_run_stock, session, communicator, stock)
-    return functools.partial(forward_backward, session, host)
+    return functools.partial(_run_planned_step, timers, session, host)
 
 
 def _forward_step(
@@ -109,6 +117,12 @@ def _run_stock(
     tensor_format(session, get_model_config(_chunks(model)[0]))
     communicator.start_step()
     return stock(model=model, **arguments)
+
+
+def _run_planned_step(timers: WriteRecord, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
+    with timers.during(StreamTorch()):
+        return forward_backward(*args, **kwargs)
 
 
 def _chunks(model: Any) -> list[Any]:

@@ -461,7 +461,12 @@ RULES: tuple[OptionRule, ...] = (
         case("--clip-grad", above(0)),
         "--log-num-zeros-in-grad",
     ),
-    *supported("the norm is summed over the model group", _OPTIONS, "--log-params-norm"),
+    *supported(
+        "the norm is summed over the model group, but with --overlap-param-gather Megatron takes it before the shards "
+        "of a step are gathered, so it depends on the replicas",
+        "tests/multiproc/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
+        "--log-params-norm",
+    ),
     *supported(
         "clip_qk takes the maximum of a layer's heads over the replicas of its stage",
         f"not run: needs CUDA and Transformer Engine 2.9, {_DEVICE} does it",
@@ -508,7 +513,11 @@ RULES: tuple[OptionRule, ...] = (
         _OPTIONS,
         case("--check-weight-hash-across-dp-replicas-interval", given),
     ),
-    *supported("timers are gathered over the whole world", _OPTIONS, case("--timing-log-level", above(0))),
+    *supported(
+        "timers are gathered over the whole world, and a planned order has none of single messages",
+        "tests/multiproc/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
+        case("--timing-log-level", above(0)),
+    ),
     *supported(
         "it gathers one record per rank over the whole world",
         "tests/multiproc/test_options.py::test_stragglers",

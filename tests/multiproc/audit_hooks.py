@@ -1,0 +1,103 @@
+"""What scripts do themselves in the cases of an audit: freeze or break weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import optimizer
+from megatron.training import get_args
+
+Hook = Callable[[dict[str, Any]], None]
+ROUNDING = {False: 1e-6, True: 1e-3}  # of a tensor's largest gradient; in half precision, True, coarser
+
+
+def _when_built(change: Callable[[Any], None]) -> Hook:
+    """Give a hook that changes every chunk of the model as a script would, before Megatron wraps it."""
+
+    def hook(facts: dict[str, Any]) -> None:
+        original = GPTModel.__init__
+
+        def built(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            change(self)
+
+        GPTModel.__init__ = built
+
+    return hook
+
+
+def _freezing(is_frozen: Callable[[str], bool]) -> Hook:
+    """Give a hook that freezes weights by their names; a layer has its number in the whole model, from 1."""
+
+    def freeze(model: Any) -> None:
+        for name, weight in model.named_parameters():
+            weight.requires_grad = not is_frozen(name) and weight.requires_grad
+        for layer in model.decoder.layers:
+            for name, weight in layer.named_parameters():
+                weight.requires_grad = not is_frozen(f"layer {layer.layer_number}.{name}") and weight.requires_grad
+
+    return _when_built(freeze)
+
+
+def _break_a_weight(model: Any) -> None:
+    if os.environ["RANK"] == "1":
+        with torch.no_grad():
+            model.decoder.layers[0].mlp.linear_fc1.weight[0, 0] = math.nan
+
+
+def _note_small_gradients(facts: dict[str, Any]) -> None:
+    """Note for every step how many gradients here are 0 within rounding, but not 0."""
+    count, train_step = optimizer.count_zeros_fp32, training.train_step
+    facts["small"] = []
+
+    def counted(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        for weight in weights:
+            size = weight.grad.abs()
+            rounding = ROUNDING[getattr(get_args(), "fp16", False)] * size.max()
+            facts["small"][-1] += int(((size > 0) & (size <= rounding)).sum())
+        return count(weights, *args, **kwargs)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        facts["small"].append(0)
+        return train_step(*args, **kwargs)
+
+    optimizer.count_zeros_fp32, training.train_step = counted, step
+
+
+def _note_device_waits(facts: dict[str, Any]) -> None:
+    """Note which timers wait for all that the device does, in training steps."""
+    original = training.train_step
+    facts["waits"] = set()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        synchronize = torch.cuda.synchronize
+
+        def noted() -> None:
+            facts["waits"].add(sys._getframe(1).f_locals["self"].name)
+
+        torch.cuda.synchronize = noted
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.cuda.synchronize = synchronize
+
+    training.train_step = step
+
+
+AUDIT_HOOKS: dict[str, Hook] = {
+    "freeze_words": _freezing(lambda name: "word_embeddings" in name or "output_layer" in name),
+    "freeze_embedding": _freezing(lambda name: "embedding" in name or "output_layer" in name),
+    "freeze_first_layer": _freezing(lambda name: name.startswith("layer 1.")),
+    "freeze_mlp": _freezing(lambda name: ".mlp." in name),
+    "freeze_all_but_norms": _freezing(lambda name: "norm" not in name),
+    "break_a_weight": _when_built(_break_a_weight),
+    "note_device_waits": _note_device_waits,
+    "note_small_gradients": _note_small_gradients,
+}
