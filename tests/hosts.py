@@ -117,6 +117,8 @@ _OVERLAPPED = dict.fromkeys(
         "tests/multiproc/test_training.py::test_equals_uniform_run[overlapped-interleaved-1,2-dp2]",
         "tests/multiproc/test_training.py::test_equals_uniform_run[replica-major-1,2-dp2]",
         f"{_AUDITED}[blocks-interleaved",
+        "tests/multiproc/test_training_context.py::test_trains_as_the_uniform_run[2,1-cp-1,2-interleaved]",
+        "tests/multiproc/test_training_context.py::test_trains_as_the_uniform_run[1,1-cp-2,1-dp2]",
     ),
     "its uniform run needs overlapped transfers, which gloo has not: two interleaved stages, or warm-up and flush",
 )

@@ -1,9 +1,10 @@
-"""What scripts do themselves in the cases of an audit: freeze or break weights."""
+"""What scripts do themselves in the cases of an audit: freeze or break weights. And what befalls a run."""
 
 from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,20 @@ def _break_a_weight(model: Any) -> None:
             model.decoder.layers[0].mlp.linear_fc1.weight[0, 0] = math.nan
 
 
+def _stop_one_rank(facts: dict[str, Any]) -> None:
+    """Tell one rank to end, in its second step, as a scheduler of jobs does."""
+    original = training.train_step
+    calls: list[None] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    training.train_step = interrupted
+
+
 def _note_small_gradients(facts: dict[str, Any]) -> None:
     """Note for every step how many gradients here are 0 within rounding, but not 0."""
     count, train_step = optimizer.count_zeros_fp32, training.train_step
@@ -98,6 +113,7 @@ AUDIT_HOOKS: dict[str, Hook] = {
     "freeze_mlp": _freezing(lambda name: ".mlp." in name),
     "freeze_all_but_norms": _freezing(lambda name: "norm" not in name),
     "break_a_weight": _when_built(_break_a_weight),
+    "stop_one_rank": _stop_one_rank,
     "note_device_waits": _note_device_waits,
     "note_small_gradients": _note_small_gradients,
 }

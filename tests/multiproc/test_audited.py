@@ -2,12 +2,14 @@
 
 | what was run | where it is run now |
 |---|---|
-| decoupled learning rate; query and key norms; grouped queries; layouts; frozen weights; evaluation with its own batch sizes; `--skip-train`; ramp-up with unequal dp; recomputation of blocks; split mode; per-token loss and `--iterations-to-skip` with unequal dp; a NaN; gradients summed in bf16 | here |
+| decoupled learning rate; query and key norms; grouped queries; layouts; frozen weights; evaluation with its own batch sizes; `--skip-train`; ramp-up with unequal dp; fewer microbatches than stages; recomputation of blocks; split mode; per-token loss and `--iterations-to-skip` with unequal dp; a NaN; fp16 with overflows; gradients summed in bf16 | here |
+| SGD's momentum; lists of replicas changed on resuming; SIGTERM | `test_audited_checkpoints.py` |
 | all TensorBoard and timer flags; params norm; counts of zero gradients | `test_logged_numbers.py` |
 | Adam, plain and reshardable, resumed in another list | `test_checkpoint.py::test_load_into_another_list` |
 | experts from one checkpoint, with lists of EP | `test_experts_training.py::test_logged_router_losses` |
 | memory, threads, descriptors over many steps | with the test that counts what grows in 300 steps of each mode |
 | context parallelism, which the audit left out | `test_training_context.py`, `test_parity.py` |
+| empty and missing trackers, `--full-validation`, left out as well | `test_checkpoint.py` |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ CASES = [
     _case("own-batch-interleaved", "2,1", *INTERLEAVED, *OWN_BATCH, own=SEQUENCE),
     _case("own-batch", "1,2", *OWN_BATCH, dp_list="1,2", dp=2),
     _case("ramp-up", "1,1", "--rampup-batch-size", "4", "4", "16", dp_list="1,2", dp=2),
+    _case("few-microbatches", "2,1,2", "--num-layers", "6", "--global-batch-size", "4"),
+    _case("few-microbatches", "1,1,2", "--num-layers", "6", "--global-batch-size", "8", dp_list="2,1,1", dp=2),
     _case("blocks-interleaved", "1,2", *INTERLEAVED, *BLOCKS, own=SEQUENCE),
     _case("split", "2,2", *BLOCKS, own=(*SEQUENCE, "--vtp-dp-mode", "split"), dp_list="1,2", dp=2),
     _case("uneven-masks", "1,2", *PER_TOKEN, dp_list="2,1", dp=2, hooks=["mask_losses"]),
@@ -176,6 +180,46 @@ def test_a_weight_that_is_not_a_number(pool: Pool) -> None:
     message = re.compile(r"found NaN in local forward loss|Unexpected result nan", re.IGNORECASE)
     assert any(message.search(run.output) for run in theirs), theirs[1].output[-3000:]
     assert any(message.search(run.output) for run in ours), ours[1].output[-3000:]
+
+
+# Gradients are added up in fp32: in fp16 a stage of fewer replicas adds more of them, and overflows at half the scale.
+HALF = (
+    *("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", "4194304", "--hysteresis", "1"),
+    *("--loss-scale-window", "2", "--train-iters", "8", "--global-batch-size", "16"),
+)
+
+
+def _scales(runs: Sequence[ScriptRun]) -> list[tuple[str, str]]:
+    """Give the loss scale and the number of steps left out of every printed line."""
+    (output,) = [run.output for run in runs if "lm loss:" in run.output]
+    return re.findall(r"loss scale: (\S+) .*number of skipped iterations: +(\d+)", output)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own", "world", "uniform_dp"),
+    [
+        pytest.param("1,2", (), 3, 1, id="plain"),
+        pytest.param("2,1", OVERLAPPED, 6, 2, id="overlapped"),
+        # Megatron divides a loss by the microbatches of its rank: the uniform run has the replicas of the last stage.
+        pytest.param("1,2", ("--vtp-dp-list", "2,1"), 4, 1, id="dp-list"),
+        pytest.param("2,1", ("--vtp-dp-list", "1,2", *OVERLAPPED), 4, 2, id="dp-list-overlapped"),
+    ],
+)
+def test_overflows_in_half_precision(
+    pool: Pool,
+    reference: Reference,
+    sizes: str,
+    own: tuple[str, ...],
+    world: int,
+    uniform_dp: int,
+) -> None:
+    """The same steps are left out, with the same loss scales."""
+    wanted = reference("1,1", HALF, dp=uniform_dp)
+    command = arguments(sizes, extra=[*HALF, *own])
+    runs = succeeded(launch(pool, world, {"arguments": command}))
+    assert _scales(runs) == _scales(wanted)
+    assert len({skipped for _, skipped in _scales(runs)}) > 1, "no step is left out, or all"
+    assert losses(runs) == pytest.approx(losses(wanted), rel=2e-3)
 
 
 @pytest.mark.parametrize(("sizes", "own", "world"), [("1,2", (), 6), ("2,1", ("--vtp-dp-list", "1,2"), 4)])

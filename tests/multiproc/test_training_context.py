@@ -7,18 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import exact_resume_tolerance
+from tests.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
     assert_same_training,
+    evaluations,
     launch,
     succeeded,
     train,
+    uniform,
 )
 from tests.pool import Pool
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
+INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]
+TRACKER = "latest_checkpointed_iteration.txt"
 EVALUATE = ["--eval-interval", "2", "--eval-iters", "1"]
 
 
@@ -28,30 +33,71 @@ def pool(script_pool: Pool) -> Pool:
     return script_pool
 
 
-def train_mixed(pool: Pool, sizes: str, cp_sizes: str, extra: Sequence[str]) -> list[ScriptRun]:
+def train_mixed(pool: Pool, sizes: str, cp_sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
     """Run the example with both lists."""
-    num_ranks = sum(int(tp) * int(cp) for tp, cp in zip(sizes.split(","), cp_sizes.split(","), strict=True))
-    command = arguments(sizes, extra=["--vtp-cp-list", cp_sizes, *extra])
+    num_ranks = dp * sum(int(tp) * int(cp) for tp, cp in zip(sizes.split(","), cp_sizes.split(","), strict=True))
+    command = arguments(sizes, dp=dp, extra=["--vtp-cp-list", cp_sizes, *extra])
     return succeeded(launch(pool, num_ranks, {"arguments": command, "hooks": ["context_parallel"]}))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cp_sizes", "extra"),
+    ("sizes", "cp_sizes", "extra", "dp"),
     [
-        pytest.param("1,1", "1,2", [*EVALUATE, "--log-params-norm"], id="1,1-cp-1,2"),
+        pytest.param("1,1", "1,2", [*EVALUATE, "--log-params-norm"], 1, id="1,1-cp-1,2"),
         pytest.param(
             "1,2",
             "2,1",
             ["--sequence-parallel", *DISTRIBUTED, "--overlap-grad-reduce", "--calculate-per-token-loss"],
+            1,
             id="1,2-cp-2,1",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("1,2", "2,2", EVALUATE, 1, id="1,2-cp-2,2", marks=pytest.mark.full),
+        pytest.param(
+            "2,1", "1,2", [*INTERLEAVED, "--sequence-parallel"], 1, id="2,1-cp-1,2-interleaved", marks=pytest.mark.full
+        ),
+        pytest.param("1,1", "2,1", [*INTERLEAVED, *DISTRIBUTED], 2, id="1,1-cp-2,1-dp2", marks=pytest.mark.full),
+        pytest.param(
+            "1,2,1",
+            "1,1,2",
+            [*RECOMPUTE, "--num-layers", "6"],
+            1,
+            id="1,2,1-cp-1,1,2-recompute",
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_trains_as_the_uniform_run(pool: Pool, sizes: str, cp_sizes: str, extra: list[str]) -> None:
-    reference = train(pool, "1,1", [*EVALUATE, *(word for word in extra if word == "--calculate-per-token-loss")])
-    runs = train_mixed(pool, sizes, cp_sizes, extra)
+def test_trains_as_the_uniform_run(pool: Pool, sizes: str, cp_sizes: str, extra: list[str], dp: int) -> None:
+    own = ("--sequence-parallel", *DISTRIBUTED, "--overlap-grad-reduce")
+    reference = train(pool, uniform(sizes), [word for word in extra if word not in own], dp=dp)
+    runs = train_mixed(pool, sizes, cp_sizes, extra, dp=dp)
     assert_same_training(runs, reference)
+    assert evaluations(runs) == pytest.approx(evaluations(reference), rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sizes", "cp_sizes"), [("1,1", "1,2"), ("1,2", "2,1"), ("2,1", "2,2")])
+def test_a_u_continues_a_sequential_run(pool: Pool, tmp_path: Path, sizes: str, cp_sizes: str) -> None:
+    """And another list goes on from there."""
+    reference = train(pool, "1", [*EVALUATE, "--save", str(tmp_path), "--save-interval", "1"])
+    (tmp_path / TRACKER).write_text("1")
+    u_shape = [*EVALUATE, "--layerwise-disaggregated-training", "--num-layer-list", "1,1,2", *resharding_flags()]
+    saving = ["--save", str(tmp_path / "u"), "--save-interval", "1"]
+    runs = train_mixed(pool, sizes, cp_sizes, [*u_shape, "--load", str(tmp_path), *saving])
+    assert_same_training(runs, reference, first=1)
+    assert runs[0].evaluations == pytest.approx(reference[0].evaluations, rel=1e-5)
+    (tmp_path / "u" / TRACKER).write_text("3")
+    again = train_mixed(pool, "1,1", "2,1", [*u_shape, "--load", str(tmp_path / "u")])
+    assert_same_training(again, reference, first=3, tolerance=resume_tolerance())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("sizes", "cp_sizes"), [("1,2", "2,1"), ("1,1", "1,1")])
+def test_resumed_with_another_list(pool: Pool, tmp_path: Path, sizes: str, cp_sizes: str) -> None:
+    whole = train_mixed(pool, "2,1", "1,2", ["--save", str(tmp_path), "--save-interval", "2"])
+    (tmp_path / TRACKER).write_text("2")
+    runs = train_mixed(pool, sizes, cp_sizes, ["--load", str(tmp_path), *resharding_flags()])
+    assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
 @pytest.mark.full
