@@ -6,9 +6,11 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary import rules as rules_module
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, require_valid
 from vtp_plugin.boundary.header import plan_header
@@ -44,6 +46,7 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 from vtp_plugin.layout.replicas import DpMode
+from vtp_plugin.runtime.transfers import Parcel
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))
@@ -795,6 +798,18 @@ def test_messages_of_a_mebibyte_cross_whole() -> None:
         assert cut_into_portions(received, lambda one: 4 * one.num_elements) == received
         portions = cut_into_portions(received, lambda one: 64 * one.num_elements)
         assert len(received) < len(portions) <= MAX_PORTIONS * len(received)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dst", "is_cut"), [("sliced", (4,), False), ("sliced", (4, 5), True), ("rank0", (4, 5), False)]
+)
+def test_messages_are_cut_only_where_portions_are_swapped(strategy: str, dst: tuple[int, ...], is_cut: bool) -> None:
+    shape = (4096, 1, 4096)
+    plan = STRATEGIES[strategy](replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
+    parcel = Parcel(
+        plan=plan, dtype=torch.float32, cargo=Cargo.ACTIVATION, position="here", peer="there", in_portions=True
+    )
+    assert (len(parcel.messages(plan.receives_of(4))) > len(plan.receives_of(4))) is is_cut
 
 
 class TestLargestMessage:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.memory import Widths, local_shape, local_slices
-from vtp_plugin.boundary.plan import BoundaryPlan, Transfer
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, Transfer
 from vtp_plugin.boundary.portions import Swap, cut_into_portions, swaps
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, num_rows
@@ -76,7 +76,9 @@ class Parcel:
         found = [one for one in transfers if one.src != one.dst]
         if self.widths is not None:
             found = [one for one in found if any(self.widths[slice(*one.boxes[0][1])])]
-        return cut_into_portions(found, self._bytes_of) if self.in_portions else found
+        # Whoever does not swap would only pay for more messages.
+        has_swaps = self.in_portions and self.plan.finish.kind is CollectiveKind.ALL_GATHER
+        return cut_into_portions(found, self._bytes_of) if has_swaps else found
 
     def as_in_memory(self, piece: torch.Tensor) -> torch.Tensor:
         """View a piece as messages have it."""
