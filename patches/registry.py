@@ -87,7 +87,7 @@ def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
         *(record for module in adapting for record in module.records(session, host)),
         *(record for module in modules for record in module.records(session)),
     )
-    records += (*async_utils.records(), *training.length_records(session))
+    records += (*async_utils.records(), *training.length_records(session), *training.iterator_records(session))
     if session.config.has_several_sites or session.config.layerwise_disaggregated:
         records += training.site_records(session)
     if session.config.layerwise_disaggregated:

@@ -130,10 +130,6 @@ _PREDICTION = {
     "tests/multiproc/test_mtp.py::test_prediction[2,1 dp=2 tied attention=rotary mtp=1 masked": "its prediction "
     "divides by the tokens of a microbatch, also where all are masked"
 }
-_MASKS = {
-    "tests/multiproc/test_options.py::test_masks_of_the_data_set": "the function of this test that shares masks is for "
-    "the script of Megatron 0.19"
-}
 _RAMP_UP = dict.fromkeys(
     ("tests/multiproc/test_options.py::test_supported_option[ramp-up", f"{_AUDITED}[ramp-up", f"{_NUMBERS}[ramp-up"),
     "it ramps up batches of sample-based runs only",
@@ -199,7 +195,6 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         "iteration 0",
         "tests/multiproc/test_options.py::test_layers_of_a_file[4,1": "no stage may have more ranks than groups of "
         "heads",
-        **_MASKS,
         "tests/multiproc/test_options.py::test_sequence_parallel_with_unequal_stages[1,2,1,2]": "its schedule for one "
         "virtual stage fails on the last stage, in Megatron itself",
         "tests/multiproc/test_options.py::test_supported_option[layout": "it has no --pipeline-model-parallel-layout",
@@ -254,7 +249,6 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         **_OLDER,
         **_FP4,
         **_OVERLAPPED,
-        **_MASKS,
         **_RAMP_UP,
         **_PREDICTION,
         **_BACKGROUND,

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.checkpoint.files import check_files, check_tracker, naming_broken_files
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
@@ -130,21 +131,22 @@ def _load(
     **kwargs: Any,
 ) -> tuple[Any, ...]:
     """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout."""
-    from megatron.training.checkpointing import checkpoint_exists
-
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
     if is_first:
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
-        _agree(session, lambda: {"checkpoint found in --load": checkpoint_exists(load_dir)})
+        _agree(session, functools.partial(_look, session, load_dir, args))
     is_read = True
     try:
-        result = original(load_dir, args, rank0=rank0, **kwargs)
+        with naming_broken_files(load_dir, args.ckpt_step):
+            result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
         is_read, result = False, _read_of_rank_0(host, load_dir)
         if result is None:
-            raise
+            if load_dir is None or host.loaded_iteration(load_dir) < 0:
+                raise
+            raise _unreadable(host, load_dir) from None
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = _stored_arguments(result)
@@ -160,6 +162,23 @@ def _load(
         for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
             setattr(stored, name, getattr(args, name) if is_same else _OTHER_LAYOUT)
     return result
+
+
+def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object]:
+    """Say whether there is a checkpoint; one rank of each site looks whether its files are whole.
+
+    Raises:
+        ConfigError: a file is broken.
+    """
+    from megatron.training.checkpointing import checkpoint_exists
+
+    if load_dir is not None:
+        refuse(check_tracker(load_dir, args.ckpt_step))
+        is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
+        # What lies elsewhere is read only if it is newer, which Megatron finds out.
+        if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
+            refuse(check_files(load_dir, args.ckpt_step))
+    return {"checkpoint found in --load": checkpoint_exists(load_dir)}
 
 
 def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
@@ -190,15 +209,21 @@ def _judge(
     """
     _require_loadable(session, host, load_dir, args, result)
     if not is_read:
-        raise ConfigError(
-            f"the file of this rank in checkpoint {load_dir} cannot be read, see above; make the whole folder readable "
-            "for every rank"
-        )
+        raise _unreadable(host, load_dir)
     stored = _stored_arguments(result)
     return {
         "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
         "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, _stored_tp_sizes(stored))),
     }
+
+
+def _unreadable(host: MegatronHost, load_dir: str | None) -> ConfigError:
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    file = get_checkpoint_name(load_dir, host.loaded_iteration(load_dir or ""), False)
+    return ConfigError(
+        f"{file}, the file of this rank, cannot be read, see above; make the whole folder readable for every rank"
+    )
 
 
 def _stored_arguments(result: tuple[Any, ...]) -> Any:

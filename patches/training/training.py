@@ -1,6 +1,6 @@
 """U5: start-up where stages have different numbers of chunks, and only the first has data. S1: a log on each site.
 
-H15: the lengths of packed samples, as the log counts them.
+H15: the lengths of packed samples, as the log counts them. H18: iterators that Megatron reads, or stores, itself.
 """
 
 from __future__ import annotations
@@ -65,6 +65,53 @@ def length_records(session: Session) -> tuple[PatchRecord, ...]:
             remove_when="the sum is taken over the ranks of one stage",
         ),
     )
+
+
+def iterator_records(session: Session) -> tuple[PatchRecord, ...]:
+    """Give the records for what Megatron's loop does with iterators besides handing them to a step."""
+    return (
+        PatchRecord(
+            id="H18",
+            target="megatron.training.training:dummy_train_step",
+            build=wrap_with(_skip_step, session),
+            why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle "
+            "stage has none; it then shares a batch inside the stage in a way that need not be the script's",
+            remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
+        ),
+        PatchRecord(
+            id="H18b",
+            target="megatron.training.checkpointing:maybe_save_dataloader_state",
+            build=wrap_with(_save_loader),
+            why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
+            remove_when="it takes the first iterator of a list",
+        ),
+    )
+
+
+def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
+    """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator."""
+    if not session.is_active:
+        original(data_iterator)
+        return
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    # It keeps what a step has read, to read it again; so it must know where a step begins and ends.
+    while machine.should_run_forward_backward(data_iterator):
+        for iterator in _iterators(data_iterator):
+            for _ in range(get_num_microbatches()):
+                next(iterator)
+
+
+def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all."""
+    original(next(iter(_iterators(train_iterator)), None), *args, **kwargs)
+
+
+def _iterators(given: Any) -> list[Any]:
+    """Give the iterators of this rank's chunks that there are; Megatron hands over one, None, or a list."""
+    return [iterator for iterator in (given if isinstance(given, list) else [given]) if iterator is not None]
 
 
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:

@@ -1,39 +1,19 @@
-"""What scripts larger than the example do, for options that need it: attention masks, and timers of stragglers."""
+"""What scripts larger than the example do, for options that need it: timers of stragglers, loaders of their own."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from megatron.core import tensor_parallel
+import megatron.training.training as training
 from megatron.core.datasets import gpt_dataset
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import StragglerDetector
+from megatron.training import get_args
 
 
-def build_masks(facts: dict[str, Any]) -> None:
-    """Have the data set build attention masks, and the model's layers use them. A row has several documents."""
+def shorten_documents(facts: dict[str, Any]) -> None:
+    """Make up documents that are shorter than a sequence, so that a row has several."""
     gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 8
-    check, forward = gpt_dataset.GPTDatasetConfig.__post_init__, GPTModel.forward
-    broadcast = tensor_parallel.broadcast_data
-    masks: list[torch.Tensor] = []
-
-    def with_masks(self: Any) -> None:
-        self.create_attention_mask = True
-        check(self)
-
-    def broadcast_data(keys: list[str], data: Any, dtype: torch.dtype) -> Any:
-        if "tokens" in keys:
-            numbers = None if data is None else {"attention_mask": data["attention_mask"].long()}
-            masks[:] = [broadcast(["attention_mask"], numbers, torch.int64)["attention_mask"].bool()]
-        return broadcast(keys, data, dtype)
-
-    def with_mask(self: Any, tokens: Any, positions: Any, _mask: None, **kwargs: Any) -> Any:
-        return forward(self, tokens, positions, masks[0], **kwargs)
-
-    gpt_dataset.GPTDatasetConfig.__post_init__ = with_masks
-    tensor_parallel.broadcast_data = broadcast_data
-    GPTModel.forward = with_mask
 
 
 def time_stragglers(facts: dict[str, Any]) -> None:
@@ -52,3 +32,35 @@ def time_stragglers(facts: dict[str, Any]) -> None:
         return found
 
     GPTModel.forward, StragglerDetector._min_max = timed, noted
+
+
+class _Loader:
+    """A loader of a script's own: it knows how far it has read."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows, self._num_read = iter(rows), 0
+
+    def __iter__(self) -> _Loader:
+        return self
+
+    def __next__(self) -> Any:
+        self._num_read += 1
+        return next(self._rows)
+
+    def save_state(self) -> int:
+        return self._num_read
+
+
+def read_by_own_loader(facts: dict[str, Any]) -> None:
+    """Read with a loader whose state can be stored, and say where, as scripts with images do."""
+    original = training.build_pretraining_data_loader
+
+    def build(dataset: Any, num_consumed: int) -> Any:
+        arguments = get_args()
+        arguments.dataloader_save = f"{arguments.save}/loader"
+        arguments.dataloader_type = "single"
+        rows = original(dataset, num_consumed)
+        arguments.dataloader_type = "external"
+        return None if rows is None else _Loader(rows)
+
+    training.build_pretraining_data_loader = build

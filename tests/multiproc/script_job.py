@@ -43,7 +43,7 @@ from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
-from tests.multiproc.option_hooks import build_masks, time_stragglers
+from tests.multiproc.option_hooks import read_by_own_loader, shorten_documents, time_stragglers
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
@@ -317,7 +317,7 @@ def _cut_sequences(facts: dict[str, Any]) -> None:
 def _pack_samples(facts: dict[str, Any]) -> None:
     """Give the script the attention of the tests, and documents that are shorter than a sequence."""
     _gather_attention(facts)
-    gpt_dataset.MockGPTLowLevelDataset.max_sequence_length = 8
+    shorten_documents(facts)
 
 
 def _note_lengths(facts: dict[str, Any]) -> None:
@@ -472,8 +472,9 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_activations": note_activations,
     "latent_attention": _take_latent_heads,
     "balanced_routers": balance_routers,
-    "attention_masks": build_masks,
+    "short_documents": shorten_documents,
     "time_stragglers": time_stragglers,
+    "own_loader": read_by_own_loader,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,

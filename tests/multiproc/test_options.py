@@ -139,12 +139,12 @@ def test_dropout_repeats_itself(pool: Pool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("sizes", "extra"), [("1,2", []), ("3,1", ["--sequence-parallel"])])
 def test_masks_of_the_data_set(pool: Pool, sizes: str, extra: list[str]) -> None:
-    """With this flag no token sees an earlier document of its row; the script hands the masks to its layers."""
+    """With this flag no token sees an earlier document of its row: the data set makes the masks."""
     anew = ["--reset-attention-mask"]
-    reference = train(pool, uniform(sizes), anew, hooks=["attention_masks"])
-    assert_same_training(train(pool, sizes, [*anew, *extra], hooks=["attention_masks"]), reference)
+    reference = train(pool, uniform(sizes), anew, hooks=["short_documents"])
+    assert_same_training(train(pool, sizes, [*anew, *extra], hooks=["short_documents"]), reference)
     with pytest.raises(AssertionError):
-        assert_same_training(train(pool, uniform(sizes), hooks=["attention_masks"]), reference)
+        assert_same_training(train(pool, uniform(sizes), hooks=["short_documents"]), reference)
 
 
 @pytest.mark.full

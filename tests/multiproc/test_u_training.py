@@ -181,7 +181,7 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
         ),
         pytest.param(
             ["1,1,2", "--full-validation"],
-            ["--full-validation with --layerwise-disagg"],
+            ["--full-validation with --vtp-size-list 1,2"],
             id="validation",
             marks=pytest.mark.full,
         ),

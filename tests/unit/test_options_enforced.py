@@ -1,20 +1,33 @@
-"""Every row of the option table that refuses is refused by the path that a run takes."""
+"""Every row of the option tables that refuses is refused by the path that a run takes, on every host.
+
+Where the parser of this Megatron lacks an option, such as one of MindSpeed's, its value is put where a parser puts it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
+import re
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.hosts import host_name
+from tests.import_rules import ROOT
 from tests.oracles import megatron_arguments
-from tests.unit.test_options import REFUSED_RULES, command_line
+from tests.unit.test_options import SPELLINGS, VALUES, find_action
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.options.table.rows import CONFIG_RULES
+from vtp_plugin.options import table
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
+from vtp_plugin.options.table.older import OLDER_RULES
+from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.session import PlannedRun, Session
@@ -24,6 +37,16 @@ MODEL = (
     *("--max-position-embeddings", "8", "--micro-batch-size", "1", "--global-batch-size", "8"),
 )
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Megatron's parser
+
+
+def refusing(rules: Iterable[OptionRule]) -> list[OptionRule]:
+    return [rule for rule in rules if rule.verdict is not Verdict.SUPPORTED]
+
+
+OF_ARGUMENTS = refusing((*RULES, *OLDER_RULES, *MINDSPEED_RULES))
+# What a run of MindSpeed has besides, in the rows that ask whether there is one.
+MINDSPEED = {"attention_mask_type": "causal"}
+CANDIDATES = (True, "8", 8, ["8"], 1, "on", 2.0)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +59,13 @@ def parser(megatron: Any) -> argparse.ArgumentParser:
     return megatron.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], sizes: tuple[str, int]) -> None:
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+    megatron: Any,
+    flags: list[str],
+    sizes: tuple[str, int],
+    put: dict[str, object] | None = None,
+) -> None:
     """Parse and validate as one rank of a run does; the store that joins the ranks is left out."""
     from vtp_plugin.patches.training import arguments
 
@@ -45,6 +74,11 @@ def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], size
 
     def validated(*args: object) -> None:
         raise AssertionError("Megatron's own checks were reached")
+
+    def parsed(*args: Any, **options: Any) -> argparse.Namespace:
+        found = megatron.parse_args(*args, **options)
+        vars(found).update(put or {})
+        return found
 
     lists, world_size = sizes
     monkeypatch.setenv("RANK", "0")
@@ -56,27 +90,58 @@ def start(monkeypatch: pytest.MonkeyPatch, megatron: Any, flags: list[str], size
     monkeypatch.setattr(arguments, "open_store", lambda *where: None)
     parse, validate = arguments.records(session, load_host(host_name()), lambda: None)
     try:
-        validate.build(validated)(parse.build(megatron.parse_args)())
+        validate.build(validated)(parse.build(parsed)())
     finally:
         if session.close_log is not None:
             session.close_log()
 
 
-@pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
+def asked_for(parser: argparse.ArgumentParser, rule: OptionRule) -> tuple[list[str], dict[str, object], object]:
+    """Give the flags that ask for a rule's option, what stands among the arguments without flags, and the value."""
+    if rule in MINDSPEED_RULES and rule.option == "--context-parallel-size":
+        return ["--context-parallel-size", "2"], MINDSPEED, "2"
+    if rule.option in SPELLINGS:
+        return SPELLINGS[rule.option], {}, True
+    flag, *value = rule.option.split()
+    action = find_action(parser, rule)
+    if action is None or rule in MINDSPEED_RULES:
+        put = value_that_applies(rule, value[0] if value else None)
+        return [], MINDSPEED | {rule.attribute: put}, put
+    if action.nargs == 0:
+        return [flag], {}, True
+    words = value or VALUES.get(flag, ["8"])
+    return [flag, *words], {}, True if action.type is bool else words[0]
+
+
+def value_that_applies(rule: OptionRule, wanted: str | None) -> object:
+    """Give a value as a parser would leave it, with which the rule finds its option in use."""
+    context = OptionContext(tp_sizes=(1, 2), cp_sizes=(2, 2))
+    for value in (wanted,) if wanted else CANDIDATES:
+        if rule.applies(SimpleNamespace(**MINDSPEED, **{rule.attribute: value}), context):
+            return value
+    raise AssertionError(f"no value switches {rule.option} on")
+
+
+@pytest.mark.parametrize("rule", OF_ARGUMENTS, ids=lambda rule: rule.option)
 def test_a_run_is_refused(
     monkeypatch: pytest.MonkeyPatch, megatron: Any, parser: argparse.ArgumentParser, rule: OptionRule
 ) -> None:
-    flags = command_line(parser, rule)
+    flags, put, given = asked_for(parser, rule)
     if rule.attribute != "transformer_impl":
-        flags += ["--transformer-impl", "local"]
+        flags = [*flags, "--transformer-impl", "local"]
     sizes = ("--vtp-dp-list 1,2", 5) if rule.verdict is Verdict.REFUSED_UNEQUAL_DP else ("", 3)
+    if "--context-parallel-size" in flags:
+        sizes = ("", 6)
     if rule.verdict is Verdict.REFUSED_U_SHAPED:
         flags += ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
     with pytest.raises(ConfigError) as caught:
-        start(monkeypatch, megatron, flags, sizes)
+        start(monkeypatch, megatron, flags, sizes, put)
     lines = str(caught.value).split(" | ")
-    ways_out = tuple(f"; {other.way_out}" for other in REFUSED_RULES if other.option == rule.option)
-    assert any(line.startswith(rule.option) and line.endswith(ways_out) for line in lines), lines
+    # An option that is refused for two reasons is named once, with the first that applies.
+    ends = {f"; {other.reason}; {other.way_out}" for other in OF_ARGUMENTS if other.option == rule.option}
+    (line,) = [line for line in lines if line.startswith(rule.option) and any(line.endswith(end) for end in ends)]
+    value, _, _ = line.split("; ")
+    assert isinstance(given, bool | list) or " " in rule.option or value.startswith(f"{rule.option} {given}")
 
 
 def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pytest.MonkeyPatch, megatron: Any) -> None:
@@ -84,19 +149,90 @@ def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pyte
         start(monkeypatch, megatron, ["--transformer-impl", "local"], ("", 3))
 
 
-UNEQUAL_CONFIG_RULES = [rule for rule in CONFIG_RULES if rule.verdict is Verdict.REFUSED_UNEQUAL]
-
-
-@pytest.mark.parametrize("rule", UNEQUAL_CONFIG_RULES, ids=lambda rule: rule.option)
-def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
-    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
-
-    session = Session(VtpConfig(size_list=(1, 2), device="cpu"))
+def planned_session(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Session:
+    """Give a session as before its first step, with no other rank to compare with."""
+    session = Session(VtpConfig(size_list=(1, 2), device="cpu", **options))
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
     monkeypatch.setattr(PlannedRun, "check_model_config", lambda *arguments: None)
     monkeypatch.setattr(session, "agree_on_formats", lambda read: read())
+    return session
+
+
+def model_config(**fields: object) -> SimpleNamespace:
     names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
-    config = SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **{rule.attribute: True})
-    with pytest.raises(ConfigError, match=f"{rule.option} with --vtp-size-list 1,2; .*{rule.way_out}"):
-        tensor_format(session, config)
+    return SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **fields)
+
+
+def in_use(rule: OptionRule) -> dict[str, object]:
+    return {rule.attribute: rule.option.partition(" ")[2] or True}
+
+
+@pytest.mark.parametrize("rule", refusing(CONFIG_RULES), ids=lambda rule: rule.option)
+def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
+    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
+
+    is_planned = rule.verdict is Verdict.REFUSED_PLANNED
+    session = planned_session(monkeypatch, schedule="planned" if is_planned else "stock")
+    situation = "a planned schedule" if is_planned else "--vtp-size-list 1,2"
+    with pytest.raises(ConfigError) as caught:
+        tensor_format(session, model_config(**in_use(rule)))
+    assert str(caught.value) == f"{rule.option} with {situation}; {rule.reason}; {rule.way_out}"
+
+
+@pytest.mark.parametrize("rule", refusing(STEP_RULES), ids=lambda rule: rule.option)
+def test_a_planned_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
+    from vtp_plugin.patches.core.pipeline_parallel import schedules
+
+    session = planned_session(monkeypatch, schedule="planned")
+    step = {"forward_step_func": print, "data_iterator": None, "num_microbatches": 2, "seq_length": 8}
+    chunk = SimpleNamespace(config=model_config())
+    with pytest.raises(ConfigError) as caught:
+        schedules.forward_backward(
+            session, load_host(host_name()), model=[chunk], micro_batch_size=1, **step, **in_use(rule)
+        )
+    assert str(caught.value) == f"{rule.option} with a planned schedule; {rule.reason}; {rule.way_out}"
+
+
+def test_ring_exchange_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts on megatron.core alone have no flag."""
+    from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
+
+    with pytest.raises(ConfigError, match=r"^config\.use_ring_exchange_p2p; .* no ring exchange; leave it out$"):
+        tensor_format(planned_session(monkeypatch), model_config(use_ring_exchange_p2p=True))
+
+
+def rules_of(test: Callable[..., None]) -> list[OptionRule]:
+    """Give the rows that a test here is run with."""
+    marks: list[pytest.Mark] = getattr(test, "pytestmark", [])
+    return [rule for mark in marks if mark.name == "parametrize" for rule in mark.args[1]]
+
+
+def all_refusals() -> dict[tuple[str, str], OptionRule]:
+    """Give all rows that refuse, in whatever module of the table they stand, by what the documents print of them."""
+    modules = [
+        importlib.import_module(f"{table.__name__}.{info.name}") for info in pkgutil.iter_modules(table.__path__)
+    ]
+    tuples = [value for module in modules for value in vars(module).values() if isinstance(value, tuple)]
+    rules = refusing(rule for rows in tuples for rule in rows if isinstance(rule, OptionRule))
+    return {(rule.option, rule.verdict.value): rule for rule in rules}
+
+
+def without_test(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    tests = (test_a_run_is_refused, test_a_first_step_is_refused, test_a_planned_step_is_refused)
+    seen = {(rule.option, rule.verdict.value) for test in tests for rule in rules_of(test)}
+    return sorted(set(rows) - seen)
+
+
+def test_every_row_that_refuses_has_a_test_that_sees_it() -> None:
+    rows = all_refusals()
+    assert len(rows) > 100 and without_test(rows) == []
+    another = replace(next(iter(rows.values())), option="--added-without-a-test")
+    assert without_test([(another.option, another.verdict.value)]) == [(another.option, another.verdict.value)]
+
+
+@pytest.mark.parametrize("name", ["megatron-options.md", "ascend-options.md"])
+def test_every_line_of_the_documents_that_refuses_has_a_test_that_sees_it(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (refused[^|]*?) \|", text, flags=re.MULTILINE)
+    assert rows and without_test(rows) == []

@@ -87,7 +87,7 @@ def module_format(session: Session, module: ModulePipeline, config: Any) -> Tens
 def _checked_format(config: Any, context: OptionContext) -> TensorFormat:
     refuse(check_config(config, context))
     if config.use_ring_exchange_p2p:
-        raise ConfigError("use_ring_exchange_p2p is not supported with vtp_size_list; leave it out")
+        raise ConfigError("config.use_ring_exchange_p2p; the plugin's channels have no ring exchange; leave it out")
     # Families before 0.19 have no stage that holds multi-token prediction alone.
     # In a U the edge holds it, which Megatron takes for a stage before the last one; there it ends with the loss.
     is_standalone = getattr(config, "mtp_standalone", False) and not context.is_u_shaped

@@ -1,0 +1,80 @@
+"""What megatron.training does with iterators besides training: it skips steps, and stores how far a loader has read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hosts import host_name
+from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, losses, succeeded, train
+from tests.pool import Pool
+
+LAYERS = ["--num-layers", "6"]
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,3"]
+# The second step. Megatron 0.12 counts from 0.
+SKIPPED = ["--iterations-to-skip", "1" if host_name() == "0.12" else "2"]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.fixture(scope="module")
+def start(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that begin with the weights of one process."""
+    folder = str(tmp_path_factory.mktemp("start"))
+    train(pool, "1", [*LAYERS, "--save", folder, "--save-interval", "1", "--train-iters", "1"])
+    return [*LAYERS, "--load", folder, "--finetune"]
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool, start: list[str]) -> list[ScriptRun]:
+    """Stock Megatron on one process, without the second step."""
+    return train(pool, "1", [*start, *SKIPPED])
+
+
+def _case(name: str, sizes: str, num_ranks: int, *extra: str, full: bool = True) -> Any:
+    return pytest.param(sizes, num_ranks, list(extra), id=name, marks=[pytest.mark.full] if full else [])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "extra"),
+    [
+        _case("u", "1,2", 3, *U_SHAPE, full=False),
+        _case("u-again", "2,1", 3, *U_SHAPE, "--rerun-mode", "validate_results"),
+        _case("plain", "1,2", 3, "--no-load-rng", full=False),
+        # Stock ends in a middle stage, and in one with several chunks.
+        _case("middle", "2,1,1", 4, "--no-load-rng", "--rerun-mode", "validate_results"),
+        _case("interleaved", "2,1", 3, "--no-load-rng", "--num-virtual-stages-per-pipeline-rank", "3"),
+        _case("replicas", "1,1", 3, "--no-load-rng", "--vtp-dp-list", "1,2"),
+    ],
+)
+def test_a_step_is_skipped(
+    pool: Pool, start: list[str], reference: list[ScriptRun], sizes: str, num_ranks: int, extra: list[str]
+) -> None:
+    """The samples of a step are read and not used, on all hosts and in all pipelines."""
+    command = arguments(sizes, extra=[*start, *SKIPPED, *extra])
+    runs = succeeded(launch(pool, num_ranks, {"arguments": command}))
+    assert len(losses(runs)) == 3
+    assert_same_training(runs, reference)
+    with pytest.raises(AssertionError):
+        assert_same_training(runs, train(pool, "1", [*start, "--train-iters", "3"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [("1,2", U_SHAPE), ("2,1", []), ("1,2", ["--num-virtual-stages-per-pipeline-rank", "3"])],
+    ids=["u", "plain", "interleaved"],
+)
+def test_how_far_a_loader_has_read_is_stored(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
+    """Four steps of four microbatches."""
+    saving = ["--save", str(tmp_path), "--save-interval", "4", "--dataloader-type", "external"]
+    train(pool, sizes, [*LAYERS, *extra, *saving], hooks=["own_loader"])
+    (file,) = (tmp_path / "loader").rglob("train_dataloader_dprank000.pt")
+    assert torch.load(file)["dataloader_state_dict"] == 16

@@ -1,0 +1,45 @@
+"""A layout of the shape of Megatron's own example, ``Et*3|(tt|)*29,m|L``: a stage of its own predicts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.multiproc.script_cases import assert_same_training, train, uniform
+from tests.pool import Pool
+
+PREDICTING = ["--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.5", "--global-batch-size", "12"]
+PREDICTING += ["--position-embedding-type", "rope", "--no-rope-fusion", "--pipeline-model-parallel-layout"]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+def _case(name: str, sizes: str, layout: str, *extra: str, full: bool = True) -> Any:
+    return pytest.param(sizes, layout, list(extra), id=f"{name}-{sizes}", marks=[pytest.mark.full] if full else [])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "extra"),
+    [
+        _case("short", "1,2,1", "Et*4|m|L", *UNTIED, full=False),
+        _case("list", "1,2,1,2,1", "Et*2|(t|)*2,m|L", *UNTIED),
+        _case("list-tied", "2,1,1,2,1", "Et*2|(t|)*2,m|L"),
+        # Two chunks a stage: the second stage predicts in its second one.
+        _case("interleaved", "2,1,2", "Et|(t|)*3,m|L", *UNTIED),
+        _case("interleaved-tied", "1,2,1", "Et|(t|)*3,m|L"),
+        _case("sequence", "1,2,1", "Et|(t|)*3,m|L", "--sequence-parallel"),
+    ],
+)
+def test_a_stage_that_predicts(pool: Pool, sizes: str, layout: str, extra: list[str]) -> None:
+    runs, wanted = (train(pool, s, [*PREDICTING, layout, *extra]) for s in (sizes, uniform(sizes)))
+    assert_same_training(runs, wanted)
+    printed = [re.findall(r"mtp_1 loss: (\S+)", group[-1].output) for group in (runs, wanted)]
+    assert len(printed[0]) == 4 and len(set(printed[0])) == 4
+    assert list(map(float, printed[0])) == pytest.approx(list(map(float, printed[1])), rel=1e-5)

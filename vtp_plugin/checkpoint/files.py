@@ -1,0 +1,152 @@
+"""Which file of a checkpoint of Megatron is missing, cut off or damaged, and what can be loaded instead.
+
+A folder of checkpoints has the file ``latest_checkpointed_iteration.txt``, which names one of its folders
+``iter_0000100`` or ``release``. Such a folder holds, as ``--ckpt-format torch_dist``, ``metadata.json``, ``*.distcp``
+and ``.metadata``, which says where in which file each tensor lies; before Megatron 0.19 also ``common.pt``. In the
+format ``torch`` it holds a folder ``mp_rank_*`` for each rank of a replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.errors import ConfigError, VtpError
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""The name of the file that says which checkpoint of a folder is the newest."""
+
+
+def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
+    """Say what is wrong with the note about the newest checkpoint of a folder.
+
+    A folder without note and without a whole checkpoint is right: the run that writes into it begins.
+
+    Args:
+        load_dir: the folder, as in ``--load``; what is no path, such as ``msc://``, is not looked at.
+        step: as in ``--ckpt-step``, which needs no note, but Megatron reads one that is there.
+
+    Returns:
+        A line ``value; rule; way out``, or none.
+    """
+    if "://" in load_dir:
+        return ()
+    folder, file = Path(load_dir), Path(load_dir) / TRACKER
+    text = file.read_text(errors="replace").strip() if file.is_file() else None
+    if text is not None and re.fullmatch(r"\d+|release", text):
+        return ()
+    whole = _whole_iterations(folder)
+    if text is None and (step or not whole):
+        return ()
+    shown = "is missing" if text is None else f"holds {text[:40]!r}" if text else "is empty"
+    way_out = f"write {whole[-1]} into it" if whole else "load another folder, or leave --load out"
+    return (f"{file} {shown}; it must hold the iteration of a checkpoint, or the word release; {way_out}",)
+
+
+def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
+    """Name the first broken file of the checkpoint that a run would load.
+
+    Args:
+        load_dir: the folder, as in ``--load``; what is no path is not looked at.
+        step: as in ``--ckpt-step``; without one the newest.
+
+    Returns:
+        A line ``value; rule; way out``; none where all files are there and as long as they must be.
+    """
+    folder, tracker = Path(load_dir), Path(load_dir) / TRACKER
+    if "://" in load_dir or not (step or tracker.is_file()):
+        return ()
+    name = str(step) if step else tracker.read_text(errors="replace").strip()
+    checkpoint = folder / (f"iter_{int(name):07d}" if name.isdecimal() else name)
+    if not checkpoint.is_dir():
+        problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
+    elif (found := _broken_file(checkpoint)) is not None:
+        problem = f"{found}; without it this checkpoint cannot be loaded"
+    else:
+        return ()
+    others = [number for number in _whole_iterations(folder) if str(number) != name]
+    instead = f"load an older one with --ckpt-step {others[-1]}" if others else "load another folder"
+    return (f"{problem}; copy it again, or {instead}",)
+
+
+@contextlib.contextmanager
+def naming_broken_files(load_dir: str | None, step: int | None) -> Iterator[None]:
+    """Run what loads a checkpoint; where it fails because of a broken file, raise an error that names the file.
+
+    So a rank tells of a file that only it sees, such as in a copy on its machine.
+
+    Args:
+        load_dir: as in ``--load``.
+        step: as in ``--ckpt-step``.
+
+    Raises:
+        ConfigError: in the place of any error, if a file is broken. Nothing is looked at before.
+    """
+    try:
+        yield
+    except VtpError:
+        raise
+    except BaseException as error:  # torch's CheckpointException is none of Exception, and Megatron leaves by exit()
+        problems = () if load_dir is None else check_files(load_dir, step)
+        if not problems:
+            raise
+        raise ConfigError(problems[0]) from error
+
+
+def _whole_iterations(folder: Path) -> list[int]:
+    """Give the iterations of the whole checkpoints in a folder, in order."""
+    names = (re.fullmatch(r"iter_(\d+)", path.name) for path in folder.glob("iter_*"))
+    numbers = sorted(int(name.group(1)) for name in names if name)
+    return [number for number in numbers if _broken_file(folder / f"iter_{number:07d}") is None]
+
+
+def _broken_file(checkpoint: Path) -> str | None:
+    """Name the first broken file of a checkpoint, with what is wrong; None if there is none."""
+    if any(checkpoint.glob("mp_rank_*")):
+        files = sorted(checkpoint.glob("mp_rank_*/*.pt"))
+        return next((problem for file in files if (problem := _archive_problem(file))), None)
+    config = checkpoint / "metadata.json"
+    try:
+        json.loads(config.read_bytes())
+    except OSError:
+        return f"{config} is missing or cannot be read"
+    except ValueError:
+        return f"{config} is damaged"
+    index = checkpoint / ".metadata"
+    try:
+        lengths, has_common = _stored_lengths(index)
+    except OSError:
+        return f"{index} is missing or cannot be read"
+    except Exception:  # whatever a damaged pickle raises
+        return f"{index} is damaged"
+    for name, length in sorted(lengths.items()):
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if (found := file.stat().st_size) < length:
+            return f"{file} is cut off, with {found} of {length} bytes"
+    return None if has_common else _archive_problem(checkpoint / "common.pt")
+
+
+def _stored_lengths(index: Path) -> tuple[dict[str, int], bool]:
+    """Read what length each file must have at least, and whether the values that all ranks share are among them."""
+    with index.open("rb") as file:
+        stored: dict[Any, Any] = pickle.load(file).storage_data  # as torch reads it
+    lengths: defaultdict[str, int] = defaultdict(int)
+    for place in stored.values():
+        lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
+    return lengths, any(key.fqn.startswith("common_state") for key in stored)
+
+
+def _archive_problem(file: Path) -> str | None:
+    """Say what is wrong with a file of ``torch.save``, whose table of contents is its end."""
+    if not file.is_file():
+        return f"{file} is missing"
+    return None if zipfile.is_zipfile(file) else f"{file} is cut off or damaged"
