@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import flatten_batch_for_packed_sequences, get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -120,8 +120,15 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return BlendedMegatronDatasetBuilder(kind, num_samples, is_built_here, config).build()
 
 
+def embedding_ranks(ranks: list[int]) -> list[int]:
+    """Give the ranks of a pipeline with the word embedding: its ends where it is tied, and what predicts."""
+    ends = {ranks[0]} if get_args().untie_embeddings_and_output_weights else {ranks[0], ranks[-1]}
+    return sorted({*ends, *get_mtp_ranks(ranks, core_transformer_config_from_args(get_args()))})
+
+
 if __name__ == "__main__":
     datasets_provider.is_distributed = True
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    kind = ModelType.encoder_or_decoder
+    pretrain(config, datasets_provider, kind, forward_step, get_embedding_ranks=embedding_ranks)
