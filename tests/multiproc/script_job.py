@@ -43,7 +43,12 @@ from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
-from tests.multiproc.option_hooks import read_by_own_loader, shorten_documents, time_stragglers
+from tests.multiproc.option_hooks import (
+    log_predictions_of_one_rank,
+    read_by_own_loader,
+    shorten_documents,
+    time_stragglers,
+)
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
@@ -475,6 +480,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "short_documents": shorten_documents,
     "time_stragglers": time_stragglers,
     "own_loader": read_by_own_loader,
+    "own_predictions": log_predictions_of_one_rank,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,
