@@ -1,6 +1,6 @@
 """U5: start-up where stages have different numbers of chunks, and only the first has data. S1: a log on each site.
 
-H15: the lengths of packed samples, as the log counts them. H18: iterators that Megatron reads, or stores, itself.
+H15: the lengths of packed samples, as the log counts them. H19: iterators that Megatron reads, or stores, itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def iterator_records(session: Session) -> tuple[PatchRecord, ...]:
     """Give the records for what Megatron's loop does with iterators besides handing them to a step."""
     return (
         PatchRecord(
-            id="H18",
+            id="H19",
             target="megatron.training.training:dummy_train_step",
             build=wrap_with(_skip_step, session),
             why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle "
@@ -79,7 +79,7 @@ def iterator_records(session: Session) -> tuple[PatchRecord, ...]:
             remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
         ),
         PatchRecord(
-            id="H18b",
+            id="H19b",
             target="megatron.training.checkpointing:maybe_save_dataloader_state",
             build=wrap_with(_save_loader),
             why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
