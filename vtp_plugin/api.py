@@ -23,9 +23,10 @@ from vtp_plugin.config import (
     merge,
     read_keywords,
 )
-from vtp_plugin.errors import ConfigError, PatchError, VtpError
+from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.failure import FailureHook
 from vtp_plugin.hosts import find_host
+from vtp_plugin.undo import UndoStack
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -43,6 +44,7 @@ class _Holder:
     hook: FailureHook | None = None
     platform: Platform | None = None
     watch: ImportWatch | None = None
+    modules = UndoStack()  # modules that were put among Python's own, with or without a session
 
 
 def apply(
@@ -210,7 +212,11 @@ def _apply(request: VtpConfig) -> None:
 
 
 def revert() -> None:
-    """Undo ``apply``: put the original objects of Megatron and torch back. Without ``apply`` it does nothing."""
+    """Undo ``apply``: put the original objects of Megatron and torch back; and ``vtp_plugin.functional.install``.
+
+    Without either it does nothing.
+    """
+    _Holder.modules.undo()
     session, _Holder.session, _Holder.request = _Holder.session, None, None
     hook, _Holder.hook = _Holder.hook, None
     if hook is not None:
@@ -245,15 +251,20 @@ def current_session() -> Session | None:
     return _Holder.session
 
 
+def installed_modules() -> UndoStack:
+    """Return what :func:`revert` takes out of Python's modules, to add to it."""
+    return _Holder.modules
+
+
 def open_session() -> Session:
     """Return the session of a run whose channels are open.
 
     Raises:
-        ConfigError: there is none, or Megatron's communicator is in use.
+        MissingError: there is none, or Megatron's communicator is in use.
     """
     session = _running_session()
     if session is None or session.running.communicator is None:
-        raise ConfigError(
+        raise MissingError(
             "the plugin's channels are not open; call vtp_plugin.apply() with vtp_size_list, then "
             "initialize_model_parallel() (a uniform list needs force=True)"
         )

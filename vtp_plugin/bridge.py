@@ -15,7 +15,15 @@ from vtp_plugin.api import current_session
 from vtp_plugin.errors import PatchError
 from vtp_plugin.hosts import find_host
 
-_NAMES = ("BridgeCommunicator", "ColocatedBridgeCommunicator", "CommRole", "RankCommInfo", "StageCommGrid")
+_NAMES = (
+    "BridgeCommunicator",
+    "BridgeDirection",
+    "ColocatedBridgeCommunicator",
+    "CommRole",
+    "RankCommInfo",
+    "SliceInfo",
+    "StageCommGrid",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -53,4 +61,6 @@ def _find(name: str) -> Any:
     modules = {"BridgeCommunicator": bridge_communicator, "ColocatedBridgeCommunicator": colocated_communicator}
     if name in modules:
         return modules[name].current_class(Surroundings(current_session))
+    if name in ("BridgeDirection", "SliceInfo"):
+        return getattr(colocated_communicator.colocated_communicator, name)  # Megatron's module, which defines them
     return getattr(bridge_communicator, name)

@@ -29,6 +29,10 @@ class ConfigError(VtpError, ValueError):
     """A value that the user gave breaks a rule; the message states the rule."""
 
 
+class MissingError(ConfigError, RuntimeError):
+    """What a call needs is not there yet; Megatron and the Ascend implementation raise a RuntimeError for it."""
+
+
 class LayoutError(ConfigError):
     """A :class:`ConfigError` about the plugin's layout flags alone; other sites may read its whole text."""
 

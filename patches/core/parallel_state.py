@@ -66,6 +66,13 @@ def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
         why="Megatron asks it for the size of the world and has no argument for it; set only while it makes its groups",
         remove_when="Megatron 0.16 is no longer supported",
     )
+    writes["config"] = WriteRecord(
+        id="H4e",
+        target="megatron.core.model_parallel_config:ModelParallelConfig",
+        why="steps by hand for the Ascend implementation read `layerwise_disaggregated_training` of a configuration; "
+        "an attribute of the class, while our channels are open",
+        remove_when="nobody writes such steps any more",
+    )
     return (
         PatchRecord(
             id="H4",
@@ -126,6 +133,7 @@ def _initialize(
     options["pipeline_model_parallel_size"] = layout.num_stages
     if session.is_active:
         pipeline_groups = _make_groups(session, host, writes, original, bound)
+        writes["config"].put(session.config.layerwise_disaggregated, key="layerwise_disaggregated_training")
     else:
         original(*bound.args, **bound.kwargs)
         pipeline_groups = ()

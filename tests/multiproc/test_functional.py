@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.pool import Pool
 
 
-def by_hand(pool: Pool, case: Case, style: str, is_async: bool) -> Any:
-    kwargs = {"case": case, "style": style, "is_async": is_async}
+def by_hand(pool: Pool, case: Case, style: str, is_async: bool, keyword: str = "") -> Any:
+    kwargs = {"case": case, "style": style, "is_async": is_async, "keyword": keyword}
     return assemble(case, pool.run(case.world_size, "tests.multiproc.functional_job:train_by_hand", kwargs))
 
 
@@ -61,6 +62,37 @@ def test_1f1b_by_hand_equals_megatrons(runs: Runs, pool: Pool, style: str) -> No
     assert_weights_close(run, oracle)
 
 
+PLAIN = Case(sizes=(2, 1, 3), num_microbatches=3, num_steps=2)
+U = u_shaped(1, 2, 2, num_microbatches=3, num_steps=2)
+EDGE = u_shaped(1, 2, dp_list=(1, 2), num_microbatches=2, num_steps=2)
+# Without waiting Megatron's default coalesces receives, which only the functions of the leaders ignore.
+KEYWORDS = [
+    (case, style, is_async, keyword)
+    for case in (PLAIN, U, EDGE)
+    for style in ("vtp", "reqs", "impl")
+    for is_async in (True, False)
+    for keyword in ("group", "next_rank", "prev_rank")
+]
+CHEAP = {(PLAIN, "vtp", True, "next_rank"), (U, "impl", True, "prev_rank"), (EDGE, "reqs", False, "next_rank")}
+
+
+@pytest.mark.parametrize(
+    ("case", "style", "is_async", "keyword"),
+    [
+        pytest.param(*values, id=" ".join(map(str, values)), marks=() if values in CHEAP else pytest.mark.full)
+        for values in KEYWORDS
+    ],
+)
+def test_a_step_with_each_keyword_equals_the_schedule(
+    runs: Runs, pool: Pool, case: Case, style: str, is_async: bool, keyword: str
+) -> None:
+    case = replace(case, batch_p2p=style == "vtp" or not is_async)
+    expected = runs.run(replace(case, batch_p2p=False))
+    run = by_hand(pool, case, style, is_async, keyword)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6) and run.losses
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
 @pytest.mark.parametrize("transport", ["rank0", "sliced"])
 def test_returns(pool: Pool, transport: str) -> None:
     edge, leader, other = pool.run(3, "tests.multiproc.functional_job:returns", {"transport": transport})
@@ -74,17 +106,20 @@ def test_returns(pool: Pool, transport: str) -> None:
     assert other == [*leader[:3], "None" if transport == "rank0" else "1", *leader[4:]]
 
 
-def test_a_list_of_groups_reaches_every_replica(pool: Pool) -> None:
+def test_several_replicas_get_one_tensor_and_give_their_mean(pool: Pool) -> None:
     edge, *cloud = pool.run(3, "tests.multiproc.functional_job:lists_of_groups")
-    num_sends, without, several, *equal = edge
-    assert num_sends == "2" and equal == ["True", "True"] and cloud == [["True"]] * 2
+    num_sends, after, before, without, swapped, lengths, no_leader, *equal = edge
+    assert num_sends == "2" and after == before == "[1, 2]"
+    assert equal == ["True"] * 7 and cloud == [["True", "0"]] * 2
     assert without.startswith("no group was given: this rank's pipeline groups are those of the ranks [[0, 1], [0, 2]]")
-    assert several.startswith("a receive from 2 replicas at once; give the group of one")
+    assert swapped.startswith("{'group': [0, 2], 'prev_rank': 1} name different replicas of the pipeline")
+    assert lengths.startswith("lists of the lengths {'group': 2, 'prev_rank': 1}; each names the same replicas")
+    assert no_leader.startswith("prev_rank=0 does not lead the previous stage; give a leader of [1, 2]")
 
 
 def test_refusals(pool: Pool) -> None:
     for rank, lines in enumerate(pool.run(4, "tests.multiproc.functional_job:refusals")):
-        closed, past_the_end, before, twice, replicas, unwaited = lines
+        closed, past_the_end, before, twice, replicas, unwaited, untyped, shapeless, own, empty = lines
         assert "channels are not open; call vtp_plugin.apply()" in closed
         stage, neighbour = divmod(rank, 2)[0], ("prev", "next")[rank // 2]
         assert f"stage {stage} cannot send to the {neighbour} stage: there is none" in past_the_end
@@ -92,3 +127,7 @@ def test_refusals(pool: Pool) -> None:
         assert "the groups name the replicas [0, 0]; name each that is meant once" in twice
         assert "are not such a group: this rank's pipeline groups are those of the ranks [[" in replicas
         assert "batch_p2p_comm cannot receive without waiting" in unwaited
+        assert "recv_next with pipeline_dtype=None, tensor_shape=(4, 1, 2); a receive needs both" in untyped
+        assert "with pipeline_dtype=torch.float32, tensor_shape=None; a receive needs both" in shapeless
+        assert f"next_rank={rank} does not lead the next stage; give a leader of [{(rank + 2) % 4}]" in own
+        assert "the groups name the replicas []" in empty

@@ -16,6 +16,7 @@ HELD = """
     import torch
     import vtp_plugin
     from megatron.core.pipeline_parallel import multimodule_communicator
+    from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection, SliceInfo
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator as taken, CommRole, RankCommInfo
 
     class Script:
@@ -32,6 +33,7 @@ HELD = """
         assert issubclass(bridge.BridgeCommunicator, stock) and bridge.BridgeCommunicator is not stock
         assert (bridge.BridgeCommunicator is held[0]) == is_ours
         assert bridge.CommRole is CommRole and bridge.RankCommInfo is RankCommInfo
+        assert bridge.SliceInfo is SliceInfo and bridge.BridgeDirection is BridgeDirection
 """
 
 

@@ -122,7 +122,8 @@ class WriteRecord(Record):
     """One name that patches assign to while a run goes on; only this name, not what else holds the same object.
 
     Attributes:
-        target: A variable, also a constant; or a dictionary, of which single entries are written. It must exist.
+        target: A variable, also a constant; or a dictionary or class, of which single entries or attributes are
+            written. It must exist.
 
     >>> import string
     >>> record = WriteRecord(id="X2", target="string:digits", why="...", versions=">=1,<2", remove_when="never")
@@ -141,7 +142,7 @@ class WriteRecord(Record):
         return len(self._undo) > 0
 
     def put(self, value: object, *, key: object = ABSENT) -> None:
-        """Assign to the name or, with a key, to an entry of the dictionary that it holds."""
+        """Assign to the name or, with a key, to an entry of the dictionary or an attribute of the class it holds."""
         self._undo.put(self._place(key), value)
 
     def during(self, value: object, *, key: object = ABSENT) -> AbstractContextManager[None]:
@@ -154,7 +155,9 @@ class WriteRecord(Record):
 
     def _place(self, key: object) -> Place:
         target = resolve_target(self.target)
-        return Name(target.owner, target.name) if key is ABSENT else Item(target.value, key)
+        if key is ABSENT:
+            return Name(target.owner, target.name)
+        return Name(target.value, str(key)) if isinstance(target.value, type) else Item(target.value, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

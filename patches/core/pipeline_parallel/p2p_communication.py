@@ -46,12 +46,13 @@ def tensor_formats(
     def read() -> tuple[TensorFormat, ...]:
         # Inside the comparison: if one rank refuses here, the others learn why and do not wait for it.
         check()
-        return tuple(_read_format(session, config) for config in configs)
+        return tuple(read_format(session, config) for config in configs)
 
     return session.agree_on_formats(read)
 
 
-def _read_format(session: Session, config: Any) -> TensorFormat:
+def read_format(session: Session, config: Any) -> TensorFormat:
+    """Read from a configuration how tensors cross, without a comparison; errors as of :func:`tensor_formats`."""
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
     session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
     form = _checked_format(config, session.planned.option_context)

@@ -1,0 +1,1 @@
+"""As in MindSpeed-MM, a package."""
