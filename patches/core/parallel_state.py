@@ -67,7 +67,7 @@ def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
         remove_when="Megatron 0.16 is no longer supported",
     )
     writes["config"] = WriteRecord(
-        id="H4e",
+        id="H4g",
         target="megatron.core.model_parallel_config:ModelParallelConfig",
         why="steps by hand for the Ascend implementation read `layerwise_disaggregated_training` of a configuration; "
         "an attribute of the class, while our channels are open",

@@ -21,6 +21,7 @@ NAME = "mindspeed_mm.patchs.layerwise_disaggregated_training"
 
 LINES = f"""
     import sys
+    from unittest import mock
     import vtp_plugin
     from vtp_plugin import functional
 
@@ -39,6 +40,12 @@ LINES = f"""
     assert state is parallel_state_patch and get_vtp_size_list is vtp_plugin.get_vtp_size_list
     assert "vtp_recv_forward" in dir(p2p) and state.__name__ == state.__spec__.name
     package = sys.modules["{NAME}"]
+
+    # What a test replaces in the module, the functions use, and it comes back.
+    if vtp_plugin.api.current_session() is None:
+        with mock.patch.object(p2p, "is_vtp_stage_rank0", return_value=False):
+            assert functional.vtp_send_forward(None) is None
+    assert p2p.is_vtp_stage_rank0 is vtp_plugin.is_vtp_stage_rank0
 """
 
 
@@ -61,8 +68,9 @@ def test_import_lines_without_it(is_applied: bool) -> None:
     else:
         raise AssertionError("a name from nowhere")
     p2p.mine = 1
-    assert functional.p2p.mine == 1
+    assert p2p.mine == 1 and not hasattr(functional.p2p, "mine")
     del p2p.mine
+    assert not hasattr(p2p, "mine") and not hasattr(p2p, "__file__")
     vtp_plugin.revert()
     assert not ours(), ours()
     try:

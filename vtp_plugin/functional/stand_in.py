@@ -27,23 +27,27 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str, ours: ModuleType, real: ModuleType | None) -> None:
         super().__init__(name, real.__doc__ if real is not None else ours.__doc__)
-        vars(self).update(__spec__=ModuleSpec(name, None), _ours=ours, _real=real)
+        # Not where our module comes from, such as __file__: Python tells modules apart by it.
+        own = frozenset(name for name in dir(ours) if name == "__all__" or not name.startswith("__"))
+        vars(self).update(__spec__=ModuleSpec(name, None), _ours=ours, _real=real, _own=own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._holder(name), name)
+        if (holder := self._holder(name)) is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(holder, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._holder(name), name, value)
+        setattr(self._holder(name), name, value) if self._holder(name) else super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._holder(name), name)
+        delattr(self._holder(name), name) if self._holder(name) else super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(vars(self)["_ours"]), *dir(vars(self)["_real"] or object)})
+        return sorted({*vars(self)["_own"], *dir(vars(self)["_real"] or object)})
 
-    def _holder(self, name: str) -> ModuleType:
-        ours, real = vars(self)["_ours"], vars(self)["_real"]
-        return ours if real is None or hasattr(ours, name) else real
+    def _holder(self, name: str) -> ModuleType | None:
+        """Return the module whose name it is; None if it is this one's."""
+        return vars(self)["_ours" if name in vars(self)["_own"] else "_real"]
 
 
 def install(package: str) -> None:
