@@ -360,9 +360,10 @@ def refusals() -> list[str]:
     lines = [_refusal(lambda: p2p.vtp_send_forward(torch.ones(1)), RuntimeError)]
     with applied(case, force=True), model_parallel(case):
         batched, config, untyped = (
-            ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=dtype, batch_p2p_comm=is_batched)
-            for is_batched, dtype in ((True, torch.float32), (False, torch.float32), (False, None))
+            ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, batch_p2p_comm=is_batched)
+            for is_batched in (True, False, False)
         )
+        untyped.pipeline_dtype = None  # pyright: ignore[reportAttributeAccessIssue]
         batched.hidden_size = config.hidden_size = 2  # pyright: ignore[reportAttributeAccessIssue]
         own: Any = parallel_state.get_pipeline_model_parallel_group()
         replicas: Any = parallel_state.get_data_parallel_group()
