@@ -373,6 +373,8 @@ def refusals() -> list[str]:
         before = p2p.vtp_recv_forward if is_first else p2p.vtp_recv_backward
         name = "prev_rank" if is_first else "next_rank"
         wrapped = {name: getattr(parallel_state, f"get_pipeline_model_parallel_{name}")()}
+        for query in ("get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank"):
+            assert getattr(p2p, query)() == getattr(parallel_state, query)() == (dist.get_rank() + 2) % 4
         to_neighbour = p2p.vtp_send_forward if is_first else p2p.vtp_send_backward
         recv: dict[str, Any] = {"recv_next" if is_first else "recv_prev": True}
         lines += [
