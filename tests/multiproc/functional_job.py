@@ -376,6 +376,7 @@ def refusals() -> list[str]:
         for query in ("get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank"):
             assert getattr(p2p, query)() == getattr(parallel_state, query)() == (dist.get_rank() + 2) % 4
         to_neighbour = p2p.vtp_send_forward if is_first else p2p.vtp_send_backward
+        from_neighbour = p2p.recv_backward_with_reqs if is_first else p2p.recv_forward_with_reqs
         recv: dict[str, Any] = {"recv_next" if is_first else "recv_prev": True}
         lines += [
             _refusal(lambda: past_the_end(tensor, config)),
@@ -383,7 +384,7 @@ def refusals() -> list[str]:
             _refusal(lambda: p2p.recv_forward_with_reqs(shape, config, True, group=[own, own])),
             _refusal(lambda: p2p.vtp_send_forward(tensor, config, group=replicas)),
             _refusal(lambda: p2p.recv_forward_with_reqs(shape, batched, True, wait_on_reqs=False)),
-            _refusal(lambda: p2p.recv_backward_with_reqs(shape, untyped, True), RuntimeError),
+            _refusal(lambda: from_neighbour(shape, untyped), RuntimeError),
             _refusal(lambda: p2p._communicate_impl(**recv, config=config), RuntimeError),
             _refusal(lambda: to_neighbour(tensor, config, next_rank=dist.get_rank(), prev_rank=dist.get_rank())),
             _refusal(lambda: to_neighbour(tensor, config, next_rank=[], prev_rank=[])),
