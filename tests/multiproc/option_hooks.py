@@ -70,3 +70,16 @@ def read_by_own_loader(facts: dict[str, Any]) -> None:
         return None if rows is None else _Loader(rows)
 
     training.build_pretraining_data_loader = build
+
+
+def note_params_norms(facts: dict[str, Any]) -> None:
+    """Note the norms of all weights that Megatron logs, at full precision."""
+    facts["params_norms"] = []
+    original = training.calc_params_l2_norm
+
+    def calc_params_l2_norm(*args: Any, **options: Any) -> float:
+        norm: float = original(*args, **options)
+        facts["params_norms"].append(norm)
+        return norm
+
+    training.calc_params_l2_norm = calc_params_l2_norm

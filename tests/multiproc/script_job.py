@@ -45,6 +45,7 @@ from tests.multiproc.held_activations import LatentAttention, balance_routers, n
 from tests.multiproc.held_memory import held_memory
 from tests.multiproc.option_hooks import (
     log_predictions_of_one_rank,
+    note_params_norms,
     read_by_own_loader,
     shorten_documents,
     time_stragglers,
@@ -481,6 +482,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "time_stragglers": time_stragglers,
     "own_loader": read_by_own_loader,
     "own_predictions": log_predictions_of_one_rank,
+    "note_params_norms": note_params_norms,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,
