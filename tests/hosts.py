@@ -44,6 +44,7 @@ _SCRIPTS = (
     "tests/multiproc/test_measured_order.py",
     "tests/multiproc/test_options.py",
     "tests/multiproc/test_probe.py",
+    "tests/multiproc/test_starts.py::test_a_script",
     "tests/multiproc/test_training",
     "tests/multiproc/test_u_training.py",
     "tests/multiproc/test_u_traps.py",

@@ -231,6 +231,7 @@ def revert() -> None:
             platform.uninstall()
         return
     session.ranks.stop()
+    session.release()
     session.on_revert()
     for applied in reversed(session.applied):
         applied.revert()

@@ -16,9 +16,11 @@ from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.place import place_in_experts, place_in_model, place_in_world
+from vtp_plugin.options.derived import check_call
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
+from vtp_plugin.runtime.model_group import ModelGroup, close_leaders_group, open_leaders_group
+from vtp_plugin.runtime.process_groups import close_groups
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
@@ -163,12 +165,12 @@ def _embedding_stages(num_stages: int, choose: Callable[[list[int]], Sequence[in
 def _plan_together(session: Session, host: MegatronHost, options: dict[str, Any], rank: int) -> None:
     """Plan the run on all ranks, which compare what they were asked for and what they have planned."""
     world_size = dist.get_world_size()
-    # With megatron.training the arguments were planned and compared before. The fake backend has one process only.
-    if dist.get_backend() == "fake" or (session.ranks.monitor is not None and session.is_planned):
-        _plan(session, host, options, world_size)
+    if dist.get_backend() == "fake":
+        _plan(session, host, options, world_size)  # one process only
         return
-    store = session.ranks.store or _get_default_store()
-    agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
+    if session.ranks.monitor is None or not session.has_arguments:
+        store = session.ranks.store or _get_default_store()
+        agree_on_request(session, store, lambda: None, rank=rank, world_size=world_size)
     session.ranks.agree("start-up check", lambda: _plan(session, host, options, world_size))
     learn_site(session, rank)
 
@@ -188,16 +190,16 @@ def _make_groups(
     planned, options = session.planned, bound.arguments
     layout = planned.layout
     world_size = _set_counts(planned, options)
-    create_group = parallel_state.create_group
-    if not planned.has_stock_ends:
-        create_group = _without_embedding_groups(create_group)
+    made: list[dist.ProcessGroup] = []
+    left_out = () if planned.has_stock_ends else _EMBEDDING_GROUPS
     with (
         writes["RankGenerator"].during(_planned_generator(layout)),
-        writes["create_group"].during(create_group),
+        writes["create_group"].during(_watched(parallel_state.create_group, made, left_out)),
         host.seen_world(options, world_size, writes["torch"].during),
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
+    session.known_groups.callback(close_groups, _not_kept(made))
     if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
         _unite_replicas(session, writes)
     return pipeline_groups
@@ -234,11 +236,13 @@ def _unite_replicas(session: Session, writes: _Writes) -> None:
     planned, rank = session.planned, dist.get_rank()
     layout = planned.layout
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    leaders_group = open_leaders_group(layout, planned.platform, planned.config.timeout_s)
+    session.known_groups.callback(close_leaders_group, leaders_group, planned.platform)
     make = functools.partial(
         ModelGroup,
         stage_leader=layout.leader(planned.own.stage),
         whole_stage_group=stage_group,
-        leaders_group=open_leaders_group(layout, planned.platform, planned.config.timeout_s),
+        leaders_group=leaders_group,
     )
     places = (place_in_model, place_in_world, place_in_experts)
     whole, shares, whole_experts = (make(place(layout, rank)) for place in places)
@@ -253,14 +257,17 @@ def _unite_replicas(session: Session, writes: _Writes) -> None:
 
 
 def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_size: int) -> dict[str, object]:
-    """Make the layout unless the arguments have made it, and say what all ranks must have planned."""
+    """Make the layout unless validated arguments have made it, and say what all ranks must have planned."""
     if parallel_state.model_parallel_is_initialized():
+        way_out = "destroy_model_parallel()" if session.is_running else "vtp_plugin.apply()"
         raise ConfigError(
-            "Megatron's parallel_state is already initialized; call vtp_plugin.apply() before initialize_model_parallel"
+            f"Megatron's parallel_state is already initialized; call {way_out} before initialize_model_parallel"
         )
     refuse((*host.problems_of_groups(options), *host.problems_of_rings(session.config.num_rings)))
     tensor_size = int(options["tensor_model_parallel_size"])
-    if not session.is_planned:
+    if session.has_arguments:
+        refuse(check_call(session.planned.layout, session.planned.own.stage, options))
+    else:
         session.plan(
             world_size=world_size,
             pipeline_size=int(options["pipeline_model_parallel_size"]),
@@ -280,16 +287,31 @@ def _planned_generator(layout: PipelineLayout) -> Callable[..., LayoutRankGenera
     return lambda **_sizes: next(generators)
 
 
-def _without_embedding_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `create_group` so that it makes no embedding group.
+def _watched(
+    original: Callable[..., Any], made: list[dist.ProcessGroup], left_out: Sequence[str]
+) -> Callable[..., Any]:
+    """Wrap `create_group` so that it notes this rank's groups, and makes none of some kinds.
 
-    It leaves them out on all ranks alike: torch counts the groups that are made, and its counts must agree.
+    It leaves those out on all ranks alike: torch counts the groups that are made, and its counts must agree.
     """
 
     def create_group(*args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
-        return None if group_desc in _EMBEDDING_GROUPS else original(*args, group_desc=group_desc, **kwargs)
+        if group_desc in left_out:
+            return None
+        group = original(*args, group_desc=group_desc, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            made.append(group)
+        return group
 
     return create_group
+
+
+def _not_kept(made: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Return the groups that Megatron has not kept: a rank of a narrow stage is in more of a kind than it takes."""
+    kept: list[Any] = []
+    for value in vars(parallel_state).values():
+        kept += value if isinstance(value, list) else [value]
+    return [group for group in made if not any(group is one for one in kept)]
 
 
 def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:

@@ -153,6 +153,7 @@ def _validate(
         store = open_store(args.rank, args.world_size, timeout_s)
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
+    session.has_arguments = True
     if session.is_active:
         # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
         from vtp_plugin.patches.training.checkpointing import require_common_folder

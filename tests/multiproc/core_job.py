@@ -61,8 +61,8 @@ def count_threads() -> int:
 
 
 @contextmanager
-def applied(case: Case, *, force: bool) -> Iterator[None]:
-    """Apply the plugin and take it back."""
+def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
+    """Apply the plugin, with further options, and take it back."""
     vtp_plugin.apply(
         vtp_size_list=list(case.sizes),
         vtp_cp_list=case.cp_list or None,
@@ -78,6 +78,7 @@ def applied(case: Case, *, force: bool) -> Iterator[None]:
         schedule=case.schedule,
         layerwise_disaggregated=bool(case.layers),
         num_layer_list=None if _HAS_LAYOUTS else case.layers or None,
+        **options,
     )
     try:
         yield

@@ -51,6 +51,7 @@ from tests.multiproc.option_hooks import (
     time_stragglers,
 )
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
+from tests.multiproc.start_job import start_again
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
 
@@ -492,5 +493,6 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "fail_in_data": leak_watch.fail_in_data,
     "fail_in_loss": leak_watch.fail_in_loss,
     "interrupt": leak_watch.interrupt,
+    "start_again": start_again,
     **AUDIT_HOOKS,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
@@ -100,6 +101,43 @@ def plan_layout(
             "them"
         )
     return layout
+
+
+def check_call(layout: PipelineLayout, stage: int, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Find arguments of `initialize_model_parallel` that contradict those that megatron.training has validated.
+
+    Args:
+        layout: made from the validated arguments.
+        stage: that calls; Megatron's arguments have its own sizes. What the plugin's lists say may also be left out.
+        options: of the call, by name.
+
+    >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
+    >>> call = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
+    >>> call |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "order": "tp-cp-ep-dp-pp"}
+    >>> check_call(layout, 1, call)
+    ()
+    >>> print(*check_call(layout, 1, {**call, "context_parallel_size": 2}))
+    initialize_model_parallel(context_parallel_size=2); the validated arguments say 1; give what they say, or validate \
+others first
+    """
+    orders = {order: name for name, order in _ORDERS.items()}
+    own_sizes = {
+        "tensor_model_parallel_size": (layout.tp_sizes[stage], True),
+        "pipeline_model_parallel_size": (layout.num_stages, True),
+        "context_parallel_size": (layout.cp_sizes[stage], len(set(layout.cp_sizes)) > 1),
+        "expert_model_parallel_size": (layout.ep_sizes[stage], len(set(layout.ep_sizes)) > 1),
+        "expert_tensor_parallel_size": (layout.etp_sizes[stage], len(set(layout.etp_sizes)) > 1),
+    }
+    fitting: dict[str, tuple[object, ...]] = {
+        name: (own, None, 1) if is_listed else (own, None) for name, (own, is_listed) in own_sizes.items()
+    }
+    fitting["order"] = (orders[layout.order],)
+    return tuple(
+        f"initialize_model_parallel({name}={options[name]}); the validated arguments say {values[0]}; give what they "
+        "say, or validate others first"
+        for name, values in fitting.items()
+        if options[name] not in values
+    )
 
 
 def replica_map(config: VtpConfig, layout: PipelineLayout) -> ReplicaMap:

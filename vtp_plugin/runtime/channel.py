@@ -11,6 +11,7 @@ receive is waited for. Every member of the stage sends, posts and waits at the s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ import torch.distributed as dist
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
 from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.process_groups import close_groups
 from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
 
+# Where lengths vary, a run meets more shapes than it should keep plans of.
+NUM_PLANS = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -86,7 +89,7 @@ class Channel:
         self._transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
         self._is_src = dist.get_rank() in spec.src.ranks
         self._header_plan = spec.plan_header(self.header_length)
-        self._plans: dict[tuple[Shape, bool, bool], BoundaryPlan] = {}
+        self._plan = functools.lru_cache(NUM_PLANS)(spec.plan)
         self._num_sent = self._num_received = 0
         self._receives: deque[RecvWork] = deque()
         self._header: Landing | None = None
@@ -195,9 +198,10 @@ class Channel:
 
     def close(self) -> None:
         """Destroy the groups that only this channel uses; every rank of both sides does it, once all is received."""
-        for group in (self._groups.messages, self._groups.pieces):
-            if group is not None:
-                dist.destroy_process_group(group)
+        if not self._platform.host_blocking_wait:
+            # The host may be ahead of what it has issued.
+            self._platform.module().synchronize()
+        close_groups((self._groups.messages, self._groups.pieces))
 
     def post_up_to(self, receive: RecvWork) -> None:
         """Read headers until a receive is posted, in order."""
@@ -213,15 +217,9 @@ class Channel:
     def _own_side(self, form: TensorFormat) -> tuple[Side, bool]:
         return (self.spec.src, form.src_sharded) if self._is_src else (self.spec.dst, form.dst_sharded)
 
-    def _plan(self, whole: Shape, form: TensorFormat) -> BoundaryPlan:
-        key = whole, form.src_sharded, form.dst_sharded
-        if key not in self._plans:
-            self._plans[key] = self.spec.plan(whole, src_sharded=key[1], dst_sharded=key[2])
-        return self._plans[key]
-
     def _parcel(self, whole: Shape, form: TensorFormat, position: str, peer: str) -> Parcel:
         return Parcel(
-            plan=self._plan(whole, form),
+            plan=self._plan(whole, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded),
             dtype=form.dtype,
             cargo=self.spec.cargo,
             position=position,

@@ -125,12 +125,6 @@ class PipelineCommunicator:
         """Wait for the sends that nobody waited for."""
         self._open_sends.wait()
 
-    def close(self) -> None:
-        """Wait for what was sent, and end the channels."""
-        self.finish_step()
-        for channel in self._channels.values():
-            channel.close()
-
     def exchange(
         self,
         form: TensorFormat,

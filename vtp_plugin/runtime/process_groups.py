@@ -1,11 +1,12 @@
-"""Opening of process groups from planned rank lists."""
+"""Opening of process groups from planned rank lists, and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _pg_map
 
 from vtp_plugin.platform.base import Platform
 
@@ -41,3 +42,14 @@ def open_group(
         group_desc=description,
     )
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy process groups; every member does so, in the order in which they were opened, once all has arrived.
+
+    Args:
+        groups: None, and what torch has forgotten with the world, is left out.
+    """
+    for group in groups:
+        if group is not None and group in _pg_map:
+            dist.destroy_process_group(group)

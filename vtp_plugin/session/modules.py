@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
 from vtp_plugin.runtime.audit import HEADER_LENGTH
-from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.channel import Channel, TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
 from vtp_plugin.session.session import state_format
 from vtp_plugin.session.surroundings import Surroundings
@@ -26,11 +26,13 @@ class ModulePipeline:
 
     Attributes:
         layout: the module's stages and ranks.
+        channels: all that this rank has opened, in that order.
         communicator: moves activations and gradients between the stages.
         agree: compares statements over the module's ranks.
     """
 
     layout: PipelineLayout
+    channels: Sequence[Channel]
     communicator: PipelineCommunicator
     agree: Callable[[Callable[[], Mapping[str, object]]], None]
     _form: TensorFormat | None = field(default=None, init=False)
@@ -100,6 +102,7 @@ def open_module(
     (communicator,) = join_channels(own_channels(boundaries, opened), layout.stage_of(rank))
     return ModulePipeline(
         layout=layout,
+        channels=[channel for channel in opened if channel is not None],
         communicator=communicator,
         agree=surroundings.agreement(f"the first step of the module on ranks {members[0]} to {members[-1]}", members),
     )
@@ -114,4 +117,6 @@ def close_module(modules: MutableMapping[dist.ProcessGroup, ModulePipeline], pip
     """
     module = modules.pop(pipeline, None)
     if module is not None:
-        module.communicator.close()
+        module.communicator.finish_step()
+        for channel in module.channels:
+            channel.close()

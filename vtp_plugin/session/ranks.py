@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import PeerError, PlanError
+from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.disclosure import Disclosure
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.monitor import Monitor
@@ -67,7 +67,16 @@ class AllRanks:
             store: reaches all ranks.
             rank: this rank.
             world_size: number of ranks.
+
+        Raises:
+            ConfigError: the rank has joined another world before, whose ranks still watch it.
         """
+        known = self._agreement
+        if known is not None and (known.rank, known.world_size) != (rank, world_size):
+            raise ConfigError(
+                f"this process is rank {rank} of {world_size} now and was rank {known.rank} of {known.world_size} when "
+                "the plugin started; one apply() is for one world; call vtp_plugin.revert() and apply() again"
+            )
         self._agreement = Agreement(
             store, rank=rank, world_size=world_size, timeout_s=self._timeout_s, disclosure=lambda: self.disclosure
         )

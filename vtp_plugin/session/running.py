@@ -34,6 +34,7 @@ class RunningPipeline:
     Attributes:
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica of the pipeline that this rank works in.
+        channels: all that this rank has opened, in that order.
         communicators: they move activations, one for each of these replicas; several only where a neighbour has more
             replicas than this rank's stage, none while Megatron's own is in use.
         schedule_runner: runs planned schedules; None with Megatron's own.
@@ -43,6 +44,7 @@ class RunningPipeline:
 
     stage_group: dist.ProcessGroup
     pipeline_groups: tuple[dist.ProcessGroup, ...]
+    channels: tuple[Channel, ...] = ()
     communicators: tuple[PipelineCommunicator, ...] = ()
     schedule_runner: ScheduleRunner | None = None
     tied_weight: TiedWeight | None = None
@@ -67,6 +69,11 @@ class RunningPipeline:
         """Wait for the sends that nobody waited for."""
         for communicator in self.communicators:
             communicator.finish_step()
+
+    def close(self) -> None:
+        """End the channels; every rank does so once its last step is finished."""
+        for channel in self.channels:
+            channel.close()
 
 
 def open_pipeline(
@@ -138,6 +145,7 @@ def open_pipeline(
     return RunningPipeline(
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
+        channels=tuple(channel for channel in opened if channel is not None),
         communicators=join_channels(channels, worker),
         schedule_runner=schedule_runner,
         tied_weight=tied_weight,

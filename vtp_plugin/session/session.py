@@ -59,7 +59,9 @@ class Session:
         modules: pipelines of modules with grids of their own, by this rank's pipeline group in them.
         know_group: inside its context torch knows a group that it did not make: the group, its ranks, and a group with
             the same backend.
-        known_groups: such contexts of the run's own pipeline; :meth:`close` ends them.
+        known_groups: such contexts of the run's own pipeline, and what else :meth:`close` ends.
+        has_arguments: what is planned follows from arguments that megatron.training has validated, and lasts as long as
+            they do; otherwise :meth:`close` forgets it.
     """
 
     def __init__(self, config: VtpConfig) -> None:
@@ -79,6 +81,7 @@ class Session:
         self.modules: dict[dist.ProcessGroup, ModulePipeline] = {}
         self.know_group: KnowGroup = lambda *_group: contextlib.nullcontext()
         self.known_groups = contextlib.ExitStack()
+        self.has_arguments = False
         self._planned: PlannedRun | None = None
         self._running: RunningPipeline | None = None
 
@@ -136,6 +139,7 @@ class Session:
         planned = PlannedRun(config=self.config, layout=layout, platform=self.choose_platform())
         planned.check()
         self._planned = planned
+        self.has_arguments = False
 
     def learn(
         self,
@@ -209,10 +213,19 @@ class Session:
             module.communicator.finish_step()
 
     def close(self) -> None:
-        """Forget the channels, as ``destroy_model_parallel`` forgets its groups, once all is sent."""
+        """End this start, as ``destroy_model_parallel`` forgets its groups, once all is sent; the next plans anew."""
         self.finish_step()
-        self._running = None
+        self.release()
+
+    def release(self) -> None:
+        """End the groups and files of this start, and forget what was agreed on; idempotent."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
         self.known_groups.close()
+        self.tensor_format = self.embedding = None
+        if not self.has_arguments:
+            self._planned = None
         if self.audit is not None:
             self.audit.close()
             self.audit = None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.runtime.model_group import ModelGroup
+from vtp_plugin.runtime.process_groups import close_groups
 from vtp_plugin.session.modules import close_module, open_module
 from vtp_plugin.session.surroundings import Surroundings
 
@@ -118,9 +119,8 @@ class StageCommGrid(StageRanks):
         if own_pipeline is not None:
             close_module(self._modules, own_pipeline)
         self._known_groups.close()
-        for group in [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]:
-            if group is not None and not isinstance(group, ModelGroup):
-                dist.destroy_process_group(group)
+        groups = [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]
+        close_groups(group for group in groups if not isinstance(group, ModelGroup))
         self._pipelines.clear()
         self._pgs.clear()
         self._whole_stages = None
