@@ -45,7 +45,7 @@ def setup_of(case: PictureCase) -> Setup:
 
 
 @contextmanager
-def _applied(case: PictureCase) -> Iterator[None]:
+def _applied(case: PictureCase, **options: Any) -> Iterator[None]:
     if case.is_alone:
         with cpu_only():
             yield
@@ -60,6 +60,7 @@ def _applied(case: PictureCase) -> Iterator[None]:
         in_flight=case.in_flight,
         timeout_s=TIMEOUT_S,
         **two_rings,
+        **options,
     )
     try:
         yield
@@ -68,8 +69,8 @@ def _applied(case: PictureCase) -> Iterator[None]:
 
 
 @contextmanager
-def _training(case: PictureCase) -> Iterator[Training]:
-    with _applied(case):
+def _training(case: PictureCase, **options: Any) -> Iterator[Training]:
+    with _applied(case, **options):
         setup = setup_of(case)
         start(setup)
         run = Training(setup)

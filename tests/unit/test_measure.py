@@ -157,7 +157,8 @@ def share(store: dist.Store, rank: int, texts: dict[int, str], world_size: int, 
 
 def test_all_ranks_get_the_text_of_all_reports() -> None:
     store = dist.HashStore()
-    for _ in range(2):  # again on the same store
+    num_keys = []
+    for _ in range(3):  # again on the same store
         texts: dict[int, str] = {}
         ranks = [threading.Thread(target=share, args=(store, rank, texts, 3)) for rank in range(3)]
         for thread in ranks[::-1]:
@@ -165,6 +166,8 @@ def test_all_ranks_get_the_text_of_all_reports() -> None:
         for thread in ranks:
             thread.join(60)
         assert texts == dict.fromkeys(range(3), str([{"forward_ms": {str(i): 1.0 + i}} for i in range(3)]))
+        num_keys.append(store.num_keys())
+    assert num_keys == num_keys[:1] * 3, "the store grows with every exchange"
 
 
 @pytest.mark.parametrize(("rank", "whom"), [(0, "another rank"), (1, "rank 0")])

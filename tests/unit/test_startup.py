@@ -19,8 +19,9 @@ from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.disclosure import describe_error
 from vtp_plugin.runtime.rendezvous import open_store
-from vtp_plugin.runtime.startup import Agreement, gather_node_sizes
+from vtp_plugin.runtime.startup import Agreement, _Check, gather_node_sizes
 from vtp_plugin.runtime.store import connect_again
+from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"
 
@@ -33,6 +34,11 @@ class Server:
         self._clones = [connect_again(self._store) for _ in range(6)]
         self.port = self._store.port
         self.test = 0
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of all tests."""
+        return self._store.num_keys()
 
     def client(self, rank: int) -> dist.Store:
         """Return the rank's connection, with keys of this test's own."""
@@ -105,9 +111,41 @@ def test_equal_statements(server: Server, world_size: int) -> None:
 def test_the_same_name_again(server: Server) -> None:
     """A verdict of an earlier round on the same store must not count."""
     assert check(server, dict.fromkeys(range(3), says(x=1)), world_size=3) == ["agreed"] * 3
+    num_keys = server.num_keys
     errors = check(server, {0: says(x=1), 1: says(x=1), 2: says(x=2)}, world_size=3)
     assert all(isinstance(error, ConfigError) for error in errors), errors
     assert check(server, dict.fromkeys(range(3), says(x=1)), world_size=3) == ["agreed"] * 3
+    assert server.num_keys == num_keys, "the store grows with every check"
+
+
+def test_one_apply_is_for_one_world() -> None:
+    ranks = AllRanks(lambda: 60.0, lambda: None)
+    ranks.join(dist.HashStore(), 0, 2)
+    ranks.join(dist.HashStore(), 0, 2)
+    with pytest.raises(ConfigError, match="is rank 0 of 3 now and was rank 0 of 2"):
+        ranks.join(dist.HashStore(), 0, 3)
+
+
+def test_a_late_reader_finds_the_verdict(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have begun the next check: what rank 2 has to read is still there."""
+    read = _Check._read_verdict
+
+    def late(self: _Check, posts: dist.Store, begin_s: float) -> object:
+        if self.agreement.rank == 2:
+            time.sleep(0.3 * pace())
+        return read(self, posts, begin_s)
+
+    def action(rank: int) -> str:
+        agreement = Agreement(server.client(rank), rank=rank, world_size=3, timeout_s=lambda: 60.0)
+        for number in range(4):
+            agreement.settle("check", says(number=number))
+        return "agreed"
+
+    monkeypatch.setattr(_Check, "_read_verdict", late)
+    num_keys = server.num_keys
+    assert on_ranks([0, 1, 2], action) == ["agreed"] * 3
+    # A counter for each rank; then the posts of the last check, its verdict and the farewells.
+    assert server.num_keys <= num_keys + 3 + 6
 
 
 @pytest.mark.parametrize("other", [{"sizes": "2,1", "x": 1}, {"sizes": "1,2"}, {"sizes": "1,2", "x": 1, "y": 3}])

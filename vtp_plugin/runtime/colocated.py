@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.channel import DTYPES
+from vtp_plugin.runtime.channel import DTYPES, NUM_PLANS
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
@@ -73,7 +74,7 @@ class ColocatedBridge:
         self._has_fixed_shape = has_fixed_shape
         # What this rank said in the first call, and what followed; only with fixed shapes.
         self._first: tuple[list[int], tuple[Shape, Widths]] | None = None
-        self._plans: dict[Shape, tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]] = {}
+        self._plans_of = functools.lru_cache(NUM_PLANS)(functools.partial(_plans_of, spec))
 
     def communicate(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Bring a tensor from the layout of one module to that of the other; gradients come back by the adjoint.
@@ -102,15 +103,6 @@ class ColocatedBridge:
         for plan in others:
             total = total + self._move(plan, planned, widths, Cargo.GRADIENT)
         return self._axes.from_plan(total)
-
-    def _plans_of(self, shape: Shape) -> tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]:
-        if shape not in self._plans:
-            src, dst = self._spec.spreads(shape)
-            plans = plan_in_place(src, dst), plans_of_gradient(src, dst, self._spec.dst_end.summands)
-            for plan in (plans[0], *plans[1]):
-                require_valid(plan)
-            self._plans[shape] = plans
-        return self._plans[shape]
 
     def _compare(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[Shape, Widths]:
         """Tell all ranks what this one has; return the shape of the whole batch and the length of every unit."""
@@ -181,6 +173,15 @@ class ColocatedBridge:
             peer="the ranks of the bridge",
             is_batched=not self._platform.host_blocking_wait,
         )
+
+
+def _plans_of(spec: BridgeSpec, shape: Shape) -> tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]:
+    """Plan the way there, and those of the gradient, which add up."""
+    src, dst = spec.spreads(shape)
+    plans = plan_in_place(src, dst), plans_of_gradient(src, dst, spec.dst_end.summands)
+    for plan in (plans[0], *plans[1]):
+        require_valid(plan)
+    return plans
 
 
 class _Across(torch.autograd.Function):

@@ -50,7 +50,8 @@ def share_reports(
     Raises:
         PeerError: a rank did not post its report, or rank 0 no text, within the timeout.
     """
-    posts = open_round(part_of(store, Topic.REPORTS), rank)
+    exchange = open_round(part_of(store, Topic.REPORTS), rank)
+    posts = exchange.posts
     posts.set(str(rank), json.dumps(own))
     limit = timedelta(seconds=timeout_s)
     try:
@@ -58,6 +59,7 @@ def share_reports(
             keys = [str(i) for i in range(world_size)]
             posts.wait(keys, limit)
             posts.set("text", combine([json.loads(posts.get(key)) for key in keys]))
+            exchange.clear_last([*keys, "text"])
         posts.wait(["text"], limit)
     except dist.DistStoreError as error:
         raise PeerError(

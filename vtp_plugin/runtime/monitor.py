@@ -105,7 +105,7 @@ class Monitor:
     ) -> None:
         """Prepare; the threads run after :meth:`start`."""
         # The same store may have carried an earlier run of this process.
-        self._store = open_round(part_of(store, Topic.WATCH), rank)
+        self._store = open_round(part_of(store, Topic.WATCH), rank).posts
         self._rank = rank
         self._world_size = world_size
         self.timeout_s = timeout_s

@@ -197,7 +197,8 @@ class _Check:
     def _exchange(self, own: str, begin_s: float) -> _Verdict:
         """Post, judge on rank 0, and return the verdict."""
         rank = self.agreement.rank
-        posts = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
+        exchange = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
+        posts = exchange.posts
         posts.set(str(rank), own)
         if rank != self.judge:
             verdict = self._read_verdict(posts, begin_s)
@@ -205,6 +206,8 @@ class _Check:
             return verdict
         verdict, num_present = self._judge(posts, begin_s)
         posts.set("verdict", json.dumps([verdict.text, verdict.name, verdict.is_missing]))
+        if num_present == len(self.agreement.ranks):
+            exchange.clear_last([*map(str, self.agreement.ranks), "verdict", "missing", "farewell"])
         if verdict.text:
             # This rank may own the store's server: it leaves last, or the others never learn why.
             poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))

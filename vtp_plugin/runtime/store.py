@@ -7,6 +7,8 @@ other ranks outside the process groups. Torch keeps the addresses of its process
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -72,13 +74,40 @@ def connect_again(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def open_round(store: dist.Store, rank: int) -> dist.Store:
-    """Give the part of a store for the next exchange between all ranks.
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One exchange between ranks over a part of a store; all of them make the same exchanges there, in one order.
 
-    Each rank counts its calls, and all make the same calls, so all get the same part without talking.
+    Attributes:
+        part: of the store.
+        number: of the exchange, from 1 on.
+    """
+
+    part: dist.Store
+    number: int
+
+    @property
+    def posts(self) -> dist.Store:
+        """What the ranks post in this exchange."""
+        return dist.PrefixStore(str(self.number), self.part)
+
+    def clear_last(self, keys: Iterable[str]) -> None:
+        """Delete the posts of the exchange before, so that a store does not grow with a run.
+
+        One rank does so, once all ranks have posted in this exchange: only then has each of them left the last one.
+        """
+        last = dist.PrefixStore(str(self.number - 1), self.part)
+        for key in keys if self.number > 1 else ():
+            last.delete_key(key)
+
+
+def open_round(part: dist.Store, rank: int) -> Round:
+    """Begin the next exchange.
+
+    Each rank counts its calls, and all make the same calls, so all get the same exchange without talking.
 
     Args:
-        store: for exchanges of one kind.
+        part: of a store, for exchanges of one kind.
         rank: this rank.
     """
-    return dist.PrefixStore(str(store.add(f"rounds of {rank}", 1)), store)
+    return Round(part, part.add(f"rounds of {rank}", 1))
