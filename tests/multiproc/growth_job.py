@@ -48,7 +48,13 @@ def grow_core(case: Case, marks: Sequence[int], options: Mapping[str, Any], fold
     ):
         _report_every_step()
         with model_parallel(case), closing(Trainer(case)) as trainer:
-            return count(lambda step: trainer.step(step % 7), marks)
+
+            def train(step: int) -> None:
+                for _ in range(case.num_evaluations):
+                    trainer.evaluate(step % 7)
+                trainer.step(step % 7)
+
+            return count(train, marks)
 
 
 def grow_pictures(case: Any, marks: Sequence[int], options: Mapping[str, Any], folder: str) -> list[Held]:

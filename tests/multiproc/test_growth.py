@@ -21,7 +21,7 @@ FEW: dict[str, Any] = {"num_microbatches": 2}
 REPLANNED: dict[str, Any] = {"replan_share": 1e-9}
 
 CORE: dict[str, tuple[Case, dict[str, Any]]] = {
-    "plain": (Case(sizes=(1, 2), **FEW), {}),
+    "plain": (Case(sizes=(1, 2), num_evaluations=1, **FEW), {}),
     "rank0": (Case(sizes=(2, 1), transport="rank0", **FEW), {}),
     "sliced": (Case(sizes=(2, 1), transport="sliced", **FEW), {}),
     "sequence parallel": (Case(sizes=(1, 2), sequence_parallel=True, seq=6, **FEW), {}),
@@ -29,7 +29,7 @@ CORE: dict[str, tuple[Case, dict[str, Any]]] = {
     "planned": (Case(sizes=(1, 2), schedule="planned", **FEW), {}),
     "unequal replicas": (Case(sizes=(1, 1), dp_list=(1, 2), num_microbatches=2, **DISTRIBUTED), {}),
     "split": (Case(sizes=(1, 1), dp_list=(1, 2), dp_mode="split", num_microbatches=2), {}),
-    "U": (Case(sizes=(1, 2), layers=(1, 1, 1), tied=True, **FEW), {}),
+    "U": (Case(sizes=(1, 2), layers=(1, 1, 1), tied=True, num_evaluations=1, **FEW), {}),
     "U, planned anew": (Case(sizes=(1, 1, 1), layers=(1, 1, 1, 1), **FEW), REPLANNED),
     "audit": (Case(sizes=(1, 2), **FEW), {"audit": "audit.jsonl"}),
     "tied": (Case(sizes=(1, 2), tied=True, **FEW), {}),

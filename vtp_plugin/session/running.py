@@ -140,8 +140,7 @@ def open_pipeline(
             lengths = Lengths(placement, own.stage, channels, planned.packed_length, planned.platform)
         schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders, lengths)
     if tied and own.stage in (embedding_stages or (0, num_stages - 1)):
-        own_tied = [channel for channel in opened[-len(tied) :] if channel is not None]
-        tied_weight = join_tied_weight(own_tied, layout)
+        tied_weight = join_tied_weight([channel for channel in opened[-len(tied) :] if channel is not None], layout)
     return RunningPipeline(
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
