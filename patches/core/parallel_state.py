@@ -40,8 +40,9 @@ _WRITTEN = (
     (
         _MODULE,
         ("create_group",),
-        "leaves out the embedding groups of unequal ends: nobody may use them, and a rank of a narrow stage would be "
-        "in one for every rank of the widest; set only while Megatron makes its groups",
+        "notes what it makes, since Megatron does not keep all groups of a rank of a narrow stage, and leaves out the "
+        "embedding groups of unequal ends: nobody may use them, and such a rank would be in one for every rank of the "
+        "widest; set only while Megatron makes its groups",
     ),
     (_MODULE, _PIPELINE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
     (

@@ -58,7 +58,9 @@ def _check(pool: Pool, runs: Runs, parts: Sequence[Sequence[Case]]) -> list[list
     [
         pytest.param(LAYOUTS, id="replicas, order, context, chunks, lengths"),
         pytest.param((UNEQUAL, replace(UNEQUAL, tied=True)), id="unequal replicas", marks=pytest.mark.full),
-        pytest.param((WIDE, replace(WIDE, tied=True, vpp=2)), id="a narrow stage beside a wide one"),
+        pytest.param(
+            (WIDE, replace(WIDE, tied=True, vpp=2)), id="a narrow stage beside a wide one", marks=pytest.mark.full
+        ),
         pytest.param((U_SHAPED, replace(U_SHAPED, tied=True)), id="U", marks=pytest.mark.full),
         pytest.param((PLANNED, replace(PLANNED, vpp=2)), id="planned", marks=pytest.mark.full),
         pytest.param((EXPERTS, replace(EXPERTS, ep=2)), id="experts", marks=pytest.mark.full),
