@@ -14,8 +14,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import optimizer
 from megatron.training import get_args
+from megatron.training.global_vars import get_tensorboard_writer
 
-Hook = Callable[[dict[str, Any]], None]
+Hook = Callable[[dict[str, Any]], Callable[[], None] | None]
 ROUNDING = {False: 1e-6, True: 1e-3}  # of a tensor's largest gradient; in half precision, True, coarser
 
 
@@ -67,8 +68,14 @@ def _stop_one_rank(facts: dict[str, Any]) -> None:
     training.train_step = interrupted
 
 
-def _note_small_gradients(facts: dict[str, Any]) -> None:
-    """Note for every step how many gradients here are 0 within rounding, but not 0."""
+def _flush_events() -> None:
+    """Write the last of TensorBoard's events, of which Megatron leaves some to a thread when it ends."""
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.flush()
+
+
+def _note_small_gradients(facts: dict[str, Any]) -> Callable[[], None]:
+    """Note for every step how many gradients here are 0 within rounding, but not 0; see that all events are written."""
     count, train_step = optimizer.count_zeros_fp32, training.train_step
     facts["small"] = []
 
@@ -84,6 +91,7 @@ def _note_small_gradients(facts: dict[str, Any]) -> None:
         return train_step(*args, **kwargs)
 
     optimizer.count_zeros_fp32, training.train_step = counted, step
+    return _flush_events
 
 
 def _note_device_waits(facts: dict[str, Any]) -> None:

@@ -74,8 +74,9 @@ def starts(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start
     """Begin once for each model and number of replicas."""
     known: dict[tuple[object, ...], Start] = {}
 
-    def begin(model: tuple[str, ...], dp: int, **options: Any) -> Start:
-        key = model, dp, str(options)
+    def begin(model: tuple[str, ...], dp: int, own: tuple[str, ...] = (), **options: Any) -> Start:
+        key = model, dp, own, str(options)
+        model = (*model, *own)
         if key not in known:
             folder = tmp_path_factory.mktemp("uniform")
             saving = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
@@ -90,9 +91,13 @@ def starts(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start
 def _case(
     model: tuple[str, ...], name: str, sizes: str, *extra: str, dp: int = 1, default: bool = False, **more: Any
 ) -> Any:
-    """Give a case. ``world``: ranks, if not the list's; ``ours``: more hooks."""
+    """Give a case. ``world``: ranks, if not the list's; ``ours``: more hooks; ``theirs``: flags of the uniform run."""
     marks = () if default else (pytest.mark.full,)
     return pytest.param(model, sizes, extra, dp, more, id=f"{name}-{sizes}", marks=marks)
+
+
+UNEQUAL = ("--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")
+TWO = ("--expert-model-parallel-size", "2")
 
 
 @pytest.mark.parametrize(
@@ -111,10 +116,16 @@ def _case(
         _case(UNTIED, "untied-interleaved", "1,2", *INTERLEAVED, *SEQUENCE),
         _case(UNTIED, "untied-u", "1,2,2", "--layerwise-disaggregated-training", "--num-layer-list", "1,1,1,1"),
         _case((*UNTIED, *OVERLAPPED), "overlapped", "1,2", dp=2),
+        # With --overlap-param-gather Megatron takes the norm of weights before all shards of a step have arrived.
+        _case((*UNTIED, *OVERLAPPED[:-1]), "overlapped-dp-list", "1,2", "--vtp-dp-list", "2,1", dp=2, world=4),
         _case((*UNTIED, "--calculate-per-token-loss"), "per-token", "1,2", dp=2, hooks=["mask_losses"]),
         _case((*DENSE, "--rampup-batch-size", "4", "4", "16"), "ramp-up", "1,2", world=3),
         _case((*DENSE, "--iterations-to-skip", "3"), "skipped", "1,1", "--vtp-dp-list", "1,2", dp=2, world=3),
         _case((*DENSE, "--decoupled-lr", "1e-3"), "decoupled", "2,1"),
+        _case(EXPERTS, "experts", "2,1", *SEQUENCE),
+        _case(EXPERTS, "experts-own-dp", "1,2", *SEQUENCE, *UNEQUAL, dp=2, theirs=TWO),
+        _case(EXPERTS, "experts-own-interleaved", "1,2", *SEQUENCE, *UNEQUAL, *INTERLEAVED, dp=2, world=3, theirs=TWO),
+        _case(EXPERTS, "experts-own-u", "1,2", *SEQUENCE, *UNEQUAL, *U_SHAPE, dp=2, world=3, theirs=TWO),
         _case(EXPERTS, "experts-cp-list", "1,1", "--vtp-cp-list", "1,2", world=3, ours=["context_parallel"]),
         _case(PREDICTION, "prediction", "1,2"),
         _case(PREDICTION, "prediction-u", "1,2", *U_SHAPE),
@@ -132,7 +143,7 @@ def test_numbers_are_those_of_the_uniform_run(
     options: dict[str, Any],
 ) -> None:
     hooks = options.get("hooks", [])
-    start = starts(model, dp, hooks=hooks)
+    start = starts(model, dp, options.get("theirs", ()), hooks=hooks)
     extra = (*model, "--global-batch-size", str(8 * dp), *resharding_flags(), *extra)
     world_size = options.get("world", num_ranks(sizes, dp))
     run = go_on(script_pool, tmp_path, start.folder, sizes, extra, world_size, hooks=[*hooks, *options.get("ours", [])])
