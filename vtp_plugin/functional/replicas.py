@@ -74,11 +74,22 @@ def choose_communicators(
         ConfigError: there is no such neighbour, group or leader, they do not agree, or none is given and there are
             several replicas.
     """
+    chosen = _chosen(session, operations, {"group": group, "next_rank": next_rank, "prev_rank": prev_rank})
     for operation in operations:
-        _require_neighbour(session, operation)
+        if not chosen[0].reaches(operation):
+            verb, _, neighbour = operation.partition("_")
+            what = f"{'send to' if verb == 'send' else 'receive from'} the {neighbour}"
+            raise ConfigError(
+                f"stage {session.planned.own.stage} cannot {what} stage: there is none; only "
+                "--layerwise-disaggregated-training joins the last stage and the first"
+            )
+    return chosen
+
+
+def _chosen(session: Session, operations: Sequence[str], keywords: dict[str, Any]) -> list[PipelineCommunicator]:
     given: dict[str, list[Any]] = {
         name: list(value) if isinstance(value, Sequence) else [value]
-        for name, value in (("group", group), ("next_rank", next_rank), ("prev_rank", prev_rank))
+        for name, value in keywords.items()
         if value is not None
     }
     if not given and len(session.running.communicators) == 1:
@@ -93,16 +104,6 @@ def choose_communicators(
     if not indexes or len(set(indexes)) < len(indexes):
         raise ConfigError(f"the groups name the replicas {indexes}; name each that is meant once")
     return [replicas[index].communicator for index in indexes]
-
-
-def _require_neighbour(session: Session, operation: str) -> None:
-    verb, _, neighbour = operation.partition("_")
-    if not session.running.communicators[0].reaches(operation):
-        what = f"{'send to' if verb == 'send' else 'receive from'} the {neighbour}"
-        raise ConfigError(
-            f"stage {session.planned.own.stage} cannot {what} stage: there is none; only "
-            "--layerwise-disaggregated-training joins the last stage and the first"
-        )
 
 
 def _index_of(replicas: Sequence[Replica], row: dict[str, Any], operations: Sequence[str]) -> int:
@@ -126,7 +127,8 @@ def _index_of(replicas: Sequence[Replica], row: dict[str, Any], operations: Sequ
     shown = {name: dist.get_process_group_ranks(one) if name == "group" else one for name, one in row.items()}
     if not fitting:
         raise ConfigError(f"{shown} name different replicas of the pipeline; name the same, or leave one out")
-    ways = {tuple(replicas[index].communicator.channel(name).spec.name for name in operations) for index in fitting}
+    ends = [replicas[index].communicator for index in fitting]
+    ways = {tuple(one.channel(name).spec.name for name in operations if one.reaches(name)) for one in ends}
     if len(ways) > 1:
         raise ConfigError(f"{shown} fit several replicas of the pipeline; {_own_groups(replicas)}")
     return fitting[0]
