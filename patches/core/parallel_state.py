@@ -15,7 +15,7 @@ from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.place import place_in_experts, place_in_model
+from vtp_plugin.layout.place import place_in_experts, place_in_model, place_in_world
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
 from vtp_plugin.runtime.model_group import ModelGroup, open_leaders_group
@@ -24,6 +24,7 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 
 _MODULE = "megatron.core.parallel_state"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+_MODEL_RANKS = "_MODEL_PARALLEL_GLOBAL_RANKS"
 _EXPERT_GROUPS = (
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
@@ -48,6 +49,7 @@ _WRITTEN = (
         "them would mix rows",
     ),
     (_MODULE, _EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
+    (_MODULE, (_MODEL_RANKS,), "the ranks of that ModelGroup, to which this rank belongs"),
 )
 
 _Writes = Mapping[str, WriteRecord]
@@ -230,15 +232,16 @@ def _unite_replicas(session: Session, writes: _Writes) -> None:
         whole_stage_group=stage_group,
         leaders_group=open_leaders_group(layout, planned.platform, planned.config.timeout_s),
     )
-    dense, experts = place_in_model(layout, rank), place_in_experts(layout, rank)
-    whole, shares, whole_experts = make(dense), make(dense, has_shares=True), make(experts)
+    places = (place_in_model, place_in_world, place_in_experts)
+    whole, shares, whole_experts = (make(place(layout, rank)) for place in places)
     whole.shares = whole_experts.shares = shares
     for group in (whole, shares, whole_experts):
-        session.known_groups.enter_context(session.know_group(group, range(layout.world_size), stage_group))
+        session.known_groups.enter_context(session.know_group(group, group.ranks, stage_group))
     groups = (whole, shares, whole_experts, whole_experts)
     for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):
             writes[name].put(group)
+    writes[_MODEL_RANKS].put(list(whole.ranks))
 
 
 def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_size: int) -> dict[str, object]:

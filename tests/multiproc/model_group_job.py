@@ -29,7 +29,8 @@ class Reduced:
         agreed: smallest value, where the last rank of the stage has a 0, for every stage.
         shares: number of shares that the group of the distributed optimizer summed, one of each rank.
         groups: ranks of the groups that each of the two sums used, in order.
-        members: ranks that torch names.
+        members: ranks that torch names, of this rank's replica.
+        asked: this rank's place and their number, as torch says, and their first rank, as Megatron says.
         error: of a sum that failed, as torch reports it.
         written: names of Megatron and torch that are written, while the groups exist.
         is_undone: whether all are as they were, after ``destroy_model_parallel()`` and before ``revert()``.
@@ -42,6 +43,7 @@ class Reduced:
     agreed: list[float]
     groups: list[tuple[int, ...]]
     members: list[int]
+    asked: tuple[int, int, int]
     error: str = ""
     written: tuple[str, ...] = ()
     is_undone: bool = False
@@ -110,6 +112,7 @@ def _reduce(num_stages: int) -> Reduced:
         agreed=agreed,
         groups=groups,
         members=dist.get_process_group_ranks(group),
+        asked=(dist.get_rank(group), dist.get_world_size(group), parallel_state.get_model_parallel_src_rank()),
         error=error,
     )
 

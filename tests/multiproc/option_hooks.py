@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megatron.training.training as training
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.datasets import gpt_dataset
@@ -52,3 +53,16 @@ def time_stragglers(facts: dict[str, Any]) -> None:
         return found
 
     GPTModel.forward, StragglerDetector._min_max = timed, noted
+
+
+def note_params_norms(facts: dict[str, Any]) -> None:
+    """Note the norms of all weights that Megatron logs, at full precision."""
+    facts["params_norms"] = []
+    original = training.calc_params_l2_norm
+
+    def calc_params_l2_norm(*args: Any, **options: Any) -> float:
+        norm: float = original(*args, **options)
+        facts["params_norms"].append(norm)
+        return norm
+
+    training.calc_params_l2_norm = calc_params_l2_norm

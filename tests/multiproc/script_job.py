@@ -43,7 +43,7 @@ from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
-from tests.multiproc.option_hooks import build_masks, time_stragglers
+from tests.multiproc.option_hooks import build_masks, note_params_norms, time_stragglers
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
@@ -474,6 +474,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "balanced_routers": balance_routers,
     "attention_masks": build_masks,
     "time_stragglers": time_stragglers,
+    "note_params_norms": note_params_norms,
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,

@@ -120,6 +120,39 @@ def test_logged_router_losses(
     check_logs(script_pool, start, tmp_path, sizes, extra, world_size)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "extra", "world_size"),
+    [
+        # The experts of the second stage lie on ranks of both replicas.
+        pytest.param("2,1", ["--vtp-ep-list", "1,2"], 6, id="2,1"),
+        pytest.param(
+            *("2,1", ["--vtp-dp-list", "1,2", "--vtp-ep-list", "2,2", "--vtp-etp-list", "1,1"], 4),
+            id="2,1-dp-1,2",
+            marks=pytest.mark.full,
+        ),
+        # The same ranks hold the experts and the other weights.
+        pytest.param("2,1", ["--vtp-dp-list", "1,2"], 4, id="common", marks=pytest.mark.full),
+    ],
+)
+def test_the_norm_of_all_weights(
+    script_pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
+) -> None:
+    """Each expert counts once, whichever ranks hold it.
+
+    Without an overlapped gather: Megatron looks at the weights before it, when each replica knows its own share only.
+    """
+    words = [*EXPERTS, *STEPS, *BATCH, "--log-params-norm", "--load", str(start.folder), "--no-load-optim"]
+    words += ["--use-distributed-optimizer"] if extra[-1] == "1,2" else []
+    hooks = ["note_params_norms"]
+    uniform = [word for word in words if word != "--sequence-parallel"]
+    wanted = train(script_pool, "1,1", [*uniform, "--expert-model-parallel-size", "2"], dp=2, hooks=hooks)
+    command = arguments(sizes, extra=[*words, *resharding_flags(), *extra])
+    runs = succeeded(launch(script_pool, world_size, {"arguments": command, "hooks": hooks}))
+    assert_same_training(runs, wanted)
+    for run in runs:
+        assert run.facts["params_norms"] == pytest.approx(wanted[0].facts["params_norms"], rel=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("pattern", ["([0]*2+[1]*2)", "([1]*2+[0]*2)"])
 def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern: str) -> None:

@@ -34,7 +34,8 @@ def test_every_stage_counts_once(
         assert result.shares == world_size
         assert result.spoiled == [1.0] * len(tp_sizes), "a rank of some replica was not heard"
         assert result.agreed == [0.0] * len(tp_sizes)
-        assert result.members == list(range(world_size))
+        replica = list(layout.model_ranks(own.dp_rank, own.cp_rank))
+        assert result.members == replica and result.asked == (replica.index(rank), len(replica), replica[0])
         stage = layout.stage_ranks(own.stage)
         assert result.groups == ([stage, leaders, stage] if rank in leaders else [stage, stage])
         assert result.error and "not initialized in the world group map" not in result.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from unittest import mock
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from tests.group_order import model_parallel_groups
 from tests.oracles import hyper_comm_grid
 from vtp_plugin.layout.grid import RankGrid
+from vtp_plugin.layout.grids import ExpertGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
+from vtp_plugin.layout.place import place_in_experts, place_in_model
 
 SMALL = st.integers(1, 4)
 
@@ -173,3 +176,33 @@ def test_grid_enumerates_as_megatrons(case: tuple[list[int], list[str], list[str
         assert ours.get_rank_enum(name) == theirs.get_rank_enum(name)
     assert (ours.size, ours.shape, ours.dim_names) == (theirs.size, theirs.shape, theirs.dim_names)
     assert sorted(itertools.chain(*ours.get_rank_enum(dims))) == list(range(offset, offset + ours.size))
+
+
+@st.composite
+def expert_layouts(draw: st.DrawFn) -> PipelineLayout:
+    """Free layouts whose stages spread their experts as they like."""
+    layout = draw(free_layouts().filter(lambda layout: layout.order is RankOrder.STAGE_MAJOR))
+    grids = []
+    for stage in layout.stages:
+        sizes = [(tp, ep) for tp in range(1, stage.size + 1) for ep in range(1, stage.size + 1)]
+        tp, ep = draw(st.sampled_from([(stage.tp, 1), *(pair for pair in sizes if stage.size % math.prod(pair) == 0)]))
+        grids.append(ExpertGrid(tp=tp, ep=ep, dp=stage.size // (tp * ep)))
+    return dataclasses.replace(layout, experts=tuple(grids))
+
+
+@given(expert_layouts())
+def test_the_ranks_of_a_place_are_true(layout: PipelineLayout) -> None:
+    """All of a sum are counted once; lists that are equal somewhere are so everywhere, and count the same ranks."""
+    world = range(layout.world_size)
+    dense, experts = ([place(layout, rank) for rank in world] for place in (place_in_model, place_in_experts))
+    for places, widths in (
+        (dense, [grid.tp for grid in layout.stages]),
+        (experts, [grid.tp * grid.ep for grid in layout.experts]),
+    ):
+        assert all(place.ranks[place.index] == rank for rank, place in enumerate(places))
+        counted = [layout.stage_of(rank) for rank, place in enumerate(places) if place.replica == 0]
+        assert [counted.count(stage) for stage in range(layout.num_stages)] == widths
+        assert all([*map(layout.stage_of, place.ranks)] == sorted(counted) for place in places)
+    is_same = [a.ranks == b.ranks for a, b in zip(dense, experts, strict=True)]
+    assert len(set(is_same)) == 1
+    assert not is_same[0] or dense == experts

@@ -161,7 +161,7 @@ class StageRanks:
 
         >>> ranks = StageRanks([(2, 1, 1), (1, 1, 2)])
         >>> [ranks.place(["tp", "pp"], rank) for rank in (1, 3)]
-        [Place(index=1, size=3, replica=0), Place(index=2, size=3, replica=1)]
+        [Place(ranks=(0, 1, 2), index=1, replica=0), Place(ranks=(0, 1, 3), index=2, replica=1)]
 
         Raises:
             ConfigError: a dimension is unknown; or without it the ranks hold other weights, so that none counts for
@@ -181,9 +181,9 @@ class StageRanks:
                 f"{', '.join(map(str, counts))} of them; give all stages as many, or add {', '.join(others)}"
             )
         stage = self.layout.stage_of(rank)
-        replica, group = next((number, ranks) for number, ranks in enumerate(inside[stage]) if rank in ranks)
-        sizes = [len(groups[0]) for groups in inside]
-        return Place(index=sum(sizes[:stage]) + group.index(rank), size=sum(sizes), replica=replica)
+        replica = next(number for number, group in enumerate(inside[stage]) if rank in group)
+        ranks = tuple(chain.from_iterable(groups[replica % len(groups)] for groups in inside))
+        return Place(ranks, ranks.index(rank), replica)
 
     def _named(self, dims: str | Sequence[str], view: str | None) -> tuple[frozenset[str], str]:
         """Check the names of dimensions and of their view."""

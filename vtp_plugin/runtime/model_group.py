@@ -20,15 +20,17 @@ class ModelGroup(dist.ProcessGroup):
     stage, its ranks would have to call such a reduction several times; here all ranks of the world call it once. A sum
     takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
     equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer each rank
-    holds a different share of these numbers, so then a sum takes all ranks, too.
+    holds a different share of these numbers: the place where all ranks of the world hold one copy lets a sum take all.
 
     The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
-    members call these three ordinary collectives of ordinary groups in one order, so this group hangs only where those
-    would. Its ``rank`` and ``size`` are those of one replica's group, because Megatron names optimizer states by that
-    rank. torch does not know this class: its caller enters it where torch looks up backends and ranks.
+    ranks of the world call these three ordinary collectives of ordinary groups in one order, so this group hangs only
+    where those would. Its ranks, ``rank`` and ``size`` are those of one replica's group, to which this rank belongs:
+    Megatron names optimizer states by that rank, and takes groups for one where their ranks are the same. torch does
+    not know this class: its caller enters it where torch looks up backends and ranks.
 
     Attributes:
-        shares: the group that sums such shares; None on that group itself.
+        ranks: of the world, those that hold each weight once together with this rank.
+        shares: the group that sums shares of an optimizer's state; None where nobody asks this group for it.
     """
 
     def __init__(
@@ -38,7 +40,6 @@ class ModelGroup(dist.ProcessGroup):
         stage_leader: int,
         whole_stage_group: dist.ProcessGroup,
         leaders_group: dist.ProcessGroup | None,
-        has_shares: bool = False,
     ) -> None:
         """Join the groups.
 
@@ -47,11 +48,11 @@ class ModelGroup(dist.ProcessGroup):
             stage_leader: first rank of this rank's stage.
             whole_stage_group: all ranks of this rank's stage.
             leaders_group: the first rank of every stage; None on other ranks.
-            has_shares: replicas of a stage hold different numbers (distributed optimizer), so all count.
         """
+        self.ranks = place.ranks
         self.shares: ModelGroup | None = None
         super().__init__(place.index, place.size)
-        self._counts = has_shares or place.replica == 0
+        self._counts = place.replica == 0
         self._leader = stage_leader
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group

@@ -146,8 +146,7 @@ class StageCommGrid(StageRanks):
             whole_stage_group=whole_stage,
             leaders_group=leaders,
         )
-        members = range(self.rank_offset, self.rank_offset + self.size)
-        self._known_groups.enter_context(self._know_group(group, members, whole_stage))
+        self._known_groups.enter_context(self._know_group(group, group.ranks, whole_stage))
         return group
 
     def _create_pipelines(self, ranks: Sequence[Sequence[int]], options: Any) -> dist.ProcessGroup | None:

@@ -56,6 +56,8 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         case("--layerzero"),
         case("--balanced-moe-experts"),
         case("--hetero-parallel"),
+        case("--aiqos"),
+        case("--ttp-enabled"),
     ),
     *refused(
         "it cuts weights in parts of unequal size inside a stage, for one tensor-parallel size",
@@ -88,7 +90,6 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         case("--hccl-group-buffer", on),
         case("--hccl-group-buffer-adaptive"),
         case("--hccl-op-mode", on),
-        case("--aiqos"),
     ),
     *supported(
         "it works inside a rank or a tensor-parallel group",

@@ -633,6 +633,10 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *refused_unequal("rollouts and weight transfer are built on one tensor-parallel size", "--perform-rl-step"),
     *refused_unequal(
+        "all ranks gather number after number of their groups, and a stage of another size has others, which hangs",
+        case("--gpu-sniff-test-interval", given),
+    ),
+    *refused_unequal(
         "the inference engine broadcasts over the pipeline group, which hangs between unequal stages",
         "--inference-dynamic-batching",
         "--use-legacy-static-engine",
