@@ -125,7 +125,8 @@ class Pool:
             raise ValueError(f"world_size {world_size} is not within 1..{self._max_workers}, the size of the pool")
         workers = self._take(world_size)
         store = _store_server()
-        per_rank = [{**(env or {}), **launch} for launch in _launch_env(store.port, world_size, node_sizes)]
+        env = {**_test_name(), **(env or {})}
+        per_rank = [{**env, **launch} for launch in _launch_env(store.port, world_size, node_sizes)]
         try:
             self._phase(f"{target}: import", workers, [("load", target, e) for e in per_rank], TIMEOUT_S)
             results = self._phase(target, workers, [("run", dict(kwargs or {}))] * world_size, timeout_s)
@@ -329,6 +330,12 @@ def _store_server() -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def _test_name() -> dict[str, str]:
+    """Return the variable in which pytest names the test at hand, for whoever asks a worker what it runs."""
+    name = "PYTEST_CURRENT_TEST"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def _launch_env(port: int, world_size: int, node_sizes: Sequence[int] | None) -> list[dict[str, str]]:
