@@ -19,9 +19,11 @@ from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.plan import STRATEGIES
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.links import ChannelLink
 from vtp_plugin.runtime.process_groups import open_group
+from vtp_plugin.runtime.tensor_format import TensorFormat
 
 DTYPE = torch.float32
 Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
@@ -58,9 +60,9 @@ class PlannedExchange:
 
     def __call__(self, tensor: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
         if tensor is not None:
-            self._channel.send(tensor, self._form).wait()
+            ChannelLink(self._channel, self._form).send(tensor).wait()
             return None
-        return self._channel.post(self._form, self._channel.local_shape(shape, self._form)).take()
+        return ChannelLink(self._channel, self._form, self._channel.local_shape(shape, self._form)).post().take()
 
 
 class SerialSlices:

@@ -31,13 +31,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import vtp_plugin
 from vtp_plugin.boundary.channel_spec import _prototype, distinct_plans
 from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.header import HeaderCodec
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.groups import rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.audit import HEADER_LENGTH
 
 _NUM_RUNS = 5
 _MESSAGE_BYTES = 16 << 20
@@ -121,12 +121,12 @@ def _plan(layout: PipelineLayout) -> int:
     boundaries = pipeline_boundaries(layout, is_ring=False, rules=TransportRules(tensor_bytes=_MESSAGE_BYTES))
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     specs += tied_weight_specs(layout)
-    for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
+    for plan in distinct_plans(specs):
         require_valid(plan)
     for spec in specs:
         _ = spec.participants, spec.largest_message_bytes, spec.gathering_groups
         if 0 in spec.members:
-            spec.plan_header(HEADER_LENGTH)
+            spec.plan_header(HeaderCodec().length)
     return len(specs)
 
 

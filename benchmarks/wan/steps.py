@@ -29,10 +29,12 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import open_channels, own_channels
-from vtp_plugin.runtime.executor import Executor, LinkForm
+from vtp_plugin.runtime.executor import Executor
+from vtp_plugin.runtime.links import ChannelLink, LinkForm, LinkId, bind_links
 from vtp_plugin.runtime.measure import measure_links
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -236,9 +238,8 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
             stage = job.layout.stage_of(rank)
             shape = job.local_shape(name, stage)
             outputs = dict.fromkeys(schedule.placement.vstages(stage), shape)
-            link_forms = _link_forms(schedule, shape)
             # This also warms the connections up: whole tensors, five times each way.
-            links = measure_links(schedule.placement, channels[mode], link_forms, outputs, platform)
+            links = measure_links(_links(schedule, channels[mode], shape), outputs, platform)
     writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
@@ -257,7 +258,8 @@ def _run_steps(
             replicas, shape = job.replicas(name), job.local_shape(name, coord.stage)
             worker = replicas.worker(coord.stage, coord.dp_rank)
             sleeper = Sleeper(job.costs_of(name), shape)
-            executor = Executor(schedule, worker, channels[replicas.mode], _link_forms(schedule, shape), sleeper)
+            own_links = _links(schedule, channels[replicas.mode], shape)
+            executor = Executor(schedule, worker, own_links, sleeper)
             step_s = clock.time(rank, executor.run)
             peaks[name] = sleeper.peaks
             if num_step:
@@ -266,8 +268,11 @@ def _run_steps(
     return steps_s, busy_s, peaks
 
 
-def _link_forms(schedule: Schedule, shape: tuple[int, ...]) -> list[LinkForm]:
-    return [LinkForm(form=_FORM, shape=shape)] * (schedule.placement.num_vstages - 1)
+def _links(
+    schedule: Schedule, channels: Mapping[ChannelId, Channel], shape: tuple[int, ...]
+) -> dict[LinkId, ChannelLink]:
+    link_forms = [LinkForm(form=_FORM, shape=shape)] * (schedule.placement.num_vstages - 1)
+    return bind_links(schedule.placement, channels, link_forms)
 
 
 def _open_channels(job: Job, name: str, platform: CpuPlatform) -> dict[ChannelId, Channel]:

@@ -24,8 +24,8 @@ from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.model_group import ModelGroup
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.undo import Name, UndoStack
 

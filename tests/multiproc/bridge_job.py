@@ -25,7 +25,7 @@ from tests.pool import init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.bridge_channel import BridgeChannel
+from vtp_plugin.runtime import bridge_groups
 
 SHIFT = 1000.0
 
@@ -108,7 +108,7 @@ def count(case: BridgeCase, *, is_stock: bool, as_device: bool) -> tuple[list[st
         if as_device:
             patch.setattr(CpuPlatform, "gathers_by_messages", False)
             patch.setattr(CpuPlatform, "orders_by_peer", False)
-            patch.setattr(BridgeChannel, "is_batched", True)
+            patch.setattr(bridge_groups, "coalesces", lambda _platform: True)
         if is_stock:
             _let_stock_use_gloo(patch)
         known = set(dist.distributed_c10d._world.pg_names.values())

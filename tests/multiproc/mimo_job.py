@@ -33,7 +33,7 @@ from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.bridge_channel import BridgeChannel
+from vtp_plugin.runtime import bridge_groups
 
 
 class AttentionToAll(GatheredAttention):
@@ -169,7 +169,7 @@ def record(case: MimoCase) -> str:
     with pytest.MonkeyPatch.context() as patch, Recorder(detect("cpu")) as recorder:
         patch.setattr(CpuPlatform, "gathers_by_messages", False)
         patch.setattr(CpuPlatform, "orders_by_peer", False)
-        patch.setattr(BridgeChannel, "is_batched", True)
+        patch.setattr(bridge_groups, "coalesces", lambda _platform: True)
         with _applied(case):
             run = _make(case)
             try:

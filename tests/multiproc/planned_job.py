@@ -24,12 +24,13 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import open_channels, own_channels
-from vtp_plugin.runtime.executor import LinkForm
+from vtp_plugin.runtime.links import LinkForm, bind_links
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.startup import Agreement
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import format_costs
 from vtp_plugin.schedule.order.actions import Action
@@ -157,7 +158,7 @@ def run(
     planning = ScheduleOptions(
         costs=costs, in_flight=in_flight, replan_share=replan_share, report_interval_steps=interval
     )
-    pipeline = ScheduleRunner(placement, stage, channels, World(), platform, planning)
+    pipeline = ScheduleRunner(placement, stage, World(), platform, planning)
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=varying)
     seen = Seen(digests=[], printed=[], wrong=[], planned=[], kept=[], costs=None)
     for one in passes:
@@ -165,7 +166,8 @@ def run(
         with _logged() as printed:
             schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
             link_form = LinkForm(form=form, shape=() if varying else SHAPE)
-            pipeline.run(schedule, [link_form] * (placement.num_vstages - 1), numbers)
+            links = bind_links(placement, channels, [link_form] * (placement.num_vstages - 1))
+            pipeline.run(schedule, links, numbers)
         own = placement.vstages(stage)
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())

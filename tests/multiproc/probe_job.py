@@ -19,10 +19,12 @@ from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import open_channels, own_channels
+from vtp_plugin.runtime.links import ChannelLink
 from vtp_plugin.runtime.measure import Report, share_reports
 from vtp_plugin.runtime.probe import settle, try_strategies
+from vtp_plugin.runtime.tensor_format import TensorFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,8 @@ def _use(channel: Channel, rank: int, *, is_sharded: bool) -> list[str]:
     whole = torch.arange(72.0).reshape(shape)
     if rank in plan.src.ranks:
         part = part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank)))
-        channel.send(part, form).wait()
+        ChannelLink(channel, form).send(part).wait()
         return []
-    tensor = channel.post(form, channel.local_shape(shape, form)).take()
+    tensor = ChannelLink(channel, form, channel.local_shape(shape, form)).post().take()
     wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
     return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.spec.name}: wrong tensor on rank {rank}"]

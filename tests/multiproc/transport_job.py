@@ -18,8 +18,10 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import open_channels
+from vtp_plugin.runtime.links import ChannelLink
+from vtp_plugin.runtime.tensor_format import TensorFormat
 
 # How long gloo's threads get to drop what a collective has held.
 SETTLE_S = 0.5
@@ -107,11 +109,12 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
         parts = [part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
         if move.is_transposed:
             parts = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
-        for work in [channel.send(part, form) for part in parts]:
+        for work in [ChannelLink(channel, form).send(part) for part in parts]:
             work.wait()
             work.wait()
         return []
-    works = [channel.post(form, channel.local_shape(move.shape, form)) for _ in wholes]
+    link = ChannelLink(channel, form, channel.local_shape(move.shape, form))
+    works = [link.post() for _ in wholes]
     received = [work.tensor for work in works]
     if move.num_microbatches > 1:
         works[-1].wait()  # those before it are waited for first, on all ranks alike
@@ -155,11 +158,12 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]
     if rank in spec.src.ranks:
         held = [Holding(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
-        works = [channel.send(part_of(whole, holding), form) for whole, holding in zip(wholes, held, strict=True)]
+        link = ChannelLink(channel, form)
+        works = [link.send(part_of(whole, holding)) for whole, holding in zip(wholes, held, strict=True)]
         for work in works:
             work.wait()
         return []
-    received = [work.take() for work in [channel.post(form) for _ in shapes]]
+    received = [work.take() for work in [ChannelLink(channel, form).post() for _ in shapes]]
     held = [Holding(rank=rank, boxes=plan.dst.boxes_of(rank)) for plan in plans]
     return [
         tuple(tensor.shape) if torch.equal(tensor.detach(), part_of(whole, holding)) else ()
@@ -180,12 +184,13 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
             is_fit = (shape[-1], dtype) == (width, "float32") and min(shape) > 0
             form = TensorFormat(dtype=getattr(torch, dtype), has_variable_shapes=True)
             if rank == 0 and is_fit:
-                channel.send(torch.zeros(shape), form).wait()
+                ChannelLink(channel, form).send(torch.zeros(shape)).wait()
             elif rank == 0:
-                channel._send_header(shape, form.dtype, "").wait()  # pyright: ignore[reportPrivateUsage]
+                channel._dispatch.send_header(shape, form, "").wait()  # pyright: ignore[reportPrivateUsage]
             elif len(shape) == 3:
                 fresh = channel.crossed_by(channel.spec.strategy)
-                fresh.post(TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)).take()
+                wanted = TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)
+                ChannelLink(fresh, wanted).post().take()
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -203,9 +208,9 @@ def headers_of_replicas(shapes: Sequence[Shape]) -> str:
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
     if rank < 2:
         whole = channel.whole_shape(shapes[rank], form)
-        channel._send_header(whole, form.dtype, "").wait()  # pyright: ignore[reportPrivateUsage]
+        channel._dispatch.send_header(whole, form, "").wait()  # pyright: ignore[reportPrivateUsage]
         return ""
     try:
-        return f"posted {tuple(channel.post(form).tensor.shape)}"
+        return f"posted {tuple(ChannelLink(channel, form).post().tensor.shape)}"
     except ConfigError as error:
         return str(error)

@@ -252,7 +252,7 @@ def test_every_link_carries_its_share_once(exchange: tuple[Sizes, Sizes, list[np
 @given(grids(), grids())
 def test_headers_tell_each_rank_of_the_shares_that_it_gets(src: Sizes, dst: Sizes) -> None:
     spec = spec_of(src, dst, 3)
-    plan = spec.plan_header(spec.header_length)
+    plan = spec.plan_header(spec.header_codec(spec.src.ranks[0]).length)
     assert check(plan) == () == check(spec.probe)
     per_src, per_dst = spec.num_units // src.dp, spec.num_units // dst.dp
     for rank, d, _, _ in dst.coordinates(DOWNSTREAM):

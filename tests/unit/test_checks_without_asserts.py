@@ -33,9 +33,10 @@ from vtp_plugin.errors import VtpError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.collectives import StageCollectives
-from vtp_plugin.runtime.channel import TensorFormat
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
-from vtp_plugin.runtime.executor import Executor, LinkForm
+from vtp_plugin.runtime.executor import Executor
+from vtp_plugin.runtime.links import ChannelLink
 from vtp_plugin.runtime.work import TimedWaits
 from vtp_plugin.schedule.cost.costs import uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -71,7 +72,8 @@ class Compute:
         return self.output
 
 
-fixed = (LinkForm(form=replace(form, has_variable_shapes=False), shape=(4, 1, 2)),)
+known = ChannelLink(channel, replace(form, has_variable_shapes=False), (4, 1, 2))
+fixed = {(ChannelId.between(0, 1, Direction.FORWARD), 0): known}
 long = Compute(torch.zeros(5, 1, 2))
 
 CASES = {
@@ -94,13 +96,13 @@ CASES = {
         (4, 3, 1), is_sharded=False
     ),
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),
-    "a tensor of another shape": lambda: channel.send(torch.zeros(3, 2), form),
+    "a tensor of another shape": lambda: ChannelLink(channel, form).send(torch.zeros(3, 2)),
     "a neighbour that is not there": lambda: PipelineCommunicator({}).exchange(
         form, recv_prev=True, shape=(1,), wait=True
     ),
     "a stage without a group": lambda: stage._run("broadcast", (0, 1), "boundary", lambda: None),
-    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, (), Compute()).run(),
-    "an output of another length": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, fixed, long).run(),
+    "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, Compute()).run(),
+    "an output of another length": lambda: Executor(lower(plain_forward_only(2, 1)), 0, fixed, long).run(),
 }
 for name, run in CASES.items():
     try:

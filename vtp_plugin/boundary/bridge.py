@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from vtp_plugin.boundary.bridge_end import BridgeEnd
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
+from vtp_plugin.boundary.header import BridgeHeaderCodec, Whole
+from vtp_plugin.boundary.memory import Widths
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, STRATEGIES, BoundaryPlan, Transfer
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.errors import ConfigError, PlanError
-
-HEADER_FIELDS = 3
-"""Integers of a header before the lengths of its units: type, rows and depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +98,40 @@ class BridgeSpec(ChannelSpec):
                 return range(share * per_share, (share + 1) * per_share)
         raise PlanError(f"{self.name}: rank {rank} is at neither end")
 
-    @property
-    def header_length(self) -> int:
-        """Integers in the header of one share of the source."""
-        return HEADER_FIELDS + self.num_units // self.src.num_replicas
+    def header_codec(self, rank: int) -> BridgeHeaderCodec:
+        """Return what writes and reads the headers of a rank of this bridge."""
+        return BridgeHeaderCodec(self.num_units, self.num_units // self.src.num_replicas, self.units_of(rank))
+
+    def crossing(self, whole: Whole) -> tuple[Shape, Widths | None]:
+        """Return the shape that the plan of a batch is made for, and how long its units are."""
+        rows, depth, *widths = whole
+        return (rows, self.num_units, depth), tuple(widths)
+
+    def batch_of(self, local: Sequence[int], rank: int, sizes: Sequence[int] | None) -> Whole:
+        """Describe the batch that a tensor is a part of, as far as its sender knows it.
+
+        Args:
+            local: Shape `[rows, batch, depth]` of the part.
+            rank: Holds it.
+            sizes: Tokens of every sample, or of every unit; None cuts the share evenly.
+
+        Raises:
+            ConfigError: The share cannot be cut for the other module.
+        """
+        own = self.units_of(rank)
+        widths = [0] * self.num_units
+        widths[own.start : own.stop] = unit_widths(local[1], len(own), sizes)
+        return (local[0] * self._num_row_parts(rank), local[2], *widths)
+
+    def local_shape_of(self, batch: Whole, rank: int) -> Shape:
+        """Return the shape `[rows, batch, depth]` of a rank's part of a batch; inverse of :meth:`batch_of`."""
+        rows, depth, *widths = batch
+        own = self.units_of(rank)
+        return rows // self._num_row_parts(rank), sum(widths[own.start : own.stop]), depth
+
+    def _num_row_parts(self, rank: int) -> int:
+        side, end = (self.src, self.src_end) if rank in self.src.ranks else (self.dst, self.dst_end)
+        return side.num_parts(is_sharded=end.is_sliced(num_dims=self.num_dims))
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
         """Plan how one tensor crosses.

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.header import plan_header
+from vtp_plugin.boundary.header import HeaderCodec, Whole, plan_header
+from vtp_plugin.boundary.memory import Widths
 from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.side import Shape, Side, Sizes, number_ranks
 
@@ -97,6 +98,18 @@ class ChannelSpec:
         """Plan how a vector of so many elements reaches every receiving rank, from every replica that sends to it."""
         return plan_header(self.probe, length, self.src.shares)
 
+    def header_codec(self, rank: int) -> HeaderCodec:
+        """Return what writes and reads the headers of a rank of this channel."""
+        return HeaderCodec()
+
+    def crossing(self, whole: Whole) -> tuple[Shape, Widths | None]:
+        """Return the shape that the plan of a tensor is made for, and how long the units of its second dimension are.
+
+        Args:
+            whole: Describes the whole tensor.
+        """
+        return whole, None
+
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of both sides, in the order of the plan."""
@@ -125,8 +138,8 @@ def _prototype(strategy: str, src: Sizes, dst: Sizes) -> ChannelSpec:
     return ChannelSpec(name="prototype", src=sides[0], dst=sides[1], strategy=strategy)
 
 
-def distinct_plans(specs: Sequence[ChannelSpec], *, header_length: int) -> Iterator[BoundaryPlan]:
+def distinct_plans(specs: Sequence[ChannelSpec]) -> Iterator[BoundaryPlan]:
     """Yield every different prototype of the channels once, each followed by the plan of its header."""
     for prototype in dict.fromkeys(_prototype(spec.strategy, spec.src.sizes, spec.dst.sizes) for spec in specs):
         yield prototype.probe
-        yield prototype.plan_header(header_length)
+        yield prototype.plan_header(HeaderCodec().length)

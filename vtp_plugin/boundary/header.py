@@ -1,11 +1,181 @@
-"""Plans of headers: small vectors that say what the tensor behind them is."""
+"""Headers: small vectors of int64 that say what the tensor behind them is. What they hold, and how they cross.
+
+A header holds what describes the whole tensor, and then the number of its type. :class:`HeaderCodec` turns both into
+integers and back, for a pipeline; :class:`BridgeHeaderCodec` does so for a bridge.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, CollectiveKind, Transfer, inside
 from vtp_plugin.boundary.spread import Box, Holding, Spread
+from vtp_plugin.errors import ConfigError
+
+Whole = tuple[int, ...]
+"""What describes a whole tensor: of a pipeline its shape `[S, B, H]`; of a bridge its rows, its depth and the length of
+every unit of the batch, 0 for units that neither come to this rank nor leave it."""
+
+TYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a rank knows of a tensor before its header has come.
+
+    Attributes:
+        dtype: Its type, as torch prints it.
+        width: Its last dimension; None if that is not known.
+        position: Boundary, direction and number, for error messages.
+        sources: Who sends it, for error messages.
+    """
+
+    dtype: str
+    width: int | None
+    position: str
+    sources: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderCodec:
+    """Headers of a pipeline: S, B and H of the whole tensor, and the number of its type.
+
+    >>> codec = HeaderCodec()
+    >>> codec.encode((8, 2, 4), "torch.bfloat16", "boundary 0->1, forward, microbatch 0")
+    (8, 2, 4, 1)
+    >>> codec.decode([(8, 2, 4, 1)], Expected(dtype="torch.bfloat16", width=4, position="", sources="rank 0"))
+    (8, 2, 4)
+    """
+
+    cargo: ClassVar[Cargo] = Cargo.SHAPE_HEADER
+    NUM_DIMENSIONS: ClassVar[int] = 3
+
+    @property
+    def length(self) -> int:
+        """Integers of one header."""
+        return self.NUM_DIMENSIONS + 1
+
+    def encode(self, whole: Whole, dtype: str, position: str) -> tuple[int, ...]:
+        """Give the header of this rank's part of a tensor.
+
+        Args:
+            whole: Describes the whole tensor.
+            dtype: Its type, as torch prints it; one of :data:`TYPES`.
+            position: Boundary, direction and number, for error messages.
+
+        Raises:
+            ConfigError: A header cannot describe such a tensor.
+        """
+        return (*self._facts(whole, position), TYPES.index(dtype))
+
+    def decode(self, lines: Sequence[Sequence[int]], expected: Expected) -> Whole:
+        """Return what describes the whole tensor that headers announce: one of every replica that sends.
+
+        Raises:
+            ConfigError: They announce something else than this rank expects, or differ. To receive it would end the
+                process inside the backend.
+        """
+        (*shape, code), *others = map(list, lines)
+        if any(other != [*shape, code] for other in others):
+            raise ConfigError(
+                f"{expected.position}: of {expected.sources} one replica would send its part of {shape}, another of "
+                f"{[other[:-1] for other in others]}, but one microbatch joins their samples; give all replicas as "
+                "many samples of one length"
+            )
+        sent, width = _type_of(code), expected.width
+        if sent != expected.dtype or min(shape) < 1 or (width is not None and shape[-1] != width):
+            raise ConfigError(
+                f"{expected.position}: {expected.sources} would send {sent} {shape}, expected is {expected.dtype} [S, "
+                f"B, {width or 'H'}]; give all stages one pipeline_dtype and hidden size"
+            )
+        return tuple(shape)
+
+    def _facts(self, whole: Whole, position: str) -> Whole:
+        if len(whole) != self.NUM_DIMENSIONS:
+            raise ConfigError(
+                f"{position}: the tensor to send has the shape {whole}, not [S, B, H]; return an activation of three "
+                "dimensions from the stage"
+            )
+        return whole
+
+
+class ShareHeader(NamedTuple):
+    """What a header of a bridge says of one share of the batch: rows, depth, type, and the length of every unit."""
+
+    rows: int
+    depth: int
+    dtype: str
+    widths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Show type, rows, columns and lengths."""
+        return f"{self.dtype} {[self.rows, self.depth, *self.widths]}"
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeHeaderCodec(HeaderCodec):
+    """Headers of a bridge, one for every share of the batch: rows, depth, lengths of the share's units, type.
+
+    Attributes:
+        num_units: Units of the whole batch.
+        units_a_share: Units in one share of the source, so in one header.
+        own_units: Units that this rank sends or wants.
+
+    >>> codec = BridgeHeaderCodec(num_units=6, units_a_share=3, own_units=range(2, 4))
+    >>> lines = [(8, 4, 5, 5, 5, 0), (8, 4, 7, 7, 7, 0)]
+    >>> codec.decode(lines, Expected(dtype="torch.float32", width=None, position="", sources="ranks 0, 1"))
+    (8, 4, 0, 0, 5, 7, 0, 0)
+    """
+
+    cargo: ClassVar[Cargo] = Cargo.BRIDGE_HEADER
+    num_units: int
+    units_a_share: int
+    own_units: range
+
+    @property
+    def length(self) -> int:
+        """Integers of one header."""
+        return 2 + self.units_a_share + 1
+
+    def decode(self, lines: Sequence[Sequence[int]], expected: Expected) -> Whole:
+        """Return what describes the whole tensor; argument and error as for a pipeline."""
+        shares = [self.parse(line) for line in lines]
+        known = {share[:3] for share in shares}
+        rows, depth, dtype = min(known)
+        if len(known) > 1 or dtype != expected.dtype or min(rows, depth) < 1:
+            said = " and ".join(f"{t} of {r} rows and {d} columns" for r, d, t in sorted(known))
+            raise ConfigError(
+                f"{expected.position}: {expected.sources} would send {said}, expected is one shape of "
+                f"{expected.dtype}; give both modules one hidden size, sequence length and type (comm_dtype)"
+            )
+        widths = [0] * self.num_units
+        first_share = self.own_units.start // self.units_a_share
+        for number, share in enumerate(shares, first_share):
+            widths[number * self.units_a_share : (number + 1) * self.units_a_share] = share.widths
+        # Of shares that this rank gets in part, the units of others do not matter.
+        kept = [width if unit in self.own_units else 0 for unit, width in enumerate(widths)]
+        return (rows, depth, *kept)
+
+    @staticmethod
+    def parse(line: Sequence[int]) -> ShareHeader:
+        """Name what one header holds.
+
+        >>> print(BridgeHeaderCodec.parse((8, 4, 5, 7, 0)))
+        torch.float32 [8, 4, 5, 7]
+        """
+        rows, depth, *widths, code = line
+        return ShareHeader(rows, depth, _type_of(code), tuple(widths))
+
+    def _facts(self, whole: Whole, position: str) -> Whole:
+        rows, depth, *widths = whole
+        return (rows, depth, *widths[self.own_units.start : self.own_units.stop])
+
+
+def _type_of(code: int) -> str:
+    return TYPES[code] if 0 <= code < len(TYPES) else f"type {code}"
 
 
 def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]] = ()) -> BoundaryPlan:

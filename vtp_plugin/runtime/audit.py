@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.boundary.header import HeaderCodec
 from vtp_plugin.errors import ConfigError
 
-HEADER_LENGTH = 4  # S, B, H of a pipeline tensor, and the number of its type
 _NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo.TIED_EMBEDDING: 2}
 
 
@@ -36,7 +36,7 @@ def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
     """
     match cargo:
         case Cargo.SHAPE_HEADER:
-            is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HEADER_LENGTH
+            is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
         case Cargo.LENGTHS:
             is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[1:].numel() == 1
         case Cargo.BRIDGE_HEADER:

@@ -10,12 +10,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import unit_widths
+from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
+from vtp_plugin.boundary.header import Whole
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.bridge_channel import Batch, BridgeChannel
-from vtp_plugin.runtime.channel import RecvWork, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.receives import RecvWork
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.runtime.work import OpenSends, SendWork
 
 
@@ -37,8 +40,8 @@ class Bridge:
 
     def __init__(
         self,
-        forward: BridgeChannel,
-        backward: BridgeChannel,
+        forward: Channel,
+        backward: Channel,
         *,
         axes: BatchAxes,
         dtype: torch.dtype,
@@ -52,14 +55,14 @@ class Bridge:
         self._agree = agree
         self._is_agreed = False
         self._form = TensorFormat(
-            dtype=dtype, has_variable_shapes=True, is_batched=forward.is_batched, requires_grad=False
+            dtype=dtype, has_variable_shapes=True, is_batched=forward.is_coalesced, requires_grad=False
         )
         self._known = replace(self._form, has_variable_shapes=False)
         self.fixed_shape = fixed_shape
         self._opens = OpenSends()
         self._posted: deque[RecvWork] = deque()
         # Of microbatches whose gradient has not come back.
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[Whole] = deque()
         # Activations whose gradient has not come.
         self._sent: deque[SendWork] = deque()
         # Receives of gradients whose shape is not known yet.
@@ -115,15 +118,15 @@ class Bridge:
         """Post the receive of the next activation, before the compute that hides it."""
         self._settle(dict)
         form = self._form if self._fixed is None else self._known
-        self._posted.append(self._forward.post_batch(form, self._fixed))
+        self._posted.append(self._forward.post(self._fixed, form))
 
     def recv_forward(self) -> torch.Tensor:
         """Return the next activation, a fresh leaf: this rank's part, with the module's axes."""
         if not self._posted:
             self.post_forward()
         work = self._posted.popleft()
-        tensor = self._axes.from_plan(work.take())
-        batch = self._forward.batch_received(work)
+        tensor, batch = self._axes.from_plan(work.take()), work.whole
+        assert batch is not None
         if not self._batches:
             # All gradients are on their way, and the other module goes on: it takes them. This frees their memory; over
             # gloo nothing else says that a message has left.
@@ -161,7 +164,6 @@ class Bridge:
         if work is None:
             return self._zeros.popleft() if self._zeros else None
         tensor = self._axes.from_plan(work.take())
-        self._backward.batch_received(work)
         if self._sent:
             # Its gradient proves that the activation has come, so this takes no time, and frees the activation.
             self._sent.popleft().wait()
@@ -188,10 +190,10 @@ class Bridge:
         while self._expected and self._batches:
             self._expected.popleft().work = self._post_backward(self._batches.popleft())
 
-    def _post_backward(self, known: Batch | None) -> RecvWork:
-        return self._backward.post_batch(self._form if known is None else self._known, known)
+    def _post_backward(self, known: Whole | None) -> RecvWork:
+        return self._backward.post(known, self._form if known is None else self._known)
 
-    def _note(self, batch: Batch, sent: SendWork | None = None) -> None:
+    def _note(self, batch: Whole, sent: SendWork | None = None) -> None:
         """Remember a batch whose gradient will come back: none does in evaluation, which runs without gradients."""
         if self._has_gradient and torch.is_grad_enabled():
             self._batches.append(batch)
@@ -203,21 +205,22 @@ class Bridge:
             zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
             self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
 
-    def _send_forward(self, tensor: torch.Tensor, batch: Batch) -> SendWork:
+    def _send_forward(self, tensor: torch.Tensor, batch: Whole) -> SendWork:
         work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
         self._note(batch, work)
         self._note_zeros(tensor)
         return work
 
-    def _send(self, channel: BridgeChannel, tensor: torch.Tensor, batch: Batch, *, has_header: bool) -> SendWork:
+    def _send(self, channel: Channel, tensor: torch.Tensor, batch: Whole, *, has_header: bool) -> SendWork:
         form = self._form if has_header else self._known
-        return channel.send_batch(self._axes.to_plan(tensor), batch, form, self._opens)
+        return self._opens.add(channel.send(self._axes.to_plan(tensor), batch, form))
 
     def _checked(
-        self, channel: BridgeChannel, tensor: torch.Tensor, sizes: Sequence[int] | None, known: Batch | None
-    ) -> Batch:
+        self, channel: Channel, tensor: torch.Tensor, sizes: Sequence[int] | None, known: Whole | None
+    ) -> Whole:
         """Return the batch that a tensor is a part of, if it may be sent."""
-        found: list[Batch] = []
+        found: list[Whole] = []
+        spec, rank = _spec_of(channel), dist.get_rank()
 
         def state() -> Mapping[str, object]:
             if tensor.dim() != self._axes.num_dims:
@@ -231,14 +234,14 @@ class Bridge:
                     "comm_dtype to the type of the module's output"
                 )
             planned = self._axes.to_plan(tensor)
-            shape = channel.local_shape_of(known) if known is not None else tuple(planned.shape)
+            shape = spec.local_shape_of(known, rank) if known is not None else tuple(planned.shape)
             if shape != tuple(planned.shape):
                 wanted = tuple(self._axes.from_plan(planned.new_empty(0).new_empty(shape)).shape)
                 raise ConfigError(
                     f"{channel.spec.name}: a tensor of shape {tuple(tensor.shape)}, expected is {wanted}; give the "
                     "shape of the activation, or with fixed_shape that one"
                 )
-            found.append(known if known is not None else channel.batch_of(planned, sizes))
+            found.append(known if known is not None else spec.batch_of(planned.shape, rank, sizes))
             hidden = planned.shape[2] if self._axes.num_dims == 3 else planned.shape[0]
             said = {"dimensions": tensor.dim(), "hidden size": hidden, "sequence length": found[0][0]}
             return said if self._axes.num_dims == 3 else {"hidden size": hidden}
@@ -255,8 +258,8 @@ class Bridge:
         self._agree(lambda: {**known, **state()})
         self._is_agreed = True
 
-    def _fixed_batch(self, shape: Sequence[int]) -> Batch:
-        spec = self._forward.spec
+    def _fixed_batch(self, shape: Sequence[int]) -> Whole:
+        spec = _spec_of(self._forward)
         if len(shape) != self._axes.num_dims:
             raise ConfigError(f"{spec.name}: fixed_shape {tuple(shape)} does not have {self._axes.num_dims} dimensions")
         rows, length, depth = self._axes.to_plan(torch.empty(tuple(shape), device="meta")).shape
@@ -287,6 +290,11 @@ class ExpectedGradient:
         if self.work is None and self._bridge.has_gradient:
             raise PlanError("a gradient is waited for before its activation is sent")
         return self._bridge.take_backward(self.work)
+
+
+def _spec_of(channel: Channel) -> BridgeSpec:
+    assert isinstance(channel.spec, BridgeSpec)
+    return channel.spec
 
 
 def _drain(opens: OpenSends) -> None:

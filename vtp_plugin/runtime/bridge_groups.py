@@ -11,7 +11,7 @@ from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.bridge_channel import BridgeChannel
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
 from vtp_plugin.runtime.transfers import ChannelGroups
@@ -59,7 +59,7 @@ def open_bridge_groups(
 
     def groups_of(spec: BridgeSpec) -> BridgeGroups:
         require_valid(spec.probe)
-        require_valid(spec.plan_header(spec.header_length))
+        require_valid(spec.plan_header(spec.header_codec(spec.src.ranks[0]).length))
         # Who sends forward receives backward, and the finishes are inside either end: no pair sends for two purposes.
         name = spec.name.rpartition(",")[0] if platform.orders_by_peer else spec.name
         messages, gather = group_of(spec.participants, name), None
@@ -79,7 +79,7 @@ def open_channels(
     platform: Platform,
     monitor: Monitor | None,
     audit: Audit | None,
-) -> tuple[BridgeChannel, ...]:
+) -> tuple[Channel, ...]:
     """Open and warm up the channels of a bridge. All ranks of both ends call this at the same point.
 
     Args:
@@ -93,13 +93,14 @@ def open_channels(
         The channels of activations and of gradients; nothing on ranks outside the ends.
     """
     channels = tuple(
-        BridgeChannel(
+        Channel(
             one.spec,
             order,
             ChannelGroups(messages=one.messages, stage=one.gather or stage_group, pieces=one.pieces),
             platform,
             monitor,
             audit,
+            is_coalesced=coalesces(platform),
         )
         for order, one in enumerate(groups)
         if dist.get_rank() in one.spec.members
@@ -107,3 +108,8 @@ def open_channels(
     for channel in channels:
         channel.warm_up()
     return channels
+
+
+def coalesces(platform: Platform) -> bool:
+    """Tell whether the messages of a bridge are coalesced: then all of them use one communicator of the backend."""
+    return not platform.host_blocking_wait

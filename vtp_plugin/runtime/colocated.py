@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
+from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
+from vtp_plugin.boundary.header import TYPES, ShareHeader
 from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import Widths
 from vtp_plugin.boundary.plan import BoundaryPlan
@@ -22,13 +23,12 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.channel import DTYPES, NUM_PLANS
+from vtp_plugin.runtime.dispatch import NUM_PLANS
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.work import TimedWaits, ranks_text
 
 _PROBLEM = -1
-_NUM_FIELDS = 3  # type, rows and depth
 
 
 class ColocatedBridge:
@@ -68,7 +68,8 @@ class ColocatedBridge:
         self._rank = dist.get_rank()
         self._members = tuple(dist.get_process_group_ranks(group))
         # One row from each rank, for all.
-        shape = len(self._members), _NUM_FIELDS + spec.num_units // spec.src.num_replicas
+        self._codec = spec.header_codec(self._rank)
+        shape = len(self._members), self._codec.length
         self._said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
         require_valid(self._said_plan)
         self._has_fixed_shape = has_fixed_shape
@@ -110,7 +111,7 @@ class ColocatedBridge:
         own, problem = self._statement(planned, sizes)
         if self._first is not None:
             if own != self._first[0]:
-                now, before = (f"{DTYPES[line[0]]} {line[1:]}" for line in (own, self._first[0]))
+                now, before = map(self._codec.parse, (own, self._first[0]))
                 raise ConfigError(
                     problem
                     or f"{spec.name}: a tensor of {now} (type, rows, columns, lengths) after one of {before}; leave "
@@ -122,40 +123,36 @@ class ColocatedBridge:
         lines = dict(zip(self._members, self._statements.exchange(said, parcel).tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
-        units: dict[range, list[int]] = {}
-        for rank, line in lines.items():
-            share = units.setdefault(spec.units_of(rank), line)
-            if line[:_NUM_FIELDS] != lines[self._members[0]][:_NUM_FIELDS] or line != share:
-                shown = "; ".join(f"rank {one}: {DTYPES[said[0]]} {said[1:]}" for one, said in lines.items())
+        said_by = {rank: self._codec.parse(line) for rank, line in lines.items()}
+        units: dict[range, ShareHeader] = {}
+        for rank, header in said_by.items():
+            share = units.setdefault(spec.units_of(rank), header)
+            if header[:3] != said_by[self._members[0]][:3] or header != share:
+                shown = "; ".join(f"rank {one}: {said}" for one, said in said_by.items())
                 raise ConfigError(
                     f"{spec.name}: the ranks' tensors do not fit together (type, rows, columns, lengths): {shown}; "
                     "give copies of one tensor to the ranks of a replica, and one hidden size to all"
                 )
-        widths = [
-            width for share in sorted(units, key=lambda share: share.start) for width in units[share][_NUM_FIELDS:]
-        ]
-        _, rows, depth, *_ = lines[self._rank]
-        found = (rows, spec.num_units, depth), tuple(widths)
+        widths = [width for share in sorted(units, key=lambda share: share.start) for width in units[share].widths]
+        own_header = said_by[self._rank]
+        found = (own_header.rows, spec.num_units, own_header.depth), tuple(widths)
         self._first = (own, found) if self._has_fixed_shape else None
         return found
 
     def _statement(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[list[int], str]:
         """Return what this rank says of its tensor, or what is wrong with it."""
         spec = self._spec
-        per_share = spec.num_units // spec.src.num_replicas
         try:
-            if planned.dim() != 3 or planned.dtype not in DTYPES:
+            if planned.dim() != 3 or str(planned.dtype) not in TYPES:
                 raise ConfigError(
                     f"bridge {spec.name}: a tensor of {planned.dtype} {tuple(planned.shape)}, expected is floating "
                     f"point of {self._axes.num_dims} dimensions; see dim_mapping"
                 )
-            parts = spec.src.num_parts(is_sharded=spec.src_end.is_sliced(num_dims=spec.num_dims))
-            widths = unit_widths(planned.shape[1], per_share, sizes)
-            own = [DTYPES.index(planned.dtype), planned.shape[0] * parts, planned.shape[2], *widths]
-            spec.spreads((own[1], spec.num_units, own[2]))
+            batch = spec.batch_of(planned.shape, self._rank, sizes)
+            spec.spreads(spec.crossing(batch)[0])
         except ConfigError as error:
-            return [_PROBLEM] * (_NUM_FIELDS + per_share), str(error)
-        return own, ""
+            return [_PROBLEM] * self._codec.length, str(error)
+        return list(self._codec.encode(batch, str(planned.dtype), spec.name)), ""
 
     def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: Cargo) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks that are no source send nothing."""

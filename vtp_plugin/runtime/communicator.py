@@ -15,9 +15,12 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.links import ChannelLink
 from vtp_plugin.runtime.monitor import Monitor
 from vtp_plugin.runtime.process_groups import open_group
+from vtp_plugin.runtime.receives import RecvWork
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.runtime.transfers import ChannelGroups
 from vtp_plugin.runtime.work import OpenSends, SendWork
 
@@ -159,11 +162,9 @@ class PipelineCommunicator:
         for name, channel in self._in_order([name for name, is_wanted in wanted.items() if is_wanted]):
             tensor = tensors.get(name)
             if tensor is not None:
-                posted[name] = self._open_sends.add(channel.send(tensor, form))
-            elif shape is None and not form.has_variable_shapes:
-                raise ConfigError(f"{name}: the shape of what is received is not known; give it")
+                posted[name] = self._open_sends.add(ChannelLink(channel, form).send(tensor))
             else:
-                posted[name] = receives[name] = channel.post(form, shape or ())
+                posted[name] = receives[name] = ChannelLink(channel, form, shape).post()
         # One order on all ranks of a stage: what completes a receive, also that of a header, is a collective.
         names = [name for name in _WAIT_ORDER if name in posted]
         received = {name: receives[name].tensor for name in names if name in receives}

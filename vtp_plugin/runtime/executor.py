@@ -7,17 +7,14 @@ step, for what is sent. :mod:`vtp_plugin.schedule.order.lower` says where these 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.lengths import Lengths
-from vtp_plugin.runtime.links import Link, Receive, Send, SendsInARow
+from vtp_plugin.runtime.links import Link, LinkId, Receive, Send, SendsInARow
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
 from vtp_plugin.schedule.order.placement import Placement
@@ -25,19 +22,6 @@ from vtp_plugin.schedule.order.schedule import Schedule
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 """What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkForm:
-    """What crosses between a virtual stage and the next one; the gradient that comes back has the same form.
-
-    Attributes:
-        form: of every tensor.
-        shape: of this rank's part; not used with variable shapes.
-    """
-
-    form: TensorFormat
-    shape: Sequence[int]
 
 
 class Compute(Protocol):
@@ -74,8 +58,7 @@ class Executor:
     Args:
         schedule: lowered; every virtual stage's result crosses to another stage.
         worker: this rank's replica of its stage; without replicas that is the stage.
-        channels: of this rank, by the schedule's names.
-        link_forms: what crosses, by the virtual stage whose output it is.
+        links: of this rank.
         compute: what the virtual stages of this stage compute.
         lengths: of packed samples, that cross with activations; None where none do.
     """
@@ -84,8 +67,7 @@ class Executor:
         self,
         schedule: Schedule,
         worker: int,
-        channels: Mapping[ChannelId, Link],
-        link_forms: Sequence[LinkForm],
+        links: Mapping[LinkId, Link],
         compute: Compute,
         lengths: Lengths | None = None,
     ) -> None:
@@ -95,8 +77,7 @@ class Executor:
         self._schedule = schedule
         self._placement: Placement = placement
         self._actions = schedule.orders[worker]
-        self._channels = channels
-        self._link_forms = link_forms
+        self._links = links
         self._compute = compute
         self._lengths = lengths
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
@@ -127,17 +108,13 @@ class Executor:
         if left:
             raise PlanError(f"{self._schedule.name}: a step ended with tensors left over ({', '.join(left)})")
 
-    def _channel(self, action: Action) -> Link:
-        return self._channels[channel_of(self._placement, action)]
-
-    def _link_form(self, action: Action) -> LinkForm:
-        return self._link_forms[link_of(self._placement, action)]
+    def _link(self, action: Action) -> Link:
+        return self._links[channel_of(self._placement, action), link_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:
-        link_form = self._link_form(action)
         if self._lengths is not None:
-            self._lengths.post(action, link_form.form.is_batched)
-        self._posted[action] = self._channel(action).post(link_form.form, link_form.shape)
+            self._lengths.post(action)
+        self._posted[action] = self._link(action).post()
 
     def _wait_for_receive(self, action: Action) -> None:
         receive = started_by(action)
@@ -146,14 +123,9 @@ class Executor:
         self._received[receive] = self._posted.pop(receive).take()
 
     def _send(self, action: Action) -> None:
-        tensor, link_form = self._results.pop(action), self._link_form(action)
-        if not link_form.form.has_variable_shapes and tuple(tensor.shape) != tuple(link_form.shape):
-            raise ConfigError(
-                f"{action}: the tensor has the shape {list(tensor.shape)}, the next stage waits for "
-                f"{list(link_form.shape)}; give the step the lengths that the model has, or variable_seq_lengths=True"
-            )
-        before = None if self._lengths is None else self._lengths.send(action, link_form.form.is_batched)
-        work = self._channel(action).send(tensor, link_form.form)
+        tensor = self._results.pop(action)
+        before = None if self._lengths is None else self._lengths.send(action)
+        work = self._link(action).send(tensor)
         self._sends[action] = work if before is None else SendsInARow(before, work)
         if action.op is Op.SEND_F and not self._schedule.forward_only:
             self._compute.release(tensor)

@@ -17,7 +17,10 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.links import ChannelLink
+from vtp_plugin.runtime.receives import RecvWork
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.runtime.work import SendWork
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of
@@ -54,14 +57,21 @@ class Lengths:
             for name, channel in channels.items()
             if name.direction is Direction.FORWARD and placement.stage_of(name.dst) != 0
         }
+        self._links: dict[ChannelId, ChannelLink] = {}
         self._posted: dict[Action, RecvWork] = {}
         self._held: dict[tuple[int, int], torch.Tensor] = {}
         self._now = -1, -1
 
-    def start_step(self) -> None:
-        """Count microbatches from 0 again."""
-        for channel in self._channels.values():
-            channel.start_step()
+    def start_step(self, *, is_batched: bool) -> None:
+        """Count microbatches from 0 again.
+
+        Args:
+            is_batched: coalesce messages into one call of the backend, as those of the activations are.
+        """
+        form = TensorFormat(dtype=torch.int32, is_batched=is_batched, requires_grad=False)
+        self._links = {name: ChannelLink(channel, form, self._shape) for name, channel in self._channels.items()}
+        for link in self._links.values():
+            link.start_step()
         self._held.clear()
 
     def iterators(self, iterators: Sequence[Any]) -> list[Any]:
@@ -74,11 +84,11 @@ class Lengths:
             return [_Reader(self._row) for _ in iterators]
         return [None if rows is None else _Reader(self._watched(rows)) for rows in iterators]
 
-    def post(self, receive: Action, is_batched: bool) -> None:
+    def post(self, receive: Action) -> None:
         """Post the receive of the lengths of an activation, before that of the activation itself."""
-        channel = self._channels.get(channel_of(self._placement, receive))
-        if channel is not None and receive.op is Op.RECV_F:
-            self._posted[receive] = channel.post(_form(is_batched), self._shape)
+        link = self._links.get(channel_of(self._placement, receive))
+        if link is not None and receive.op is Op.RECV_F:
+            self._posted[receive] = link.post()
 
     def take(self, receive: Action) -> None:
         """Wait for the lengths of an activation."""
@@ -90,20 +100,20 @@ class Lengths:
         """Note which forward reads from now on."""
         self._now = forward.vstage, forward.microbatch
 
-    def send(self, send: Action, is_batched: bool) -> SendWork | None:
+    def send(self, send: Action) -> SendWork | None:
         """Send the lengths of an activation, before the activation itself; None if it goes without."""
         held = self._held.pop((send.vstage, send.microbatch), None)
-        channel = self._channels.get(channel_of(self._placement, send))
-        if channel is None or send.op is not Op.SEND_F:
+        link = self._links.get(channel_of(self._placement, send))
+        if link is None or send.op is not Op.SEND_F:
             return None
         if held is None:
-            if channel.sends_from_here:
+            if link.channel.sends_from_here:
                 raise ConfigError(
                     f"{send}: the script's forward step has read no row, so the cloud would not know where its samples "
                     "end; read one row in every forward of the edge"
                 )
             held = torch.zeros(self._shape, dtype=torch.int32, device=self._platform.device())
-        return channel.send(held, _form(is_batched))
+        return link.send(held)
 
     def _watched(self, rows: Iterator[Any]) -> Callable[[], Any]:
         def read() -> Any:
@@ -137,10 +147,6 @@ class _Reader:
 
     def __next__(self) -> Any:
         return self._read()
-
-
-def _form(is_batched: bool) -> TensorFormat:
-    return TensorFormat(dtype=torch.int32, is_batched=is_batched, requires_grad=False)
 
 
 def padded_ends(row: Any, length: int) -> torch.Tensor:

@@ -1,17 +1,28 @@
-"""What the executor sends and receives over: a channel between two stages of a module, or a bridge between modules."""
+"""What the executor sends and receives over: a channel between two stages of a module, or a bridge between modules.
+
+A link knows how its tensors cross, so that whoever uses it only gives and takes tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.runtime.bridge import Bridge
-from vtp_plugin.runtime.channel import Channel, RecvWork, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.receives import RecvWork
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.schedule.order.placement import Placement
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]
+LinkId = tuple[ChannelId, int]
+"""The channel, and the virtual stage whose output or its gradient crosses: in a U of two rings two share a channel."""
 
 
 class Receive(Protocol):
@@ -43,44 +54,126 @@ class SendsInARow:
 
 
 class Link(Protocol):
-    """One direction between two stages; a :class:`~vtp_plugin.runtime.channel.Channel` is one."""
+    """One direction between two virtual stages."""
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
         ...
 
-    def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
+    def post(self) -> Receive:
         """Post the receive of the next tensor."""
         ...
 
-    def send(self, tensor: torch.Tensor, form: TensorFormat) -> Send:
+    def send(self, tensor: torch.Tensor) -> Send:
         """Send a tensor; it keeps its memory until the send is waited for."""
         ...
 
 
-class ModuleLink:
-    """One direction between two stages of a module, whose tensors have two or three dimensions.
+class ChannelLink:
+    """Tensors of one format over a channel.
+
+    Attributes:
+        channel: carries them.
+        form: how they cross.
+        shape: of this rank's part; None where it varies, or where only sends are meant.
 
     Args:
-        channel: between the stages.
-        form: how this module's tensors cross, with headers.
+        channel: carries them.
+        form: how they cross.
+        shape: of this rank's part; not used with variable shapes.
     """
 
-    def __init__(self, channel: Channel, form: TensorFormat) -> None:
-        self._channel = channel
-        self._form = form
+    def __init__(self, channel: Channel, form: TensorFormat, shape: Sequence[int] | None = None) -> None:
+        self.channel = channel
+        self.form = form
+        self.shape = None if form.has_variable_shapes or shape is None else tuple(shape)
+        self._whole = None if self.shape is None else channel.whole_shape(self.shape, form)
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
-        self._channel.start_step()
+        self.channel.start_step()
 
-    def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
-        """Post the receive of the next tensor, whose shape comes with it; the module's format counts."""
-        return _Unsqueezed(self._channel.post(self._form))
+    def post(self) -> RecvWork:
+        """Post the receive of the next tensor that the other side sends, or of its header.
 
-    def send(self, tensor: torch.Tensor, form: TensorFormat) -> SendWork:
+        Raises:
+            ConfigError: its shape is not known.
+        """
+        if self._whole is None and not self.form.has_variable_shapes:
+            raise ConfigError(f"{self.channel.spec.name}: the shape of what is received is not known; give it")
+        return self.channel.post(self._whole, self.form)
+
+    def send(self, tensor: torch.Tensor) -> SendWork:
+        """Send this rank's part of a tensor `[S, B, H]`; it keeps its memory until the send is waited for.
+
+        Raises:
+            ConfigError: the tensor is not what the receiver expects.
+        """
+        if self.shape is not None and tuple(tensor.shape) != self.shape:
+            raise ConfigError(
+                f"{self.channel.spec.name}: the tensor has the shape {list(tensor.shape)}, the next stage waits for "
+                f"{list(self.shape)}; give the step the lengths that the model has, or variable_seq_lengths=True"
+            )
+        return self.channel.send(tensor, self._whole or self.channel.whole_shape(tensor.shape, self.form), self.form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkForm:
+    """What crosses between a virtual stage and the next one; the gradient that comes back has the same form.
+
+    Attributes:
+        form: of every tensor.
+        shape: of this rank's part; not used with variable shapes.
+    """
+
+    form: TensorFormat
+    shape: Sequence[int]
+
+
+def bind_links(
+    placement: Placement, channels: Mapping[ChannelId, Channel], link_forms: Sequence[LinkForm]
+) -> dict[LinkId, ChannelLink]:
+    """Give this rank's links.
+
+    Args:
+        placement: which stage holds which virtual stage.
+        channels: of this rank, by the schedule's names.
+        link_forms: what crosses, by the virtual stage whose output it is.
+    """
+    return {
+        (name, vstage): ChannelLink(channel, link_forms[vstage].form, link_forms[vstage].shape)
+        for name, channel in channels.items()
+        for vstage in vstages_over(placement, name)
+    }
+
+
+def vstages_over(placement: Placement, name: ChannelId) -> list[int]:
+    """List the virtual stages whose outputs, or their gradients, cross a channel."""
+    ends = placement.stage_of(name.upstream), placement.stage_of(name.downstream)
+    return [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == ends]
+
+
+class ModuleLink:
+    """One direction between two stages of a module, whose tensors have two or three dimensions, with headers.
+
+    Args:
+        link: between the stages.
+    """
+
+    def __init__(self, link: ChannelLink) -> None:
+        self._link = link
+
+    def start_step(self) -> None:
+        """Count microbatches from 0 again."""
+        self._link.start_step()
+
+    def post(self) -> Receive:
+        """Post the receive of the next tensor, whose shape comes with it."""
+        return _Unsqueezed(self._link.post())
+
+    def send(self, tensor: torch.Tensor) -> SendWork:
         """Send a tensor; Megatron gives one of two dimensions a last one of length 1."""
-        return self._channel.send(tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor, self._form)
+        return self._link.send(tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor)
 
 
 class _Unsqueezed:
@@ -113,12 +206,12 @@ class _BridgeLink:
 class ActivationLink(_BridgeLink):
     """Activations over a bridge."""
 
-    def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
+    def post(self) -> Receive:
         """Post the receive of the next activation, or of its header."""
         self._bridge.post_forward()
         return _Taken(self._bridge.recv_forward)
 
-    def send(self, tensor: torch.Tensor, form: TensorFormat) -> Send:
+    def send(self, tensor: torch.Tensor) -> Send:
         """Send an activation."""
         return self._bridge.send_forward(tensor, self._split_sizes(tensor))
 
@@ -126,11 +219,11 @@ class ActivationLink(_BridgeLink):
 class GradientLink(_BridgeLink):
     """Gradients over a bridge."""
 
-    def post(self, form: TensorFormat, shape: Sequence[int]) -> Receive:
+    def post(self) -> Receive:
         """Post the receive of the next gradient; its activation says the shape, so at the latest when that is sent."""
         return self._bridge.expect_backward()
 
-    def send(self, tensor: torch.Tensor, form: TensorFormat) -> Send:
+    def send(self, tensor: torch.Tensor) -> Send:
         """Send a gradient; nothing crosses to a frozen encoder."""
         return self._bridge.send_backward(tensor, self._split_sizes(tensor))
 

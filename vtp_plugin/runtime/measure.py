@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.layout.channel import ChannelId, Direction
+from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
-from vtp_plugin.runtime.executor import Compute, Inputs, LinkForm
+from vtp_plugin.runtime.executor import Compute, Inputs
+from vtp_plugin.runtime.links import ChannelLink, LinkId
 from vtp_plugin.runtime.store import Topic, open_round, part_of
 from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.placement import Placement
 
 Report = dict[str, dict[str, float]]
 _NUM_PINGS = 5
@@ -151,11 +150,7 @@ class TimedCompute:
 
 
 def measure_links(
-    placement: Placement,
-    channels: Mapping[ChannelId, Channel],
-    link_forms: Sequence[LinkForm],
-    outputs: Mapping[int, tuple[int, ...]],
-    platform: Platform,
+    links: Mapping[LinkId, ChannelLink], outputs: Mapping[int, tuple[int, ...]], platform: Platform
 ) -> Report:
     """Send messages back and forth on every link of this rank; a collective call, while nothing else is under way.
 
@@ -165,9 +160,7 @@ def measure_links(
     large one takes on top is twice the transfer time: both directions are assumed to be equally fast.
 
     Args:
-        placement: which stage holds which virtual stage.
-        channels: of this rank.
-        link_forms: what crosses, by the virtual stage whose output it is.
+        links: of this rank.
         outputs: by virtual stage of this rank, the local shape of an output.
         platform: where the tensors are.
 
@@ -175,44 +168,46 @@ def measure_links(
         Latency, transfer time and size of the message, of the links that this rank is upstream of.
     """
     report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
-    for name in sorted(name for name in channels if name.direction is Direction.FORWARD):
-        there, back = channels[name], channels[name.opposite]
-        upstream, downstream = (placement.stage_of(worker) for worker in (name.upstream, name.downstream))
-        links = [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == (upstream, downstream)]
+    for name in sorted({name for name, _ in links if name.direction is Direction.FORWARD}):
+        vstages = sorted(vstage for one, vstage in links if one == name)
         # A header would add the same to both: the shape of the small tensor is known.
-        small = dataclasses.replace(link_forms[links[0]].form, has_variable_shapes=False)
-        small_shape = there.local_shape(there.spec.probe.src.shape, small)
-        is_asking = dist.get_rank() in there.spec.src.ranks
-        if not is_asking:
-            for link_form in (LinkForm(form=small, shape=small_shape), *(link_forms[link] for link in links)):
+        small = [_small(links[one, vstages[0]]) for one in (name, name.opposite)]
+        if dist.get_rank() not in small[0].channel.spec.src.ranks:
+            for there, back in (small, *((links[name, v], links[name.opposite, v]) for v in vstages)):
                 for _ in range(_NUM_PINGS):
-                    answer(there, back, link_form.form, link_form.shape)
+                    answer(there, back)
             continue
         device = platform.device()
-        small_tensor = torch.zeros(small_shape, dtype=small.dtype, device=device)
-        small_ms = min(ask_ms(there, back, small_tensor, small, platform) for _ in range(_NUM_PINGS))
-        for link in links:
-            form = link_forms[link].form
-            tensor = torch.zeros(outputs[link], dtype=form.dtype, device=device)
-            tensor_ms = min(ask_ms(there, back, tensor, form, platform) for _ in range(_NUM_PINGS))
-            whole = there.whole_shape(tensor.shape, form)
-            report["latency_ms"][str(link)] = small_ms / 2
-            report["transfer_ms"][str(link)] = max(0.0, tensor_ms - small_ms) / 2
-            report["message_bytes"][str(link)] = torch.Size(whole).numel() * form.dtype.itemsize
+        small_tensor = torch.zeros(small[0].shape or (), dtype=small[0].form.dtype, device=device)
+        small_ms = min(ask_ms(small[0], small[1], small_tensor, platform) for _ in range(_NUM_PINGS))
+        for vstage in vstages:
+            there, back = links[name, vstage], links[name.opposite, vstage]
+            tensor = torch.zeros(outputs[vstage], dtype=there.form.dtype, device=device)
+            tensor_ms = min(ask_ms(there, back, tensor, platform) for _ in range(_NUM_PINGS))
+            whole = there.channel.whole_shape(tensor.shape, there.form)
+            report["latency_ms"][str(vstage)] = small_ms / 2
+            report["transfer_ms"][str(vstage)] = max(0.0, tensor_ms - small_ms) / 2
+            report["message_bytes"][str(vstage)] = torch.Size(whole).numel() * there.form.dtype.itemsize
     return report
 
 
-def ask_ms(there: Channel, back: Channel, tensor: torch.Tensor, form: TensorFormat, platform: Platform) -> float:
+def _small(link: ChannelLink) -> ChannelLink:
+    """Bind the channel of a link to a small tensor that divides evenly."""
+    channel, form = link.channel, dataclasses.replace(link.form, has_variable_shapes=False)
+    return ChannelLink(channel, form, channel.local_shape(channel.spec.probe.src.shape, form))
+
+
+def ask_ms(there: ChannelLink, back: ChannelLink, tensor: torch.Tensor, platform: Platform) -> float:
     """Send a tensor, get one back, and return the time of the round trip; the other side calls :func:`answer`."""
     start = time.perf_counter()
-    sent = there.send(tensor, form)
-    back.post(form, tensor.shape).take()
+    sent = there.send(tensor)
+    back.post().take()
     sent.wait()
     if not platform.host_blocking_wait:
         platform.module().synchronize()
     return 1e3 * (time.perf_counter() - start)
 
 
-def answer(there: Channel, back: Channel, form: TensorFormat, shape: Sequence[int]) -> None:
+def answer(there: ChannelLink, back: ChannelLink) -> None:
     """Send back what the side that asks sends."""
-    back.send(there.post(form, shape).take(), form).wait()
+    back.send(there.post().take()).wait()

@@ -19,8 +19,10 @@ from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.links import ChannelLink
 from vtp_plugin.runtime.measure import Report, answer, ask_ms
+from vtp_plugin.runtime.tensor_format import TensorFormat
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
@@ -151,17 +153,16 @@ def _round_trips(
     is_asking = dist.get_rank() in spec.src.ranks
     strategies = (*spec.rivals, spec.strategy)
     times_ms: dict[str, list[float]] = {name: [] for name in strategies}
-    tried = {
-        name: [channel.crossed_by(name, unit="probe", cargo=Cargo.PROBE) for channel in (there, back)]
-        for name in strategies
-    }
-    for outgoing, incoming in tried.values():
-        for channel in (outgoing, incoming):
+    tried: dict[str, list[ChannelLink]] = {}
+    for name in strategies:
+        channels = [channel.crossed_by(name, unit="probe", cargo=Cargo.PROBE) for channel in (there, back)]
+        for channel in channels:
             require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
+        tried[name] = [ChannelLink(channel, form, zeros.shape) for channel in channels]
     for _ in range(_NUM_ROUNDS):
         for name, (outgoing, incoming) in tried.items():
             if is_asking:
-                times_ms[name].append(ask_ms(outgoing, incoming, zeros, form, platform))
+                times_ms[name].append(ask_ms(outgoing, incoming, zeros, platform))
             else:
-                answer(outgoing, incoming, form, zeros.shape)
+                answer(outgoing, incoming)
     return {name: min(times[1:]) for name, times in times_ms.items()} if is_asking else {}

@@ -8,13 +8,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from vtp_plugin import log
-from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.executor import Compute, Executor, LinkForm
+from vtp_plugin.runtime.executor import Compute, Executor
 from vtp_plugin.runtime.lengths import Lengths
-from vtp_plugin.runtime.links import Link
+from vtp_plugin.runtime.links import ChannelLink, Link, LinkId
 from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
@@ -54,7 +52,6 @@ class ScheduleRunner:
     Args:
         placement: which stage holds which virtual stage.
         worker: of this rank, see :class:`~vtp_plugin.schedule.order.placement.Placement`; without replicas its stage.
-        channels: of this worker, by the schedule's names.
         ranks: all ranks of the run.
         platform: where this rank computes.
         options: what the orders are planned for.
@@ -65,7 +62,6 @@ class ScheduleRunner:
         self,
         placement: Placement,
         worker: int,
-        channels: Mapping[ChannelId, Link],
         ranks: Ranks,
         platform: Platform,
         options: ScheduleOptions,
@@ -77,7 +73,6 @@ class ScheduleRunner:
         self._in_flight = options.in_flight
         self._worker = worker
         self._stage = placement.stage_of(worker)
-        self._channels = channels
         self._ranks = ranks
         self._platform = platform
         self._schedules: dict[ScheduleRequest, Schedule] = {}
@@ -160,24 +155,23 @@ class ScheduleRunner:
         by_chunk = given if isinstance(given, list) else [given]
         return by_chunk if self._lengths is None else self._lengths.iterators(by_chunk)
 
-    def run(self, schedule: Schedule, link_forms: Sequence[LinkForm], compute: Compute) -> None:
+    def run(self, schedule: Schedule, links: Mapping[LinkId, Link], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
-        for channel in self._channels.values():
-            channel.start_step()
+        for link in links.values():
+            link.start_step()
+        known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
         if self._lengths is not None:
-            self._lengths.start_step()
+            self._lengths.start_step(is_batched=any(link.form.is_batched for link in known.values()))
         if schedule.forward_only:
-            Executor(schedule, self._worker, self._channels, link_forms, compute, self._lengths).run()
+            Executor(schedule, self._worker, links, compute, self._lengths).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, self._channels, link_forms, timed or compute, self._lengths).run()
+        Executor(schedule, self._worker, links, timed or compute, self._lengths).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
-            channels = {name: link for name, link in self._channels.items() if isinstance(link, Channel)}
-            tried = measure_links(self.placement, channels, link_forms, timed.shapes, self._platform)
-            self._report = {**timed.report(), **tried}
+            self._report = {**timed.report(), **measure_links(known, timed.shapes, self._platform)}
             self._timed = None
         if time is not None:
             self._compare(time)

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
+from vtp_plugin.runtime.links import ChannelLink
+from vtp_plugin.runtime.receives import RecvWork
+from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.work import SendWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +46,11 @@ class TiedWeight:
 
     def copy_from_first(self, weight: torch.Tensor, stages: Collection[int]) -> None:
         """Give the other stages the first stage's values, in place; called once by all ranks of ``stages``."""
-        form = _format(weight)
         if self.is_first:
-            for send in [channel.send(weight, form) for stage, channel in self.outgoing if stage in stages]:
+            for send in [_link(channel, weight).send(weight) for stage, channel in self.outgoing if stage in stages]:
                 send.wait()
         else:
-            weight.copy_(self.incoming[0].post(form, weight.shape).take())
+            weight.copy_(_link(self.incoming[0], weight).post().take())
 
     def sum_gradients(self, gradient: torch.Tensor, stages: Collection[int]) -> None:
         """Add the other stages' gradients, in place; called once a step by all ranks of ``stages``.
@@ -55,17 +58,20 @@ class TiedWeight:
         The replicas of a stage hold the same gradient. All add the same numbers in the order of the stages, so the
         copies of the weight stay equal to the last bit.
         """
-        form = _format(gradient)
         incoming = [channel for stage, channel in sorted(self.incoming.items()) if stage in stages]
         outgoing = [channel for stage, channel in self.outgoing if stage in stages]
         # Post in the order of the run's channels, as in every exchange: a device may run one operation after another.
-        works = [
-            channel.post(form, gradient.shape) if channel in incoming else channel.send(gradient, form)
-            for channel in sorted((*outgoing, *incoming), key=lambda channel: channel.order)
-        ]
-        received = [channel.take() for channel in incoming]
-        for work in works:
-            work.wait()  # the sends read the gradient's memory
+        receives: dict[Channel, RecvWork] = {}
+        sends: list[SendWork] = []
+        for channel in sorted((*outgoing, *incoming), key=lambda channel: channel.order):
+            link = _link(channel, gradient)
+            if channel in incoming:
+                receives[channel] = link.post()
+            else:
+                sends.append(link.send(gradient))
+        received = [receives[channel].take() for channel in incoming]
+        for send in sends:
+            send.wait()  # the sends read the gradient's memory
         # Of the first two it does not matter which is added to which.
         num_ahead = max(sum(stage < self.stage for stage in stages), 1)
         if received:
@@ -76,9 +82,10 @@ class TiedWeight:
                 gradient.add_(part)
 
 
-def _format(weight: torch.Tensor) -> TensorFormat:
-    """Describe a weight `[V, H]` of which each rank holds a slice of the vocabulary: V divides by both sizes."""
-    return TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
+def _link(channel: Channel, weight: torch.Tensor) -> ChannelLink:
+    """Bind a channel to a weight `[V, H]` of which each rank holds a slice of rows: V divides by all sizes."""
+    form = TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
+    return ChannelLink(channel, form, weight.shape)
 
 
 def join_tied_weight(channels: Sequence[Channel], layout: PipelineLayout) -> TiedWeight:

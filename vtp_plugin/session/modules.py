@@ -13,9 +13,9 @@ from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
-from vtp_plugin.runtime.audit import HEADER_LENGTH
-from vtp_plugin.runtime.channel import Channel, TensorFormat
+from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.session.session import state_format
 from vtp_plugin.session.surroundings import Surroundings
 
@@ -85,7 +85,7 @@ def open_module(
     # Every stage runs every microbatch; where replicas differ, each has its even share of the samples.
     boundaries = pipeline_boundaries(layout, is_ring=False, dp_mode=DpMode.SPLIT)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
-    for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
+    for plan in distinct_plans(specs):
         require_valid(plan)
     opened = open_channels(
         specs,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -15,7 +15,7 @@ from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.options.derived import read_schedule_options
-from vtp_plugin.runtime.audit import HEADER_LENGTH, Audit
+from vtp_plugin.runtime.audit import Audit
 from vtp_plugin.runtime.channel import Channel
 from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
 from vtp_plugin.runtime.lengths import Lengths
@@ -34,9 +34,10 @@ class RunningPipeline:
     Attributes:
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica of the pipeline that this rank works in.
-        channels: all that this rank has opened, in that order.
+        opened: all channels that this rank has opened, in that order; those of tied weights, too.
         communicators: they move activations, one for each of these replicas; several only where a neighbour has more
             replicas than this rank's stage, none while Megatron's own is in use.
+        channels: of this rank, by the schedule's names.
         schedule_runner: runs planned schedules; None with Megatron's own.
         tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
         num_loss_chunks: model chunks of the stage with the loss.
@@ -44,8 +45,9 @@ class RunningPipeline:
 
     stage_group: dist.ProcessGroup
     pipeline_groups: tuple[dist.ProcessGroup, ...]
-    channels: tuple[Channel, ...] = ()
+    opened: tuple[Channel, ...] = ()
     communicators: tuple[PipelineCommunicator, ...] = ()
+    channels: Mapping[ChannelId, Channel] = field(default_factory=dict[ChannelId, Channel])
     schedule_runner: ScheduleRunner | None = None
     tied_weight: TiedWeight | None = None
     num_loss_chunks: int = 1
@@ -72,7 +74,7 @@ class RunningPipeline:
 
     def close(self) -> None:
         """End the channels; every rank does so once its last step is finished."""
-        for channel in self.channels:
+        for channel in self.opened:
             channel.close()
 
 
@@ -118,7 +120,7 @@ def open_pipeline(
     tied = () if is_tied_local else tied_weight_specs(layout, embedding_stages)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     specs += tied
-    for plan in distinct_plans(specs, header_length=HEADER_LENGTH):
+    for plan in distinct_plans(specs):
         require_valid(plan)
     opened = open_channels(
         specs,
@@ -138,14 +140,15 @@ def open_pipeline(
         lengths = None
         if config.layerwise_disaggregated and planned.packed_length is not None:
             lengths = Lengths(placement, own.stage, channels, planned.packed_length, planned.platform)
-        schedule_runner = ScheduleRunner(placement, worker, channels, ranks, planned.platform, orders, lengths)
+        schedule_runner = ScheduleRunner(placement, worker, ranks, planned.platform, orders, lengths)
     if tied and own.stage in (embedding_stages or (0, num_stages - 1)):
-        tied_weight = join_tied_weight([channel for channel in opened[-len(tied) :] if channel is not None], layout)
+        tied_weight = join_tied_weight([one for one in opened[-len(tied) :] if one is not None], layout)
     return RunningPipeline(
         stage_group=stage_group,
         pipeline_groups=pipeline_groups,
-        channels=tuple(channel for channel in opened if channel is not None),
+        opened=tuple(channel for channel in opened if channel is not None),
         communicators=join_channels(channels, worker),
+        channels=channels,
         schedule_runner=schedule_runner,
         tied_weight=tied_weight,
         num_loss_chunks=len(placement.vstages(placement.stages[-1])),

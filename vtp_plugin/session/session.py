@@ -24,8 +24,8 @@ from vtp_plugin.options.derived import plan_layout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.startup import gather_node_sizes
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.running import RunningPipeline, open_pipeline

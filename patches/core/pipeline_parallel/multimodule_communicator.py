@@ -21,11 +21,11 @@ from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import split_
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import module_format
 from vtp_plugin.patches.core.pipeline_parallel.schedules import run_planned
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.channel import TensorFormat
-from vtp_plugin.runtime.executor import Inputs, LinkForm
+from vtp_plugin.runtime.executor import Inputs
 from vtp_plugin.runtime.grad_sync import GradSync
-from vtp_plugin.runtime.links import ActivationLink, GradientLink, Link, ModuleLink
+from vtp_plugin.runtime.links import ActivationLink, ChannelLink, GradientLink, Link, LinkId, ModuleLink
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.modules import ModulePlacement, place_modules
@@ -101,11 +101,13 @@ class _Modules:
 
     Attributes:
         runner: runs the planned steps.
+        links: of this rank.
         name: module of this rank.
         inputs: modules whose outputs its stage takes, in the order of the placement.
     """
 
     runner: ScheduleRunner
+    links: Mapping[LinkId, Link]
     name: str
     inputs: tuple[str, ...]
 
@@ -166,18 +168,18 @@ def _open(surroundings: Surroundings, session: Session, communicator: Any, confi
     runner = ScheduleRunner(
         placed.placement,
         stage,
-        _links(session, info, placed, name),
         session.ranks,
         surroundings.platform(),
         ScheduleOptions(costs=None, in_flight=in_flight),
     )
-    return _Modules(runner=runner, name=name, inputs=placed.inputs(stage))
+    links = _links(session, info, placed, name)
+    return _Modules(runner=runner, links=links, name=name, inputs=placed.inputs(stage))
 
 
-def _links(session: Session, info: Any, placed: ModulePlacement, name: str) -> dict[ChannelId, Link]:
-    """Give this rank's links by the schedule's names."""
+def _links(session: Session, info: Any, placed: ModulePlacement, name: str) -> dict[LinkId, Link]:
+    """Give this rank's links."""
     stage = placed.first_stages[name] + info.pp_rank
-    links: dict[ChannelId, Link] = {}
+    links: dict[LinkId, Link] = {}
     module = session.modules.get(info.p2p_communicator.pp_group)
     if module is not None:
         # All ranks of the module come here: what they compare is compared now.
@@ -189,7 +191,8 @@ def _links(session: Session, info: Any, placed: ModulePlacement, name: str) -> d
             ("recv_next", (stage, stage + 1), Direction.BACKWARD),
         ):
             if module.communicator.reaches(way):
-                links[ChannelId.between(*ends, direction)] = ModuleLink(module.communicator.channel(way), form)
+                link = ModuleLink(ChannelLink(module.communicator.channel(way), form))
+                links[ChannelId.between(*ends, direction), ends[0]] = link
     by_source = {placed.module_of(before): before for before in placed.placement.predecessors(stage)}
     for one in info.bridge_comms_as_dest_module:
         links.update(_bridge_links(one, (by_source[one.src_module_name], stage)))
@@ -198,10 +201,10 @@ def _links(session: Session, info: Any, placed: ModulePlacement, name: str) -> d
     return links
 
 
-def _bridge_links(bridge: Any, ends: tuple[int, int]) -> dict[ChannelId, Link]:
+def _bridge_links(bridge: Any, ends: tuple[int, int]) -> dict[LinkId, Link]:
     return {
-        ChannelId.between(*ends, Direction.FORWARD): ActivationLink(bridge.vtp_bridge, split_sizes),
-        ChannelId.between(*ends, Direction.BACKWARD): GradientLink(bridge.vtp_bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationLink(bridge.vtp_bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientLink(bridge.vtp_bridge, split_sizes),
     }
 
 
@@ -312,10 +315,5 @@ def _forward_backward(
             "cp_group_size": pg_collection.get_language_model_cp_size() if has_language else None,
         },
     )
-    link_forms = [_OF_LINKS] * (schedule.placement.num_vstages - 1)
     options = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-    return run_planned(modules.runner, schedule, link_forms, compute, chunks=[model], options=options)
-
-
-# Every link knows how its tensors cross.
-_OF_LINKS = LinkForm(form=TensorFormat(dtype=torch.float32, has_variable_shapes=True), shape=())
+    return run_planned(modules.runner, schedule, modules.links, compute, chunks=[model], options=options)

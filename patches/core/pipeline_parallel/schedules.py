@@ -19,11 +19,12 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_f
 from vtp_plugin.patches.core.timers import StreamTorch, step_record
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.channel import TensorFormat
 from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.executor import Compute, Inputs, LinkForm
+from vtp_plugin.runtime.executor import Compute, Inputs
 from vtp_plugin.runtime.grad_sync import GradSync
+from vtp_plugin.runtime.links import Link, LinkForm, LinkId, bind_links
 from vtp_plugin.runtime.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.tensor_format import TensorFormat
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -224,6 +225,7 @@ def forward_backward(
         batch=num_microbatches * micro_batch_size * planned.replicas.dp_sizes[planned.own.stage],
     )
     link_forms = _link_forms(host, groups, chunks, forms, sizes, schedule.placement)
+    links = bind_links(schedule.placement, session.running.channels, link_forms)
     compute = _Compute(
         host=host,
         config=config,
@@ -240,7 +242,7 @@ def forward_backward(
         first_val_step=first_val_step,
     )
     return run_planned(
-        runner, schedule, link_forms, compute, chunks=chunks, options=host.finalize_options(groups, force_all_reduce)
+        runner, schedule, links, compute, chunks=chunks, options=host.finalize_options(groups, force_all_reduce)
     )
 
 
@@ -256,7 +258,7 @@ class PlannedCompute(Compute, Protocol):
 def run_planned(
     runner: ScheduleRunner,
     schedule: Schedule,
-    link_forms: Sequence[LinkForm],
+    links: Mapping[LinkId, Link],
     compute: PlannedCompute,
     *,
     chunks: list[Any],
@@ -267,7 +269,7 @@ def run_planned(
     Args:
         runner: runs the schedule.
         schedule: of the step.
-        link_forms: what crosses, by the virtual stage whose output it is.
+        links: of this rank.
         compute: by Megatron's functions.
         chunks: of this rank.
         options: of ``finalize_model_grads_func``, besides chunks and number of tokens.
@@ -278,7 +280,7 @@ def run_planned(
     config = compute.config
     with _timed(config):
         with compute.sync.step():
-            runner.run(schedule, link_forms, compute)
+            runner.run(schedule, links, compute)
         if config.finalize_model_grads_func is not None and not schedule.forward_only:
             num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(chunks, num_tokens, **options)
