@@ -16,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.group_queries.recorder import refusing_unknown_callers
+
 PARENT_POLL_S = 0.5
 
 
@@ -65,7 +67,8 @@ class _Job:
 
     def run(self, kwargs: dict[str, Any]) -> object:
         assert self._function is not None
-        return self._function(**kwargs)
+        with refusing_unknown_callers():
+            return self._function(**kwargs)
 
     def clean_up(self) -> None:
         import torch.distributed as dist

@@ -38,6 +38,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
 
 import vtp_plugin
+from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc import leak_watch
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
@@ -199,10 +200,11 @@ def _be_a_process(
 
 def _exit_code_of(start: Callable[[], None], hooks: Sequence[str], notes: _Notes) -> int:
     try:
-        afterwards = [HOOKS[name](notes.facts) for name in hooks]
-        start()
-        for finish in filter(None, afterwards):
-            finish()
+        with refusing_unknown_callers():
+            afterwards = [HOOKS[name](notes.facts) for name in hooks]
+            start()
+            for finish in filter(None, afterwards):
+                finish()
     except SystemExit as leave:
         if leave.code is not None and not isinstance(leave.code, int):
             print(leave.code, file=sys.stderr)

@@ -1,0 +1,33 @@
+"""The questions that Megatron puts to the groups of an unequal run are seen, and one that is not in the table fails."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pool import Pool, PoolError
+
+JOB = "tests.multiproc.group_queries_job:ask"
+
+
+def test_an_unknown_caller_fails(pool: Pool, tmp_path: Path) -> None:
+    """With its name, the kind of group and the question; the whole world is as in stock Megatron."""
+    names = ["size", "place", "place_in_model", "ranks", "source", "world"]
+    env = {"VTP_TEST_QUERIES": str(tmp_path)}
+    with pytest.raises(PoolError) as error:
+        pool.run(3, JOB, {"names": names}, env=env)
+    assert set(re.findall(r"megatron.*:\S+ asks a \S+ group: \S+(?=;)", str(error.value))) == {
+        f"megatron.planted:Asker.{name} asks a {kind} group: {asks}"
+        for name, kind, asks in (
+            ("size", "stage", "size"),
+            ("place", "pipeline", "rank"),
+            ("place_in_model", "model", "get_group_rank"),
+            ("place_in_model", "model", "get_model_parallel_group"),
+            ("ranks", "stage", "get_process_group_ranks"),
+            ("source", "stage", "get_group_rank"),
+            ("source", "stage", "get_tensor_model_parallel_src_rank"),
+        )
+    }
+    assert pool.run(3, JOB, {"names": ["world"]}, env=env) == [None, None, None]
