@@ -318,7 +318,8 @@ def _cut_sequences(facts: dict[str, Any]) -> None:
         batch = original(*args, **kwargs)
         num_cp = parallel_state.get_context_parallel_world_size()
         own = chunk_positions(12, parallel_state.get_context_parallel_rank(), num_cp)
-        return {key: value[:, own].contiguous() for key, value in batch.items()}
+        # A mask [B, 1, S, S] stays whole: the attention of the tests makes its own.
+        return {key: value if value.dim() == 4 else value[:, own].contiguous() for key, value in batch.items()}
 
     tensor_parallel.broadcast_data = broadcast_data
 

@@ -22,7 +22,8 @@ def test_an_unknown_caller_fails(pool: Pool, tmp_path: Path) -> None:
         f"megatron.planted:Asker.{name} asks a {kind} group: {asks}"
         for name, kind, asks in (
             ("size", "stage", "size"),
-            ("place", "pipeline", "rank"),
+            ("place", "pipeline", "get_group_rank"),
+            ("place", "pipeline", "get_pipeline_model_parallel_group"),
             ("place_in_model", "model", "get_group_rank"),
             ("place_in_model", "model", "get_model_parallel_group"),
             ("ranks", "stage", "get_process_group_ranks"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from vtp_plugin import log
-from vtp_plugin.boundary.channel_spec import distinct_plans
+from vtp_plugin.boundary.channel_spec import ChannelSpec, distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.tied import tied_weight_specs
@@ -116,8 +116,7 @@ def open_pipeline(
     boundaries = pipeline_boundaries(
         layout, is_ring=placement.num_vstages > num_stages, rules=planned.transport_rules, dp_mode=replicas.mode
     )
-    is_tied_local = planned.has_stock_ends or config.layerwise_disaggregated or num_stages == 1
-    tied = () if is_tied_local else tied_weight_specs(layout, embedding_stages)
+    tied = _tied_specs(planned, embedding_stages)
     specs = [boundary.channel(direction) for boundary in boundaries for direction in Direction]
     specs += tied
     for plan in distinct_plans(specs):
@@ -153,6 +152,13 @@ def open_pipeline(
         tied_weight=tied_weight,
         num_loss_chunks=len(placement.vstages(placement.stages[-1])),
     )
+
+
+def _tied_specs(planned: PlannedRun, embedding_stages: Sequence[int] | None) -> Sequence[ChannelSpec]:
+    """Give the channels of a word embedding that stages share; none where its copies are together, or Megatron sums."""
+    layout = planned.layout
+    is_local = planned.has_stock_ends or planned.config.layerwise_disaggregated or layout.num_stages == 1
+    return () if is_local else tied_weight_specs(layout, embedding_stages)
 
 
 def _settle_transport(
