@@ -19,11 +19,11 @@ from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.plan import STRATEGIES
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import open_channels
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.process_groups import open_group
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 DTYPE = torch.float32
 Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]

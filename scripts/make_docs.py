@@ -205,8 +205,8 @@ def _core_only() -> str:
 def _crossing() -> dict[str, str]:
     """Return the closed lists of what crosses between sites."""
     from vtp_plugin.boundary.cargo import CARGO_FORMS
-    from vtp_plugin.runtime.disclosure import SHARED_NAMES
-    from vtp_plugin.runtime.store import Topic
+    from vtp_plugin.runtime.life.disclosure import SHARED_NAMES
+    from vtp_plugin.runtime.life.store import Topic
 
     return {
         "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()]),

@@ -11,10 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
-# layer's other parts. `__init__` is what `import vtp_plugin` binds; `__version__` may be taken from it anywhere.
+# layer's other parts. `__init__` is what `import vtp_plugin` binds.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"adaptor", "advance", "errors", "log", "svg", "text_enum", "undo"}),
-    frozenset({"failure", "flag", "hosts", "values"}),
+    frozenset({"errors", "svg"}),
+    frozenset({"ground"}),
+    frozenset({"hosts"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
@@ -22,7 +23,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
-    frozenset({"activation"}),
     frozenset({"api"}),
     frozenset({"adapters", "bridge", "functional"}),
     frozenset({"__init__"}),
@@ -43,20 +43,20 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"checks", "derived", "flags", "table"}),
         frozenset({"run_checks"}),
     ),
+    "runtime": (
+        frozenset({"life"}),
+        frozenset({"wire"}),
+        frozenset({"bridges"}),
+        frozenset({"step"}),
+    ),
 }
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {
-        "adaptor",
-        "advance",
         "errors",
-        "hosts",
-        "log",
         "svg",
-        "text_enum",
-        "undo",
-        "flag",
-        "values",
+        "ground",
+        "hosts",
         "config",
         "layout",
         "boundary",
@@ -158,7 +158,7 @@ def _targets(item: Import) -> set[str]:
     """Return the parts that an import of something below ``vtp_plugin`` reaches."""
     if item.module != "vtp_plugin":
         return {_part(item.module)}
-    return {name if _layer(name) is not None else "__init__" for name in item.names if name != "__version__"}
+    return {name if _layer(name) is not None else "__init__" for name in item.names}
 
 
 def _imports(module: str, tree: ast.Module) -> Iterator[Import]:

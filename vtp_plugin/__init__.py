@@ -13,8 +13,7 @@ from vtp_plugin.api import (
     revert,
     status,
 )
-
-__version__ = "0.1.0"
+from vtp_plugin.ground.version import __version__
 
 __all__ = [
     "__version__",

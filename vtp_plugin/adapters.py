@@ -18,7 +18,7 @@ import torch
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.show import format_ranks
-from vtp_plugin.runtime.measure import Report
+from vtp_plugin.runtime.step.measure import Report
 
 __all__ = ["targets_of_chunks"]
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from vtp_plugin.adaptor import TOO_LATE, ImportWatch
 from vtp_plugin.config import (
     DeviceName,
     DpModeName,
@@ -24,9 +23,10 @@ from vtp_plugin.config import (
     read_keywords,
 )
 from vtp_plugin.errors import MissingError, PatchError, VtpError
-from vtp_plugin.failure import FailureHook
+from vtp_plugin.ground.mindspeed import TOO_LATE, ImportWatch
+from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.hosts import find_host
-from vtp_plugin.undo import UndoStack
+from vtp_plugin.runtime.life.failure import FailureHook
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -180,8 +180,8 @@ def _apply(request: VtpConfig) -> None:
     family, _ = find_host()
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
-    from vtp_plugin.activation import activate, begin
     from vtp_plugin.options.flags import peek_device
+    from vtp_plugin.patches.activation import activate, begin
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.session import Session
     from vtp_plugin.session.notices import refuse_late
@@ -331,8 +331,8 @@ def _hook() -> FailureHook:
 
 def _note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
     """Write the reason into the file in which the launcher looks for it."""
-    from vtp_plugin.runtime.disclosure import describe_error
-    from vtp_plugin.runtime.error_file import write_error_file
+    from vtp_plugin.runtime.life.disclosure import describe_error
+    from vtp_plugin.runtime.life.error_file import write_error_file
 
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.flag import Flag, FlagGroup
-from vtp_plugin.values import (
+from vtp_plugin.ground.flag import Flag, FlagGroup
+from vtp_plugin.ground.values import (
     format_value,
     parse_bridges,
     parse_bytes,

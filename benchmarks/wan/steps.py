@@ -29,12 +29,12 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import open_channels, own_channels
-from vtp_plugin.runtime.executor import Executor
-from vtp_plugin.runtime.links import ChannelLink, LinkForm, LinkId, bind_links
-from vtp_plugin.runtime.measure import measure_links
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels, own_channels
+from vtp_plugin.runtime.step.executor import Executor
+from vtp_plugin.runtime.step.links import ChannelLink, LinkForm, LinkId, bind_links
+from vtp_plugin.runtime.step.measure import measure_links
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.schedule import Schedule

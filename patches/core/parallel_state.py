@@ -11,16 +11,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PlanError, refuse
+from vtp_plugin.ground import log
 from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.place import place_in_experts, place_in_model, place_in_world
+from vtp_plugin.layout.share import share_of_experts, share_of_model, share_of_world
 from vtp_plugin.options.derived import check_call
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup, close_leaders_group, open_leaders_group
-from vtp_plugin.runtime.process_groups import close_groups
+from vtp_plugin.runtime.wire.model_group import ModelGroup, close_leaders_group, open_leaders_group
+from vtp_plugin.runtime.wire.process_groups import close_groups
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
@@ -245,8 +245,9 @@ def _unite_replicas(session: Session, writes: _Writes) -> None:
         whole_stage_group=stage_group,
         leaders_group=leaders_group,
     )
-    places = (place_in_model, place_in_world, place_in_experts)
-    whole, shares, whole_experts = (make(place(layout, rank)) for place in places)
+    whole, shares, whole_experts = (
+        make(share(layout, rank)) for share in (share_of_model, share_of_world, share_of_experts)
+    )
     whole.shares = whole_experts.shares = shares
     for group in (whole, shares, whole_experts):
         session.known_groups.enter_context(session.know_group(group, group.ranks, stage_group))

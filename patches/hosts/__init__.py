@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from vtp_plugin.adaptor import loaded_adaptor
 from vtp_plugin.errors import refuse
+from vtp_plugin.ground.mindspeed import loaded_adaptor
 from vtp_plugin.hosts import Package, find_megatron
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patches.mindspeed import MindSpeed

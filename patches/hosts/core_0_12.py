@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
@@ -24,10 +25,9 @@ from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.model_group import ModelGroup
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.model_group import ModelGroup
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Session
-from vtp_plugin.undo import Name, UndoStack
 
 _ENCODERS = (
     "encoder_tensor_model_parallel_size",

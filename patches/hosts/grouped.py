@@ -21,12 +21,12 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.u_layers import layout_of
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patching import PatchRecord
 from vtp_plugin.session import Session
-from vtp_plugin.undo import Name, UndoStack
 
 
 def edge_alone() -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.checks.batch import describe_batches, own_batches
@@ -21,10 +22,9 @@ from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.rendezvous import open_store
+from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
-from vtp_plugin.undo import Name, UndoStack
 
 _TENSOR_SIZE = "tensor_model_parallel_size"
 

@@ -15,7 +15,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.store import Topic, part_of
+from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.session import Session
 
 # No stage has this size: with it Megatron's comparison finds another layout on every rank.

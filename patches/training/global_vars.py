@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.store import Topic, part_of
+from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.session import Session
-from vtp_plugin.undo import Name, UndoStack
 
 _VOCABULARY = "vocabulary of the edge"
 

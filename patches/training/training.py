@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin import log
+from vtp_plugin.ground import log
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.training.models.dist_utils import keep_full_chunks
 from vtp_plugin.patching import PatchRecord, wrap_with

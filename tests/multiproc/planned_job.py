@@ -24,13 +24,13 @@ from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import open_channels, own_channels
-from vtp_plugin.runtime.links import LinkForm, bind_links
-from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.startup import Agreement
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.life.startup import Agreement
+from vtp_plugin.runtime.step.communicator import open_channels, own_channels
+from vtp_plugin.runtime.step.links import LinkForm, bind_links
+from vtp_plugin.runtime.step.measure import Report, share_reports
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import format_costs
 from vtp_plugin.schedule.order.actions import Action

@@ -19,12 +19,12 @@ from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import open_channels, own_channels
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.probe import settle, try_strategies
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels, own_channels
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.step.measure import Report, share_reports
+from vtp_plugin.runtime.step.probe import settle, try_strategies
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ for _name in (
     "torch.distributed.checkpoint",
     "vtp_plugin.cli",
     "vtp_plugin.options",
-    "vtp_plugin.runtime.communicator",
+    "vtp_plugin.runtime.step.communicator",
     "vtp_plugin.session",
 ):
     with contextlib.suppress(ImportError):

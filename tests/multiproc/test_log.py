@@ -9,7 +9,7 @@ import pytest
 import vtp_plugin
 from tests.multiproc.script_cases import train
 from tests.pool import Pool
-from vtp_plugin import log
+from vtp_plugin.ground import log
 
 ACTIVE = re.compile(
     rf"^\[vtp rank (\d+)\] vtp_plugin {re.escape(vtp_plugin.__version__)} is active: vtp_size_list 1,2 on 3 ranks, "

@@ -18,10 +18,10 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import open_channels
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 # How long gloo's threads get to drop what a collective has held.
 SETTLE_S = 0.5

@@ -135,8 +135,9 @@ class Recorder(TorchDispatchMode):
             peer = None if root is None else group.ranks[root]
             memory = {} if name in _WITHOUT_SIZE else self._memory(arguments[_MEMORY_OF[name]])
             # Before 2.8 torch shows the operation to nobody.
-            if "reduce_op" in arguments and hasattr(ReduceOp, "unbox"):
-                name = f"{name} {ReduceOp.unbox(arguments['reduce_op']).op.name.lower()}"
+            unbox: Any = getattr(ReduceOp, "unbox", None)
+            if "reduce_op" in arguments and unbox is not None:
+                name = f"{name} {unbox(arguments['reduce_op']).op.name.lower()}"
             self._add(Kind.COLLECTIVE, name=name, group=group, peer=peer, handle=handle, **memory)
         if handle not in self._open_works:
             # An operator without a handle has waited.

@@ -16,7 +16,7 @@ from vtp_plugin.layout.grid import RankGrid
 from vtp_plugin.layout.grids import ExpertGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
-from vtp_plugin.layout.place import place_in_experts, place_in_model
+from vtp_plugin.layout.share import place_in_experts, place_in_model
 
 SMALL = st.integers(1, 4)
 

@@ -15,7 +15,7 @@ import pytest
 import vtp_plugin
 from tests.hosts import PYTHON_PATH
 from vtp_plugin.errors import PatchError
-from vtp_plugin.failure import FailureHook
+from vtp_plugin.runtime.life.failure import FailureHook
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 FLAGS = (
@@ -213,7 +213,7 @@ def test_apply_sets_the_hook_with_a_list_and_for_its_own_errors(tmp_path: Path) 
 def test_a_failed_apply_is_not_taken_for_a_good_one(
     monkeypatch: pytest.MonkeyPatch, size_list: list[int] | None
 ) -> None:
-    from vtp_plugin import activation
+    from vtp_plugin.patches import activation
 
     def fail(*arguments: object) -> None:
         raise PatchError("no such target")

@@ -10,7 +10,7 @@ import torch
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.audit import Audit, require_allowed
+from vtp_plugin.runtime.wire.audit import Audit, require_allowed
 
 ACTIVATION = torch.zeros(8, 2, 4)
 

@@ -46,7 +46,7 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 from vtp_plugin.layout.replicas import DpMode
-from vtp_plugin.runtime.transfers import Parcel
+from vtp_plugin.runtime.wire.transfers import Parcel
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))

@@ -83,7 +83,7 @@ def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
     run_code(
         """
     import vtp_plugin
-    from vtp_plugin.activation import activate
+    from vtp_plugin.patches.activation import activate
     from vtp_plugin.api import _Holder
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.hosts import load_host

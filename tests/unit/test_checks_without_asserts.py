@@ -32,12 +32,12 @@ from vtp_plugin.boundary.spread import Spread, replicated
 from vtp_plugin.errors import VtpError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.collectives import StageCollectives
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.communicator import PipelineCommunicator, open_channels
-from vtp_plugin.runtime.executor import Executor
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.work import TimedWaits
+from vtp_plugin.runtime.wire.collectives import StageCollectives
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
+from vtp_plugin.runtime.step.executor import Executor
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.work import TimedWaits
 from vtp_plugin.schedule.cost.costs import uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.generate import one_f_one_b

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
 from vtp_plugin.options.derived import choose_cp_sizes
-from vtp_plugin.values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.disclosure import Disclosure
-from vtp_plugin.runtime.startup import Agreement
-from vtp_plugin.runtime.store import Topic
-from vtp_plugin.values import parse_size_list
+from vtp_plugin.ground.values import parse_size_list
+from vtp_plugin.runtime.life.disclosure import Disclosure
+from vtp_plugin.runtime.life.startup import Agreement
+from vtp_plugin.runtime.life.store import Topic
+from vtp_plugin.runtime.wire.audit import Audit
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
 EDGE, CLOUD = Disclosure(site="edge"), Disclosure(site="cloud")

@@ -19,7 +19,7 @@ from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
 from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
-from vtp_plugin.runtime.store import Topic
+from vtp_plugin.runtime.life.store import Topic
 from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")

@@ -7,8 +7,8 @@ import torch
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.audit import require_allowed
-from vtp_plugin.runtime.lengths import padded_ends
+from vtp_plugin.runtime.step.lengths import padded_ends
+from vtp_plugin.runtime.wire.audit import require_allowed
 
 
 @pytest.mark.parametrize("ends", [[[0, 3, 7]], [[0, 3, 7, 7, 7]], [[0, 0, 3, 3, 7]], [0, 7]])

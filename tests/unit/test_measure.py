@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tests.pace import pace
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.measure import Report, TimedCompute, share_reports
-from vtp_plugin.runtime.step_times import StepTimes
+from vtp_plugin.runtime.step.measure import Report, TimedCompute, share_reports
+from vtp_plugin.runtime.step.step_times import StepTimes
 from vtp_plugin.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.generate import one_f_one_b
@@ -111,7 +111,7 @@ class Clock:
         self.now_s = 0.0
         self.num_shared = 0
         self._others_ms = others_ms
-        monkeypatch.setattr("vtp_plugin.runtime.measure.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vtp_plugin.runtime.step.measure.time.perf_counter", lambda: self.now_s)
 
     def share(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         self.num_shared += 1

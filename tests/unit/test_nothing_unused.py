@@ -18,7 +18,6 @@ OUTER = {
     "vtp_plugin.layout.grid",
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
-    "vtp_plugin.runtime.grid_groups",
 }
 STAND_INS = ("vtp_plugin.platform.cpu",)
 CALLED_BY_OTHERS = {

@@ -12,7 +12,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.runtime.communicator import own_channels
+from vtp_plugin.runtime.step.communicator import own_channels
 from vtp_plugin.schedule.order.messages import channels
 from vtp_plugin.schedule.order.placement import place_workers
 

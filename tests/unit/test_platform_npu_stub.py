@@ -119,7 +119,7 @@ CHANNELS = (
     from vtp_plugin.boundary.rules import TransportRules
     from vtp_plugin.layout.channel import Direction
     from vtp_plugin.layout.pipeline import PipelineLayout
-    from vtp_plugin.runtime.communicator import open_channels
+    from vtp_plugin.runtime.step.communicator import open_channels
 
     class Options:
         hccl_config = None
@@ -178,8 +178,8 @@ def test_two_ranks_talk_over_a_backend_named_hccl() -> None:
 EVENTS = (
     HCCL_ALIAS.partition("    # No torch_npu, no HCCL options")[0]
     + """
-    from vtp_plugin.runtime.monitor import Monitor
-    from vtp_plugin.runtime.work import TimedWaits
+    from vtp_plugin.runtime.life.monitor import Monitor
+    from vtp_plugin.runtime.wire.work import TimedWaits
 
     log, passed = [], []
 

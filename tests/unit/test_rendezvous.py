@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from tests.pace import pace
 from tests.pool import free_port
-from vtp_plugin.runtime import rendezvous
-from vtp_plugin.runtime.rendezvous import describe_listening, listening_address
+from vtp_plugin.runtime.life import rendezvous
+from vtp_plugin.runtime.life.rendezvous import describe_listening, listening_address
 
 # Opens the store as rank 0 does, attaches by env://, and says on which addresses this process listens.
 SOURCE = """
 import os
 import torch.distributed as dist
-from vtp_plugin.runtime.rendezvous import open_store
+from vtp_plugin.runtime.life.rendezvous import open_store
 
 port = os.environ["MASTER_PORT"]
 store = open_store(0, 1, 20.0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests import schedule_oracle as oracle
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.values import parse_cost_words, parse_in_flight
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
@@ -23,7 +24,6 @@ from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.actions import Op
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.schedule.proof.check import check, peak_in_flight
-from vtp_plugin.values import parse_cost_words, parse_in_flight
 
 # Four digits, as they are printed.
 FOUR_DIGITS = st.floats(0, 1e6, allow_nan=False).map(lambda number: float(f"{number:.4g}"))

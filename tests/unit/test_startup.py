@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.disclosure import describe_error
-from vtp_plugin.runtime.rendezvous import open_store
-from vtp_plugin.runtime.startup import Agreement, _Check, gather_node_sizes
-from vtp_plugin.runtime.store import connect_again
+from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.rendezvous import open_store
+from vtp_plugin.runtime.life.startup import Agreement, _Check, gather_node_sizes
+from vtp_plugin.runtime.life.store import connect_again
 from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"
@@ -309,8 +309,8 @@ class TestOpenStore:
             port = listener.getsockname()[1]
             source = (
                 f"import os; os.environ.update(MASTER_ADDR={HOST!r}, MASTER_PORT='{port}')\n"
-                "from vtp_plugin.runtime.startup import Agreement\n"
-                "from vtp_plugin.runtime.rendezvous import open_store\n"
+                "from vtp_plugin.runtime.life.startup import Agreement\n"
+                "from vtp_plugin.runtime.life.rendezvous import open_store\n"
                 "import time; store = open_store(1, 2, 2.0)\n"
                 "Agreement(store, rank=1, world_size=2, timeout_s=lambda: 2.0).settle('check', dict)\n"
             )

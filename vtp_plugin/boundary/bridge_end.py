@@ -9,7 +9,7 @@ from itertools import chain
 
 from vtp_plugin.boundary.side import Side
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 class SequenceCut(TextEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 class Cargo(TextEnum):

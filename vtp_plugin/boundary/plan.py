@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, volume, whole_box
 from vtp_plugin.errors import LayoutError, PlanError
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

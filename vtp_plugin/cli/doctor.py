@@ -17,13 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import vtp_plugin
-from vtp_plugin.adaptor import has_mindspeed, loaded_adaptor
 from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
+from vtp_plugin.ground.log import wrap
+from vtp_plugin.ground.mindspeed import has_mindspeed, loaded_adaptor
 from vtp_plugin.hosts import family_of, find_megatron, find_torch, problems_of
-from vtp_plugin.log import wrap
 
 if TYPE_CHECKING:
     from vtp_plugin.config import DeviceName
@@ -114,7 +114,7 @@ class _Report:
 
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
-        from vtp_plugin.runtime.rendezvous import describe_listening, test_rendezvous
+        from vtp_plugin.runtime.life.rendezvous import describe_listening, test_rendezvous
 
         self.listening = describe_listening(os.environ)
         if rendezvous is not None:

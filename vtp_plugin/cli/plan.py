@@ -12,10 +12,10 @@ from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_jso
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.memory import memory_as_json, memory_lines
 from vtp_plugin.cli.parser import print_json
+from vtp_plugin.ground.values import format_value
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.show import format_ranks, size_names, size_texts
 from vtp_plugin.options.checks.batch import describe_batches
-from vtp_plugin.values import format_value
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60

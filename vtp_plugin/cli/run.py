@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import vtp_plugin
-from vtp_plugin.adaptor import ImportWatch, has_mindspeed
 from vtp_plugin.api import announce_exit, choose_device, report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import VtpError
+from vtp_plugin.ground.mindspeed import ImportWatch, has_mindspeed
 from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
 
 

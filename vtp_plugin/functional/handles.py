@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 
 class Waitable(Protocol):
@@ -97,7 +97,7 @@ def post(communicators: Sequence[PipelineCommunicator], form: TensorFormat, **ex
     Args:
         communicators: of the replicas.
         form: of all tensors.
-        exchange: arguments of :meth:`~vtp_plugin.runtime.communicator.PipelineCommunicator.exchange`.
+        exchange: arguments of :meth:`~vtp_plugin.runtime.step.communicator.PipelineCommunicator.exchange`.
 
     Raises:
         ConfigError: replicas send tensors of different shapes, or as that method.

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.communicator import PipelineCommunicator
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator
 from vtp_plugin.session import Session
 
 Group = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None

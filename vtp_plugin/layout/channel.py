@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 class Direction(TextEnum):

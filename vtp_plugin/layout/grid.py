@@ -1,9 +1,8 @@
 """An N-dimensional grid of ranks with the public API of Megatron's HyperCommGrid, without torch.
 
 The grid enumerates rank lists by integer arithmetic. Creating a process group from such lists is injected
-(``make_groups``), so the same class plans on a laptop and runs in a job; `vtp_plugin.runtime.grid_groups` binds it to
-torch.distributed. Exception types are those of HyperCommGrid (ConfigError is a ValueError), so callers written for one
-work with the other.
+(``make_groups``), so the same class plans on a laptop and runs in a job. Exception types are those of HyperCommGrid
+(ConfigError is a ValueError), so callers written for one work with the other.
 
 `vtp_plugin.layout.stage_grid` makes a grid of stages that differ out of such grids.
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vtp_plugin.ground.text_enum import TextEnum
 from vtp_plugin.layout.sizes import check_positive
-from vtp_plugin.text_enum import TextEnum
 
 
 class RankOrder(TextEnum):

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 class DpMode(TextEnum):

@@ -9,6 +9,7 @@ from typing import Any
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError
+from vtp_plugin.ground.values import format_value
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.context import OptionContext
@@ -16,7 +17,6 @@ from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.limits import check_in_flight
 from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
-from vtp_plugin.values import format_value
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 

@@ -13,10 +13,10 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 from vtp_plugin.errors import PatchError
+from vtp_plugin.ground.undo import ABSENT, Name, UndoStack, namespace
 from vtp_plugin.patching.objects import MARKER, attributes, chain, describe
 from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, Target, WriteRecord
 from vtp_plugin.patching.search import Hit, find, held, shown_module
-from vtp_plugin.undo import ABSENT, Name, UndoStack, namespace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

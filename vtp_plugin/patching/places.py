@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.undo import ABSENT
+from vtp_plugin.ground.undo import ABSENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.undo import ABSENT, Item, Name, Place, UndoStack, namespace
+from vtp_plugin.ground.undo import ABSENT, Item, Name, Place, UndoStack, namespace
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)

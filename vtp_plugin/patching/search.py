@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
+from vtp_plugin.ground.undo import ABSENT, Item, Name, Place, namespace
 from vtp_plugin.patching.objects import MARKER, attributes, functions
 from vtp_plugin.patching.places import Default, PartialPart
-from vtp_plugin.undo import ABSENT, Item, Name, Place, namespace
 
 # From an original to the class or function that holds it: a staticmethod, the dictionary of its class, the class.
 _STEPS: Final = 3

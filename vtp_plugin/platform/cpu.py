@@ -14,11 +14,11 @@ import torch._dynamo.trace_rules
 import torch.compiler
 
 from vtp_plugin.errors import ConfigError, PatchError
+from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.platform.base import BackendName, Platform, PlatformName
 from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
 from vtp_plugin.platform.cpu_tensors import map_tensors
 from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
-from vtp_plugin.undo import UndoStack
 
 
 class CpuPlatform(Platform):

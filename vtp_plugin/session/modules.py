@@ -13,9 +13,9 @@ from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session.session import state_format
 from vtp_plugin.session.surroundings import Surroundings
 

@@ -6,8 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from vtp_plugin import log
 from vtp_plugin.errors import PatchError
+from vtp_plugin.ground import log
 from vtp_plugin.hosts import host_named
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-import vtp_plugin
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.version import __version__
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.show import describe_layout
@@ -132,7 +132,7 @@ class PlannedRun:
         """Say that the plugin is active, with a digest of what was agreed on; then who is where and what crosses."""
         sizes = ",".join(map(str, self.layout.tp_sizes))
         lines = [
-            f"vtp_plugin {vtp_plugin.__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
+            f"vtp_plugin {__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
             f"digest {digest_of(self.statement())}",
             describe_layout(self.layout, writer_rank=self.writer_rank),
         ]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
-from vtp_plugin.runtime.disclosure import Disclosure
-from vtp_plugin.runtime.measure import Report, share_reports
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.rendezvous import open_store
-from vtp_plugin.runtime.startup import Agreement
-from vtp_plugin.runtime.store import connect_again
+from vtp_plugin.runtime.life.disclosure import Disclosure
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.life.rendezvous import open_store
+from vtp_plugin.runtime.life.startup import Agreement
+from vtp_plugin.runtime.life.store import connect_again
+from vtp_plugin.runtime.step.measure import Report, share_reports
 
 
 class AllRanks:
@@ -91,7 +91,7 @@ class AllRanks:
     ) -> None:
         """Go on only if a check succeeds with equal results on all ranks; from the first one on, watch the others.
 
-        Arguments and errors are those of :meth:`~vtp_plugin.runtime.startup.Agreement.settle`.
+        Arguments and errors are those of :meth:`~vtp_plugin.runtime.life.startup.Agreement.settle`.
         """
         agreement = self._joined()
         monitor_store = connect_again(agreement.store) if self.monitor is None else None

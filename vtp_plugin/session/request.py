@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.disclosure import Disclosure
+from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.session.statement import state_request
 
 if TYPE_CHECKING:

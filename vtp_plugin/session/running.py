@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from vtp_plugin import log
 from vtp_plugin.boundary.channel_spec import ChannelSpec, distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.ground import log
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.options.derived import read_schedule_options
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
-from vtp_plugin.runtime.lengths import Lengths
-from vtp_plugin.runtime.probe import settle, try_strategies
-from vtp_plugin.runtime.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.tied import TiedWeight, join_tied_weight
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.runtime.step.lengths import Lengths
+from vtp_plugin.runtime.step.probe import settle, try_strategies
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.tied import TiedWeight, join_tied_weight
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.channel import Channel
 from vtp_plugin.schedule.order.placement import place_workers
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from vtp_plugin import log
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError, PlanError
+from vtp_plugin.ground import log
 from vtp_plugin.options.derived import plan_layout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.startup import gather_node_sizes
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.life.startup import gather_node_sizes
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.running import RunningPipeline, open_pipeline

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.runtime.model_group import ModelGroup
-from vtp_plugin.runtime.process_groups import close_groups
+from vtp_plugin.runtime.wire.model_group import ModelGroup
+from vtp_plugin.runtime.wire.process_groups import close_groups
 from vtp_plugin.session.modules import close_module, open_module
 from vtp_plugin.session.surroundings import Surroundings
 
@@ -26,8 +26,8 @@ class StageCommGrid(StageRanks):
     It has the interface of Megatron's ``HyperCommGrid``, and stands in its place in ``module_to_grid_map``. ``shape``
     is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
     ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
-    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.model_group.ModelGroup` where the stages have
-    different numbers of replicas. All ranks of the world create the same groups in the same order.
+    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.wire.model_group.ModelGroup` where the stages
+    have different numbers of replicas. All ranks of the world create the same groups in the same order.
 
     Attributes:
         shape: lengths of ``tp``, ``cp``, ``dp`` and ``pp``.

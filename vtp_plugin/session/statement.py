@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-import vtp_plugin
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.ground.version import __version__
 from vtp_plugin.hosts import find_host
 from vtp_plugin.layout.pipeline import PipelineLayout
 
@@ -17,7 +17,7 @@ def state_request(config: VtpConfig) -> dict[str, object]:
     sizes = config.size_list
     lists = {name: getattr(config, name) for name in ("cp_list", "dp_list", "ep_list", "etp_list")}
     return {
-        "vtp_plugin version": vtp_plugin.__version__,
+        "vtp_plugin version": __version__,
         "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
         **{f"vtp_{name}": ",".join(map(str, given)) if given else None for name, given in lists.items()},
         "sites": ",".join(config.sites or ()),
@@ -29,7 +29,7 @@ def state_request(config: VtpConfig) -> dict[str, object]:
 def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> dict[str, object]:
     """Say what this rank is about to run."""
     return {
-        "vtp_plugin version": vtp_plugin.__version__,
+        "vtp_plugin version": __version__,
         "megatron-core version": find_host()[1].version,
         "vtp_size_list": ",".join(str(size) for size in layout.tp_sizes),
         "world size": layout.world_size,

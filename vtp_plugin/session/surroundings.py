@@ -12,10 +12,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.startup import Agreement
-from vtp_plugin.runtime.store import Topic, part_of
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.life.startup import Agreement
+from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.session.request import agree_on_request
 from vtp_plugin.session.session import Session
 

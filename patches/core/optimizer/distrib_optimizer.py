@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.undo import Name, UndoStack
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 

@@ -16,9 +16,9 @@ from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_rank
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.bridge import Bridge
-from vtp_plugin.runtime.bridge_groups import BridgeGroups, open_bridge_groups, open_channels
+from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
+from vtp_plugin.runtime.bridges.opening import BridgeGroups, open_bridge, open_bridge_groups
+from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.session.surroundings import Surroundings
 
 
@@ -164,7 +164,7 @@ class _OverChannels:
             return None
         spec = groups[0].spec
         is_src = self.current_rank in spec.src.ranks
-        forward, backward = open_channels(
+        forward, backward = open_bridge(
             groups,
             stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
             platform=self.surroundings.platform(),

@@ -21,11 +21,11 @@ from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import split_
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import module_format
 from vtp_plugin.patches.core.pipeline_parallel.schedules import run_planned
 from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.runtime.executor import Inputs
-from vtp_plugin.runtime.grad_sync import GradSync
-from vtp_plugin.runtime.links import ActivationLink, ChannelLink, GradientLink, Link, LinkId, ModuleLink
-from vtp_plugin.runtime.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.executor import Inputs
+from vtp_plugin.runtime.step.grad_sync import GradSync
+from vtp_plugin.runtime.step.links import ActivationLink, ChannelLink, GradientLink, Link, LinkId, ModuleLink
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.modules import ModulePlacement, place_modules

@@ -12,8 +12,8 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import option_context
 from vtp_plugin.options.table.check import check_config
-from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.session.modules import ModulePipeline
 from vtp_plugin.session.planned import check_sizes

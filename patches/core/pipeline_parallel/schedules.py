@@ -19,12 +19,12 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_f
 from vtp_plugin.patches.core.timers import StreamTorch, step_record
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
-from vtp_plugin.runtime.communicator import PipelineCommunicator
-from vtp_plugin.runtime.executor import Compute, Inputs
-from vtp_plugin.runtime.grad_sync import GradSync
-from vtp_plugin.runtime.links import Link, LinkForm, LinkId, bind_links
-from vtp_plugin.runtime.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator
+from vtp_plugin.runtime.step.executor import Compute, Inputs
+from vtp_plugin.runtime.step.grad_sync import GradSync
+from vtp_plugin.runtime.step.links import Link, LinkForm, LinkId, bind_links
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule

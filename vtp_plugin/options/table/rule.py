@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from vtp_plugin.ground.text_enum import TextEnum
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.text_enum import TextEnum
 
 Test = Callable[[object], bool]
 """Takes the parsed value of an option and tells whether the option is in use."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
-from vtp_plugin.advance import advance
 from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.advance import advance
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Actions
 

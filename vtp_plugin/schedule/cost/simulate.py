@@ -6,12 +6,12 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.cost.bounds import ROUNDING
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.advance import advance_orders
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channel_of, link_of, peer_of, started_by
 from vtp_plugin.schedule.order.placement import Placement

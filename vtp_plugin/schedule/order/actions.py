@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.text_enum import TextEnum
+from vtp_plugin.ground.text_enum import TextEnum
 
 
 class Op(TextEnum):

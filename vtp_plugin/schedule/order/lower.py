@@ -24,10 +24,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.advance import advance_orders
 from vtp_plugin.schedule.order.messages import (
     by_channel,
     channel_of,

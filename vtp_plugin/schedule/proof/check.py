@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Literal
 
-from vtp_plugin.advance import advance_orders
 from vtp_plugin.errors import PlanError
 from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.schedule.order.advance import advance_orders
 from vtp_plugin.schedule.order.messages import (
     by_channel,
     channel_label,

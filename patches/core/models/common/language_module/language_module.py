@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground import log
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patching import PatchRecord, wrap_with
 from vtp_plugin.session import Session

@@ -15,8 +15,8 @@ from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
 from vtp_plugin.patching import PatchRecord
-from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.colocated import ColocatedBridge
+from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
+from vtp_plugin.runtime.bridges.colocated import ColocatedBridge
 from vtp_plugin.session.surroundings import Surroundings
 
 

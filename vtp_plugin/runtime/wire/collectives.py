@@ -16,7 +16,7 @@ from vtp_plugin.boundary.portions import Swap
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import PlanError
-from vtp_plugin.runtime.work import Finish, TimedWaits, ranks_text
+from vtp_plugin.runtime.wire.work import Finish, TimedWaits, ranks_text
 
 
 @dataclass(frozen=True, slots=True, eq=False)

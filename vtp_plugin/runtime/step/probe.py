@@ -19,10 +19,10 @@ from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.measure import Report, answer, ask_ms
-from vtp_plugin.runtime.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.step.measure import Report, answer, ask_ms
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]

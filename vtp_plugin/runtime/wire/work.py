@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.disclosure import first_line
-from vtp_plugin.runtime.monitor import Monitor
+from vtp_plugin.runtime.life.disclosure import first_line
+from vtp_plugin.runtime.life.monitor import Monitor
 
 
 class Finish(Protocol):

@@ -9,9 +9,9 @@ import torch
 
 from vtp_plugin.boundary.header import Whole
 from vtp_plugin.errors import PlanError
-from vtp_plugin.runtime.dispatch import Dispatch
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.work import Landing
+from vtp_plugin.runtime.wire.dispatch import Dispatch
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.work import Landing
 
 
 class State(IntEnum):

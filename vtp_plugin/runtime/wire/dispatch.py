@@ -12,9 +12,9 @@ from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.header import Expected, Whole
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.transfers import Parcel, Transfers
-from vtp_plugin.runtime.work import Landing, SendWork, ranks_text
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.transfers import Parcel, Transfers
+from vtp_plugin.runtime.wire.work import Landing, SendWork, ranks_text
 
 # Where lengths vary, a run meets more shapes than it should keep plans of.
 NUM_PLANS = 256

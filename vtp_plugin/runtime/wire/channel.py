@@ -1,6 +1,6 @@
 """A channel: one direction between two sides. Tensors go in on one side and come out on the other, in one order.
 
-A link (:mod:`vtp_plugin.runtime.links`) gives or takes this rank's part of a tensor. The channel decides how the
+A link (:mod:`vtp_plugin.runtime.step.links`) gives or takes this rank's part of a tensor. The channel decides how the
 tensor is cut, whose connections it uses, whether a header with its shape goes first, and in which order all of it is
 posted and waited for.
 
@@ -24,14 +24,14 @@ from vtp_plugin.boundary.header import HeaderCodec, Whole
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.errors import PlanError
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.dispatch import Dispatch
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.process_groups import close_groups
-from vtp_plugin.runtime.receives import Receives, RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.transfers import ChannelGroups, Transfers
-from vtp_plugin.runtime.work import SendWork, TimedWaits
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.dispatch import Dispatch
+from vtp_plugin.runtime.wire.process_groups import close_groups
+from vtp_plugin.runtime.wire.receives import Receives, RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.transfers import ChannelGroups, Transfers
+from vtp_plugin.runtime.wire.work import SendWork, TimedWaits
 
 
 class Channel:
@@ -143,7 +143,7 @@ class Channel:
         return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit)
 
     def warm_up(self) -> None:
-        """Let the backend connect, see :meth:`~vtp_plugin.runtime.transfers.Transfers.warm_up`."""
+        """Let the backend connect, see :meth:`~vtp_plugin.runtime.wire.transfers.Transfers.warm_up`."""
         self._transfers.warm_up(self.spec.probe, is_batched=self.is_coalesced)
 
     def close(self) -> None:

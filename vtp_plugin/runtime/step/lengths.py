@@ -17,11 +17,11 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.receives import RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.work import SendWork
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of
 from vtp_plugin.schedule.order.placement import Placement

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from vtp_plugin import log
 from vtp_plugin.errors import VtpError
+from vtp_plugin.ground import log
 
 
 class Watch(Protocol):

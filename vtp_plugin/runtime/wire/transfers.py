@@ -18,10 +18,10 @@ from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, num_rows
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit, require_allowed
-from vtp_plugin.runtime.collectives import StageCollectives
-from vtp_plugin.runtime.memory import HostMemory
-from vtp_plugin.runtime.work import Landing, SendWork, TimedWaits, ranks_text
+from vtp_plugin.runtime.wire.audit import Audit, require_allowed
+from vtp_plugin.runtime.wire.collectives import StageCollectives
+from vtp_plugin.runtime.wire.memory import HostMemory
+from vtp_plugin.runtime.wire.work import Landing, SendWork, TimedWaits, ranks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

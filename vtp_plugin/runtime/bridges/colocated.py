@@ -21,12 +21,12 @@ from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import replicated, sharded
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.dispatch import NUM_PLANS
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.transfers import ChannelGroups, Parcel, Transfers
-from vtp_plugin.runtime.work import TimedWaits, ranks_text
+from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.dispatch import NUM_PLANS
+from vtp_plugin.runtime.wire.transfers import ChannelGroups, Parcel, Transfers
+from vtp_plugin.runtime.wire.work import TimedWaits, ranks_text
 
 _PROBLEM = -1
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from vtp_plugin.errors import PeerError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.executor import Compute, Inputs
-from vtp_plugin.runtime.links import ChannelLink, LinkId
-from vtp_plugin.runtime.store import Topic, open_round, part_of
+from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.runtime.step.executor import Compute, Inputs
+from vtp_plugin.runtime.step.links import ChannelLink, LinkId
 from vtp_plugin.schedule.order.actions import Action, Op
 
 Report = dict[str, dict[str, float]]
@@ -94,7 +94,7 @@ class Stopwatch:
 
 
 class TimedCompute:
-    """Lets another object compute and notes how long it takes; see :class:`~vtp_plugin.runtime.executor.Compute`.
+    """Lets another object compute and notes how long it takes; see :class:`~vtp_plugin.runtime.step.executor.Compute`.
 
     Waits for receives do not count: they are issued before the first mark.
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vtp_plugin import log
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.disclosure import first_line
-from vtp_plugin.runtime.waiting import WAITED, WaitingLines, poll, time_limit
+from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.disclosure import first_line
+from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, time_limit
 
 _ALL_INTERFACES = "all interfaces"
 _NUM_PINGS = 5
@@ -27,7 +27,8 @@ _NUM_PINGS = 5
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Join the launcher's rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) before torch.distributed is initialised.
 
-    Does not wait for the other ranks: :class:`~vtp_plugin.runtime.startup.Agreement` does, and names the missing ones.
+    Does not wait for the other ranks: :class:`~vtp_plugin.runtime.life.startup.Agreement` does, and names the
+    missing ones.
     ``init_process_group`` shares the same server later: torch opens it as multi-tenant. If rank 0 keeps the store, its
     server listens only on the address that ``MASTER_ADDR`` names; torch alone would listen on all interfaces.
 

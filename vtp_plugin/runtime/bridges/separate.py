@@ -15,11 +15,11 @@ import torch.distributed as dist
 from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
 from vtp_plugin.boundary.header import Whole
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
-from vtp_plugin.runtime.batch_axes import BatchAxes
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.receives import RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.work import OpenSends, SendWork
+from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.work import OpenSends, SendWork
 
 
 class Bridge:

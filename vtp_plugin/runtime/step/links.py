@@ -13,11 +13,11 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId
-from vtp_plugin.runtime.bridge import Bridge
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.receives import RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.work import SendWork
 from vtp_plugin.schedule.order.placement import Placement
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]

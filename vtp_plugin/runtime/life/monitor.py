@@ -28,10 +28,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.disclosure import describe_error
-from vtp_plugin.runtime.roll_call import RollCall, is_lost_connection
-from vtp_plugin.runtime.store import Topic, open_round, part_of
-from vtp_plugin.runtime.waiting import EXIT_CODE, report
+from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.roll_call import RollCall, is_lost_connection
+from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.runtime.life.waiting import EXIT_CODE, report
 
 # Added to a sign of life by a rank that ends; more than any number of beats.
 _DONE = 1 << 40

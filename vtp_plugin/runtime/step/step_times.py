@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.measure import Report, Stopwatch
+from vtp_plugin.runtime.step.measure import Report, Stopwatch
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.order.schedule import Schedule

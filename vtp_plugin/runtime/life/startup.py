@@ -18,9 +18,16 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
-from vtp_plugin.runtime.disclosure import HIDDEN, Disclosure, describe_error, first_line, is_same_value, show_stated
-from vtp_plugin.runtime.store import Topic, open_round, part_of
-from vtp_plugin.runtime.waiting import WAITED, WaitingLines, poll, time_limit
+from vtp_plugin.runtime.life.disclosure import (
+    HIDDEN,
+    Disclosure,
+    describe_error,
+    first_line,
+    is_same_value,
+    show_stated,
+)
+from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, time_limit
 
 _SAME_START = "start every rank with the same command line and the same versions"
 _FAREWELL_S = 5.0
@@ -295,7 +302,7 @@ def find_difference(
     """Name the first value in which ranks differ, with all ranks that state it; None and no text when all are equal.
 
     Args:
-        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.disclosure.Disclosure.state` gives them.
+        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.life.disclosure.Disclosure.state` gives them.
         is_partial: a rank need not state every value that another one states.
         way_out: what to do about it.
 

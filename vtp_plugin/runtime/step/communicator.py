@@ -14,15 +14,15 @@ from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.receives import RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.transfers import ChannelGroups
-from vtp_plugin.runtime.work import OpenSends, SendWork
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.process_groups import open_group
+from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.transfers import ChannelGroups
+from vtp_plugin.runtime.wire.work import OpenSends, SendWork
 
 Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")

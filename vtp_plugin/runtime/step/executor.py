@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.runtime.lengths import Lengths
-from vtp_plugin.runtime.links import Link, LinkId, Receive, Send, SendsInARow
+from vtp_plugin.runtime.step.lengths import Lengths
+from vtp_plugin.runtime.step.links import Link, LinkId, Receive, Send, SendsInARow
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
 from vtp_plugin.schedule.order.placement import Placement

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.place import Place
+from vtp_plugin.layout.share import Share
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.process_groups import close_groups, open_group
+from vtp_plugin.runtime.wire.process_groups import close_groups, open_group
 
 # For a thread of gloo to delete the group's last collective, see docs/gloo-dropped-groups.md.
 _SETTLE_S = 0.05
@@ -39,7 +40,7 @@ class ModelGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        place: Place,
+        share: Share,
         *,
         stage_leader: int,
         whole_stage_group: dist.ProcessGroup,
@@ -48,15 +49,16 @@ class ModelGroup(dist.ProcessGroup):
         """Join the groups.
 
         Args:
-            place: this rank's.
+            share: this rank's.
             stage_leader: first rank of this rank's stage.
             whole_stage_group: all ranks of this rank's stage.
             leaders_group: the first rank of every stage; None on other ranks.
         """
-        self.ranks = place.ranks
+        self.ranks = share.ranks
         self.shares: ModelGroup | None = None
-        super().__init__(place.index, place.size)
-        self._counts = place.replica == 0
+        join: Any = super().__init__  # torch 2.14 declares another form than it takes
+        join(share.index, share.size)
+        self._counts = share.replica == 0
         self._leader = stage_leader
         self._whole_stage_group = whole_stage_group
         self._leaders_group = leaders_group

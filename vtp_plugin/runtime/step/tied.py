@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.links import ChannelLink
-from vtp_plugin.runtime.receives import RecvWork
-from vtp_plugin.runtime.tensor_format import TensorFormat
-from vtp_plugin.runtime.work import SendWork
+from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.wire.work import SendWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

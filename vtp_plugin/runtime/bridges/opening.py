@@ -10,11 +10,11 @@ import torch.distributed as dist
 from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.audit import Audit
-from vtp_plugin.runtime.channel import Channel
-from vtp_plugin.runtime.monitor import Monitor
-from vtp_plugin.runtime.process_groups import open_group
-from vtp_plugin.runtime.transfers import ChannelGroups
+from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.process_groups import open_group
+from vtp_plugin.runtime.wire.transfers import ChannelGroups
 
 Cache = MutableMapping[str, "dist.ProcessGroup | None"]
 
@@ -72,7 +72,7 @@ def open_bridge_groups(
     return groups_of(forward), groups_of(forward.reversed())
 
 
-def open_channels(
+def open_bridge(
     groups: Sequence[BridgeGroups],
     *,
     stage_group: dist.ProcessGroup | None,

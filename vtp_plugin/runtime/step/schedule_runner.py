@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from vtp_plugin import log
+from vtp_plugin.ground import log
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.executor import Compute, Executor
-from vtp_plugin.runtime.lengths import Lengths
-from vtp_plugin.runtime.links import ChannelLink, Link, LinkId
-from vtp_plugin.runtime.measure import Report, TimedCompute, measure_links
-from vtp_plugin.runtime.step_times import MOST_REPLANS, StepTime, StepTimes
+from vtp_plugin.runtime.step.executor import Compute, Executor
+from vtp_plugin.runtime.step.lengths import Lengths
+from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
+from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links
+from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
@@ -156,7 +156,7 @@ class ScheduleRunner:
         return by_chunk if self._lengths is None else self._lengths.iterators(by_chunk)
 
     def run(self, schedule: Schedule, links: Mapping[LinkId, Link], compute: Compute) -> None:
-        """Run one step; arguments as for :class:`~vtp_plugin.runtime.executor.Executor`."""
+        """Run one step; arguments as for :class:`~vtp_plugin.runtime.step.executor.Executor`."""
         for link in links.values():
             link.start_step()
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from vtp_plugin import log
-from vtp_plugin.runtime.error_file import write_error_file
+from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.error_file import write_error_file
 
 EXIT_CODE = 1
 WAITED = "start-up: waited"

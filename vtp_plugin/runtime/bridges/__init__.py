@@ -1,0 +1,1 @@
+"""Bridges between modules with grids of their own, on ranks apart or on the same ones."""
