@@ -18,8 +18,9 @@ import torch.distributed as dist
 from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.nodes import gather_node_sizes
 from vtp_plugin.runtime.life.rendezvous import open_store
-from vtp_plugin.runtime.life.startup import Agreement, _Check, gather_node_sizes
+from vtp_plugin.runtime.life.startup import Agreement, _Check
 from vtp_plugin.runtime.life.store import connect_again
 from vtp_plugin.session.ranks import AllRanks
 

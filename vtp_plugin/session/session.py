@@ -23,7 +23,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.options.derived import plan_layout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.startup import gather_node_sizes
+from vtp_plugin.runtime.life.nodes import gather_node_sizes
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session.planned import PlannedRun

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError, LayoutError, PeerError
+from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.life.disclosure import (
     HIDDEN,
     Disclosure,
@@ -27,7 +27,7 @@ from vtp_plugin.runtime.life.disclosure import (
     show_stated,
 )
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
-from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, time_limit
+from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, some_ranks, time_limit
 
 _SAME_START = "start every rank with the same command line and the same versions"
 _FAREWELL_S = 5.0
@@ -40,50 +40,6 @@ _POST_MISSING_S = 1.0
 _UNKNOWN_PEER = (
     "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
 )
-
-
-def gather_node_sizes(
-    store: dist.Store, environment: Mapping[str, str], *, divisor: int, timeout_s: float
-) -> tuple[int, ...]:
-    """Share how many tensor-parallel ranks each node of the launcher has.
-
-    Args:
-        store: the run's store.
-        environment: of this process; torchrun sets ``GROUP_RANK``, ``GROUP_WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``.
-        divisor: ranks of a node that share one tensor-parallel position: data- times context-parallel size.
-        timeout_s: how long to wait for the other nodes.
-
-    Returns:
-        ``LOCAL_WORLD_SIZE / divisor`` of node 0, 1, ...
-
-    Raises:
-        ConfigError: a variable is missing, or a node's ranks do not divide.
-        PeerError: a node did not answer.
-    """
-    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    for name in names:
-        if not environment.get(name, "").isdigit():
-            raise LayoutError(
-                f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun or write the list"
-            )
-    node, num_nodes, num_local = (int(environment[name]) for name in names)
-    nodes = part_of(store, Topic.NODES)
-    nodes.set(str(node), str(0 if num_local % divisor else num_local // divisor))
-    if num_local % divisor:
-        raise LayoutError(
-            f"--vtp-size-list auto: node {node} has {num_local} ranks, not a multiple of data- times context-parallel "
-            f"size {divisor}; start another number of ranks there or write the list"
-        )
-    keys = [str(i) for i in range(num_nodes)]
-    if not poll(lambda: nodes.check(keys), timeout_s):
-        missing = [int(key) for key in keys if not nodes.check([key])]
-        raise PeerError(
-            f"{WAITED} {timeout_s:.1f} s for node {_ranks(missing)}: no answer; look for a node that did not start"
-        )
-    sizes = tuple(int(nodes.get(key)) for key in keys)
-    if 0 in sizes:
-        raise LayoutError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
-    return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,14 +199,16 @@ class _Check:
             return _Verdict(text=_summarise_errors(errors)), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
-            text = f"{WAITED} {waited_s:.1f} s for rank {_ranks(missing)} at {self.name}: no answer; {_UNKNOWN_PEER}"
+            text = (
+                f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {_UNKNOWN_PEER}"
+            )
             return _Verdict(text=text, is_missing=True), num_present
         name, text = find_difference(statements, is_partial=self.is_partial, way_out=self.agreement.way_out)
         return _Verdict(text=text, name=name), num_present
 
     def _post_missing(self, posts: dist.Store) -> str:
         """Post on rank 0 which ranks have not come, so that the others can name them too."""
-        missing = _ranks([rank for rank in self.agreement.ranks if not posts.check([str(rank)])])
+        missing = some_ranks([rank for rank in self.agreement.ranks if not posts.check([str(rank)])])
         posts.set("missing", missing)
         return f"rank {missing} at {self.name}"
 
@@ -335,7 +293,7 @@ def _show_difference(name: str, statements: Mapping[int, Mapping[str, object]], 
                 break
         else:
             groups.append((value, [rank]))
-    shown = " and ".join(f"{show_stated(value)} on rank {_ranks(ranks)}" for value, ranks in groups[:8])
+    shown = " and ".join(f"{show_stated(value)} on rank {some_ranks(ranks)}" for value, ranks in groups[:8])
     return f"ranks disagree: {name} is {shown}"
 
 
@@ -344,9 +302,4 @@ def _summarise_errors(errors: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(errors.items()):
         ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    return "; ".join(f"rank {some_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())

@@ -101,3 +101,13 @@ def time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def some_ranks(ranks: list[int]) -> str:
+    """Name ranks; of many the first eight, and how many more.
+
+    >>> some_ranks([*range(10)])
+    '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
+    """
+    shown = ", ".join(str(r) for r in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
