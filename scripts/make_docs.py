@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vtp_plugin.config import Flag
+    from vtp_plugin.ground.flag import Flag
     from vtp_plugin.patching import Record
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -36,7 +36,7 @@ SITES_INTRO = """\
 # Arguments that may differ
 
 At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
-the statement (`vtp_plugin/options/checks/sites.py`), and so are the plugin's own `--vtp-audit` and `--vtp-site`.
+the statement (`vtp_plugin/options/checks/sites.py`), and so are these of the plugin's own (`vtp_plugin/config`):
 """
 PATCHES_INTRO = """\
 # Patches
@@ -173,7 +173,7 @@ def _value(flag: Flag) -> str:
 
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
-    from vtp_plugin.config import FlagGroup
+    from vtp_plugin.ground.flag import FlagGroup
     from vtp_plugin.options.flags import VTP_FLAGS
     from vtp_plugin.schedule.cost.stated import COST_KEYS
 
@@ -273,6 +273,7 @@ def _sites() -> str:
         from megatron.training.arguments import add_megatron_arguments
 
         from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
+        from vtp_plugin.options.flags import VTP_FLAGS
 
         parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {action.dest: f"`{action.option_strings[0]}`" for action in parser._actions if action.option_strings}
@@ -280,12 +281,19 @@ def _sites() -> str:
         "Between any two ranks": LOCAL_ARGUMENTS,
         "Between the edge and the cloud of a U-shaped pipeline, as well": EDGE_ARGUMENTS,
     }
-    return "".join(
-        f"\n## {title}\n\n"
+    local = {flag.name: flag.compared.reason for flag in VTP_FLAGS if flag.compared and flag.compared.name is None}
+    own = {**local, "--vtp-site": "it says where a machine is"}
+    return (
+        "\n"
+        + "".join(f"* `{name}`: {reason}\n" for name, reason in own.items())
         + "".join(
-            f"* {what}: {', '.join(flags.get(name, f'`{name}`') for name in names)}\n" for what, names in group.items()
+            f"\n## {title}\n\n"
+            + "".join(
+                f"* {what}: {', '.join(flags.get(name, f'`{name}`') for name in names)}\n"
+                for what, names in group.items()
+            )
+            for title, group in sections.items()
         )
-        for title, group in sections.items()
     )
 
 

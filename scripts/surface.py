@@ -138,7 +138,7 @@ def _flags(path: str, tree: ast.Module) -> Iterator[Entry]:
             for value in given:
                 if isinstance(value, ast.Constant) and FLAG.fullmatch(str(value.value)):
                     yield Entry("flag", str(value.value), f"{path}:{node.lineno}")
-        if isinstance(node, ast.ClassDef) and node.name == "VtpConfig":
+        if isinstance(node, ast.ClassDef) and path.startswith("vtp_plugin/config"):
             yield from _fields(path, node)
 
 

@@ -20,7 +20,7 @@ from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.cli import activation_flags, main, model_flags
 from vtp_plugin.cli.flags import known_flags
-from vtp_plugin.config import Flag
+from vtp_plugin.ground.flag import Flag
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import VTP_FLAGS
 from vtp_plugin.options.table.rows import RULES

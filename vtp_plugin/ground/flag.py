@@ -19,6 +19,47 @@ class FlagGroup(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Whether all ranks of a run must have one value of an option; :func:`same` and :func:`own` make it.
+
+    Attributes:
+        name: what it is called where ranks disagree; None if each rank may have its own value.
+        reason: why each may.
+        at_start: compared before anything is derived from it, since it decides how ranks find and treat each other.
+        separator: between the entries of a list.
+        none: how it is stated if it was not given.
+        is_path: it names a file or a folder, which other sites must not read.
+    """
+
+    name: str | None = None
+    reason: str = ""
+    at_start: bool = False
+    separator: str = ","
+    none: object = None
+    is_path: bool = False
+
+    def state(self, value: object) -> object:
+        """Give a value in the form in which ranks compare it.
+
+        >>> same("vtp_size_list").state((1, 2)), same("sites", none="").state(None), same("timeout_s").state(600.0)
+        ('1,2', '', 600.0)
+        """
+        if isinstance(value, tuple):
+            return self.separator.join(map(str, value))
+        return self.none if value is None else value
+
+
+def same(name: str, *, at_start: bool = False, separator: str = ",", none: object = None) -> Compared:
+    """All ranks must have one value of the option; attributes as of :class:`Compared`."""
+    return Compared(name=name, at_start=at_start, separator=separator, none=none)
+
+
+def own(reason: str, *, is_path: bool = False) -> Compared:
+    """Each rank may have a value of its own, for a reason; attributes as of :class:`Compared`."""
+    return Compared(reason=reason, is_path=is_path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """One flag on the command line.
 
@@ -33,6 +74,7 @@ class Flag:
         nargs: as for :meth:`argparse.ArgumentParser.add_argument`; so is `const`.
         parse: turns the value of the flag or of the keyword into that of the field.
         choices: the values that the field may have; empty for any value.
+        compared: whether all ranks must have one value of the field; None where there is no field.
     """
 
     name: str
@@ -46,6 +88,7 @@ class Flag:
     const: object = None
     parse: Callable[[Any], object] | None = None
     choices: tuple[str, ...] = ()
+    compared: Compared | None = None
 
     @property
     def dest(self) -> str:

@@ -10,7 +10,8 @@ import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from vtp_plugin.config import Flag, FlagGroup, VtpConfig, flags_of_fields, merge
+from vtp_plugin.config import VtpConfig, flags_of_fields, merge
+from vtp_plugin.ground.flag import Flag, FlagGroup
 from vtp_plugin.schedule.cost.stated import COST_KEYS
 
 _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())

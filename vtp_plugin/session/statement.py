@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from vtp_plugin.config import VtpConfig
+from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.ground.version import __version__
 from vtp_plugin.hosts import find_host
 from vtp_plugin.layout.pipeline import PipelineLayout
@@ -14,45 +14,36 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 
 def state_request(config: VtpConfig) -> dict[str, object]:
     """Say what this rank was started with, before any layout is known."""
-    sizes = config.size_list
-    lists = {name: getattr(config, name) for name in ("cp_list", "dp_list", "ep_list", "etp_list")}
-    return {
-        "vtp_plugin version": __version__,
-        "vtp_size_list": ",".join(str(size) for size in sizes) if isinstance(sizes, tuple) else sizes,
-        **{f"vtp_{name}": ",".join(map(str, given)) if given else None for name, given in lists.items()},
-        "sites": ",".join(config.sites or ()),
-        "timeout_s": config.timeout_s,
-        "vtp_bridges": config.bridges,
-    }
+    return {"vtp_plugin version": __version__, **_stated(config, at_start=True)}
 
 
 def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> dict[str, object]:
-    """Say what this rank is about to run."""
+    """Say what this rank is about to run: all options that ranks share, and sizes as they are in the layout."""
+    sizes = {
+        "vtp_size_list": layout.tp_sizes,
+        "vtp_cp_list": layout.cp_sizes,
+        "vtp_dp_list": layout.dp_sizes,
+        "vtp_ep_list": layout.ep_sizes,
+        "vtp_etp_list": layout.etp_sizes,
+    }
     return {
         "vtp_plugin version": __version__,
         "megatron-core version": find_host()[1].version,
-        "vtp_size_list": ",".join(str(size) for size in layout.tp_sizes),
+        **_stated(config),
+        **{name: ",".join(map(str, of_stages)) for name, of_stages in sizes.items()},
         "world size": layout.world_size,
         "rank order": layout.order.value,
-        "vtp_cp_list": ",".join(str(size) for size in layout.cp_sizes),
-        "vtp_dp_list": ",".join(str(size) for size in layout.dp_sizes),
-        "vtp_ep_list": ",".join(map(str, layout.ep_sizes)),
-        "vtp_etp_list": ",".join(map(str, layout.etp_sizes)),
-        "dp mode": config.dp_mode,
-        "transport": config.transport,
-        "vtp_transport_threshold": config.transport_threshold_bytes,
-        "sites": ",".join(config.sites or ()),
         "platform": platform_name,
-        "forced": config.force,
-        "timeout_s": config.timeout_s,
-        "schedule": config.schedule,
-        "layerwise disaggregated": config.layerwise_disaggregated,
-        "vtp_encoder_layer_list": ",".join(map(str, config.encoder_layer_list or ())),
-        "num_layer_list": ",".join(map(str, config.num_layer_list or ())),
-        "vtp_in_flight": ",".join(map(str, config.in_flight or ())),
-        "vtp_costs": " ".join(config.costs or ()),
-        "vtp_replan_share": config.replan_share,
-        "vtp_bridges": config.bridges,
+    }
+
+
+def _stated(config: VtpConfig, *, at_start: bool = False) -> dict[str, object]:
+    """State the options that all ranks share, or those that are compared at the start, as their fields declare."""
+    shared = [(flag.compared, getattr(config, str(flag.field))) for flag in flags_of_fields()]
+    return {
+        compared.name: compared.state(value)
+        for compared, value in shared
+        if compared is not None and compared.name is not None and (compared.at_start or not at_start)
     }
 
 

@@ -1,0 +1,125 @@
+"""What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
+
+By subject: ``where``, ``what``, ``when``, ``trust`` and ``failure`` declare the options, each once: its flag, its
+keyword, its help, how its value is read, and whether ranks may differ in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from vtp_plugin.config.failure import Failure, LogLevelName
+from vtp_plugin.config.trust import Trust
+from vtp_plugin.config.what import DpModeName, TransportName, What
+from vtp_plugin.config.when import ScheduleName, When
+from vtp_plugin.config.where import DeviceName, Where
+from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.ground.flag import Flag
+from vtp_plugin.ground.values import format_value
+
+__all__ = [
+    "DeviceName",
+    "DpModeName",
+    "LogLevelName",
+    "ScheduleName",
+    "TransportName",
+    "VtpConfig",
+    "flags_of_fields",
+    "merge",
+    "read_keywords",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VtpConfig(Failure, Trust, When, What, Where):  # a dataclass has the fields of its last base first
+    """The plugin's options. Each is valid by itself; whether it fits the world and the model is checked later.
+
+    The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the values that can be checked without the world and the model; raise ConfigError if one is wrong."""
+        for flag in flags_of_fields():
+            value = getattr(self, str(flag.field))
+            if flag.choices and value not in flag.choices:
+                what = str(flag.field).replace("_", " ")
+                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(flag.choices)}")
+        if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
+            raise LayoutError(
+                f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
+                f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
+            )
+        self.check_where()
+        self.check_what()
+        self.check_when()
+        self.check_failure()
+
+    @property
+    def has_planned_schedule(self) -> bool:
+        """Whether the plugin's executor runs the steps."""
+        return self.schedule == "planned" or self.layerwise_disaggregated or self.has_unequal_dp
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the plugin's groups and communicator are in use even for stages of one size."""
+        return self.force or self.has_planned_schedule
+
+
+@functools.cache
+def flags_of_fields() -> tuple[Flag, ...]:
+    """List the flags of all fields, in their order.
+
+    The name of a flag is ``--vtp-`` and the field's name, the keyword is the field's name, unless the field says
+    otherwise. The names of a Literal type are the choices.
+
+    >>> flag = flags_of_fields()[0]
+    >>> flag.name, flag.keyword, flag.field
+    ('--vtp-size-list', 'vtp_size_list', 'size_list')
+    """
+    types = get_type_hints(VtpConfig)
+    flags: list[Flag] = []
+    for field in dataclasses.fields(VtpConfig):
+        choices = get_args(types[field.name]) if get_origin(types[field.name]) is Literal else ()
+        name = f"--vtp-{field.name.replace('_', '-')}"
+        given: dict[str, Any] = {"name": name, "keyword": field.name, **field.metadata}
+        given["metavar"] = given["metavar"] or "|".join(choices) or None
+        flags.append(Flag(**given, field=field.name, choices=choices))
+    return tuple(flags)
+
+
+def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
+    """Make the options from the keyword arguments of ``apply()``.
+
+    >>> read_keywords({"vtp_size_list": "1,2", "force": True}).size_list
+    (1, 2)
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+    flags = [flag for flag in flags_of_fields() if flag.keyword in keywords]
+    values: dict[str, Any] = {str(flag.field): flag.read(keywords[str(flag.keyword)]) for flag in flags}
+    return VtpConfig(**values)
+
+
+def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
+    """Add flags to what ``apply()`` was given; a flag with the value ``None`` was not given.
+
+    >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
+    'cpu'
+
+    Raises:
+        ConfigError: a flag contradicts a keyword argument.
+    """
+    paths = {flag.field for flag in flags_of_fields() if flag.compared is not None and flag.compared.is_path}
+    default, changes = VtpConfig(), {name: value for name, value in flags.items() if value is not None}
+    for name, value in changes.items():
+        given = getattr(base, name)
+        if given not in (getattr(default, name), value):
+            both = f"apply() was given {name}={format_value(given)}, the command line says {format_value(value)}"
+            text = f"{both}; give it in one place"
+            raise ConfigError(text, shared=None if name in paths else text)
+    return dataclasses.replace(base, **changes)

@@ -1,0 +1,43 @@
+"""What the sites of a run may learn of each other, and what is written down of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from vtp_plugin.config.declare import declare
+from vtp_plugin.ground.flag import FlagGroup, own, same
+from vtp_plugin.ground.values import parse_sites
+
+option = functools.partial(declare, FlagGroup.TRUST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Options about a run over several sites."""
+
+    sites: tuple[str, ...] | None = option(
+        same("sites", at_start=True, none=""),
+        None,
+        "site of every stage; default: all in one",
+        "edge,cloud,cloud",
+        parse=parse_sites,
+    )
+    share_errors: bool = option(
+        own("each site decides for itself"),
+        False,
+        "several sites: let the other sites read the texts of this rank's errors and the values of its arguments; "
+        "without it they read the type of an error and where it happened. Each site decides for itself",
+    )
+    audit: str | None = option(
+        own("each machine has its own files", is_path=True),
+        None,
+        "record every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its "
+        "suffix; sites may differ",
+        "FILE",
+    )
+
+    @property
+    def has_several_sites(self) -> bool:
+        """Whether stages are at different sites."""
+        return len(set(self.sites or ())) > 1

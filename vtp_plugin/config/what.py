@@ -1,0 +1,61 @@
+"""How tensors get from stage to stage."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from vtp_plugin.config.declare import declare
+from vtp_plugin.errors import LayoutError
+from vtp_plugin.ground.flag import FlagGroup, same
+from vtp_plugin.ground.values import parse_bridges, parse_bytes
+
+TransportName = Literal["auto", "rank0", "sliced", "divided"]
+DpModeName = Literal["multiplex", "split"]
+option = functools.partial(declare, FlagGroup.WHAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class What:
+    """Options about what crosses boundaries and bridges."""
+
+    transport: TransportName = option(
+        same("transport"),
+        "auto",
+        "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
+        "share, divided cuts also between stages of one size; auto (default) takes rank0 between sites and for small "
+        "tensors; for others a run tries what there is at its start and takes the fastest",
+    )
+    transport_threshold_bytes: int | None = option(
+        same("vtp_transport_threshold"),
+        None,
+        "with --vtp-transport auto: tensors of this size and more cross in slices if there is a choice, smaller ones "
+        "by rank0, and the run tries nothing; bytes, or a number with KiB or MiB",
+        "4MiB",
+        name="--vtp-transport-threshold",
+        parse=parse_bytes,
+    )
+    dp_mode: DpModeName = option(
+        same("dp mode"),
+        "multiplex",
+        "how stages of different data-parallel sizes work together: multiplex (default) lets a narrow stage run its "
+        "microbatches in turn for each replica of a wide one; split lets it run larger microbatches, and each replica "
+        "of the wide one gets a part (--micro-batch-size then holds for the widest stage)",
+    )
+    bridges: bool | Literal["extended"] = option(
+        same("vtp_bridges", at_start=True),
+        False,
+        "put the plugin's bridges between modules (MIMO) in the place of Megatron's, also without a list; 'extended' "
+        "lets the colocated one take what Megatron's refuses",
+        "extended",
+        **{"nargs": "?", "const": True, "parse": parse_bridges},
+    )
+
+    def check_what(self) -> None:
+        """Refuse a threshold for a transport that has none."""
+        if self.transport_threshold_bytes is not None and self.transport != "auto":
+            raise LayoutError(
+                f"a transport threshold of {self.transport_threshold_bytes} bytes is for the transport auto, not for "
+                f"{self.transport}; give one of them"
+            )

@@ -1,0 +1,61 @@
+"""In which order a step runs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from vtp_plugin.config.declare import declare
+from vtp_plugin.errors import LayoutError
+from vtp_plugin.ground.flag import FlagGroup, same
+from vtp_plugin.ground.values import parse_cost_words, parse_in_flight
+
+ScheduleName = Literal["stock", "planned"]
+option = functools.partial(declare, FlagGroup.WHEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class When:
+    """Options about the order of a step."""
+
+    schedule: ScheduleName = option(
+        same("schedule"),
+        "stock",
+        "stock (default) keeps Megatron's pipeline schedules; planned runs the same orders, but posts every receive "
+        "before the compute that precedes it, and no compute waits for a send; with --vtp-bridges also the orders of "
+        "several modules",
+    )
+    in_flight: tuple[int, ...] | None = option(
+        same("vtp_in_flight", none=""),
+        None,
+        "U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that many "
+        "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two. Modules "
+        "in a planned order: on each stage of all modules, encoders first, to let an encoder run ahead",
+        "8,4,4",
+        parse=parse_in_flight,
+    )
+    costs: tuple[str, ...] | None = option(
+        same("vtp_costs", none="", separator=" "),
+        None,
+        "U-shaped pipeline: the durations and links that the order is planned for, such as forward_ms=40,80,40 "
+        "latency_ms=20. Default: the first steps measure them, and the run prints them as this flag.",
+        "KEY=VALUE",
+        nargs="+",
+        parse=parse_cost_words,
+    )
+    replan_share: float = option(
+        same("vtp_replan_share"),
+        0.25,
+        "U-shaped pipeline: a run that measured its costs measures them again and plans a new order, at most three "
+        "times, if a step is longer or shorter than planned by more than this share; default 0.25, inf for never",
+        "0.25",
+        type=float,
+    )
+
+    def check_when(self) -> None:
+        """Refuse a share that no step can differ by."""
+        if not self.replan_share > 0:
+            raise LayoutError(
+                f"replan share {self.replan_share} must be positive, such as 0.25 for a quarter; inf never plans anew"
+            )
