@@ -1,4 +1,4 @@
-"""Every rank has exactly the channels that the schedule of its copy of the pipeline names for it."""
+"""Every rank has exactly the channels that the schedule of its team names for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_channels_of_the_schedule(dp_sizes: tuple[int, ...], num_rings: int, mod
         ]
         worker = replicas.worker(own.stage, own.dp_rank)
         assert worker == placement.worker(
-            own.stage, 0 if replicas.is_split else replicas.copy_and_replica(own.stage, own.dp_rank)[1]
+            own.stage, 0 if replicas.is_split else replicas.team_and_replica(own.stage, own.dp_rank)[1]
         )
         names = own_channels(boundaries, opened)
         assert len(names) == len([one for one in opened if one]), "two channels of one rank have one name"

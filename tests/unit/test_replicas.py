@@ -53,15 +53,15 @@ def test_schedule_deals_a_copys_microbatches_out_in_turn(replicas: ReplicaMap, s
     """Microbatch h of a copy is run by replica h mod n as its local one h // n: the schedule's rule."""
     if replicas.is_split or replicas.mode is DpMode.SPLIT:
         return
-    num_microbatches = replicas.batch_unit(size) // size // replicas.num_copies
+    num_microbatches = replicas.batch_unit(size) // size // replicas.num_teams
     for stage, dp in enumerate(replicas.dp_sizes):
-        ranks_by_copy = {replicas.copy_and_replica(stage, dp_rank): dp_rank for dp_rank in range(dp)}
-        assert len(ranks_by_copy) == dp
-        for copy in range(replicas.num_copies):
+        ranks_by_team = {replicas.team_and_replica(stage, dp_rank): dp_rank for dp_rank in range(dp)}
+        assert len(ranks_by_team) == dp
+        for team in range(replicas.num_teams):
             for h in range(num_microbatches):
                 replica, local = h % replicas.num_replicas(stage), h // replicas.num_replicas(stage)
-                number = h * replicas.num_copies + copy
-                found = samples(replicas, stage, ranks_by_copy[copy, replica], size)[local]
+                number = h * replicas.num_teams + team
+                found = samples(replicas, stage, ranks_by_team[team, replica], size)[local]
                 assert found == range(number * size, (number + 1) * size)
 
 
@@ -116,5 +116,5 @@ def test_sizes_that_cannot_be_joined_are_refused(
 
 def test_sizes_that_divide_at_every_boundary_are_not_refused() -> None:
     ReplicaMap(dp_sizes=(2, 1, 3)).check([(0, 1), (1, 2)])
-    assert ReplicaMap(dp_sizes=(2, 1, 3)).num_copies == math.gcd(2, 1, 3)
+    assert ReplicaMap(dp_sizes=(2, 1, 3)).num_teams == math.gcd(2, 1, 3)
     ReplicaMap(dp_sizes=(4, 4), mode=DpMode.SPLIT).check([(0, 1)])

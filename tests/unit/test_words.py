@@ -25,13 +25,20 @@ RETIRED = {
     r"\b[Ll]anes?\b|\blane_of\b|\bnum_lanes\b": "pipeline group, or channel",
     r"\bhas_replicas\b": "has_equal_replicas",
     r"\bneed_by_stage\b": "in_flight_needed_on",
-    r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, copy_and_replica",
+    r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, team_and_replica",
     r"\b(?:train_job|training_job|training_cases)\b": "core_job, script_job, script_cases",
     r"\bvtp_plugin[./]p2p_communication\b": "vtp_plugin.functional",
     r"\b[Dd]esign section\b": "docs/architecture.md and its heading",
 }
 FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
 CITATION = re.compile(r"docs/architecture\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
+# Packages, each with words of its own; a package of rooms with a list for each room has none itself.
+ROOMY = ("runtime",)
+PACKAGES = [
+    path.parent
+    for path in sorted((ROOT / "vtp_plugin").glob("*/__init__.py"))
+    if path.parent.name not in ("patches", *ROOMY)
+] + [path.parent for name in ROOMY for path in sorted((ROOT / "vtp_plugin" / name).glob("*/__init__.py"))]
 # Sections of the document whose names in code are looked up; these are Megatron's.
 WAYS = ("The path of one microbatch", "When a rank dies", "How to add")
 MEGATRONS = {"forward_step"}
@@ -89,6 +96,23 @@ def test_the_glossary_is_short_and_says_each_term_once() -> None:
     assert 15 <= len(terms) <= 25
     assert len(set(terms)) == len(terms)
     assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+
+
+def own_words(package: Path) -> list[str]:
+    """Return the words that a package explains at its beginning."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    _, found, text = docstring.partition("\nWords:\n")
+    return re.findall(r"^    ([a-z][a-z -]*): \S", text, re.MULTILINE) if found else []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_begins_with_its_own_words(package: Path) -> None:
+    words = own_words(package)
+    shared = {line.strip("|").split("|")[0].strip() for line in section("Glossary").splitlines() if "|" in line}
+    text = " ".join(path.read_text() for path in package.rglob("*.py") if path != package / "__init__.py").lower()
+    assert 2 <= len(words) <= 8
+    assert not shared & set(words), "docs/architecture.md explains it for all"
+    assert [word for word in words if word not in text] == []
 
 
 def test_headings_and_contracts_that_are_cited_exist() -> None:

@@ -27,7 +27,7 @@ class PipelineBoundary:
         upstream: Stage whose output crosses.
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
         dp_ranks: Data-parallel ranks of the upstream stage that it joins, and of the downstream stage.
-        workers: Numbers of the joined replicas in the schedule of their copy of the pipeline, upstream and downstream.
+        workers: Numbers of the joined replicas in the schedule of their team, upstream and downstream.
         cp_rank: Context-parallel rank of the replica; None if the sizes differ and the boundary joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.

@@ -2,6 +2,10 @@
 
 Commands parse, call and print; other packages plan what they show. Only ``run`` and ``doctor`` import torch and
 Megatron.
+
+Words:
+    view: what a command shows, in words and as JSON.
+    question: what ``simulate`` is asked (``_Question``).
 """
 
 from __future__ import annotations

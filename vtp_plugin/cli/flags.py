@@ -79,7 +79,7 @@ class Run:
         itemsize_bytes: of one number of the tensors.
         is_sharded: ranks of a stage hold slices of the sequence.
         global_batch_size: samples of a step; None if the flag is missing.
-        num_microbatches: of a step, in one copy of the pipeline; None if a flag is missing.
+        num_microbatches: of a step, in one team of replicas; None if a flag is missing.
         memory: what every rank holds, or why that is not known.
         about_activations: what activations are, or why they are not known.
     """
@@ -283,11 +283,11 @@ def _num_chunks(args: argparse.Namespace, num_stages: int) -> int:
 
 
 def _num_microbatches(args: argparse.Namespace, replicas: ReplicaMap) -> int | None:
-    """Count the microbatches that one copy of the pipeline runs in a step; None if a flag is missing."""
+    """Count the microbatches that one team of replicas runs in a step; None if a flag is missing."""
     batch, size = args.global_batch_size, args.micro_batch_size
     if not batch or not size:
         return None
-    parts = size * (max(replicas.dp_sizes) if replicas.is_split else replicas.num_copies)
+    parts = size * (max(replicas.dp_sizes) if replicas.is_split else replicas.num_teams)
     if batch % parts:
         raise ConfigError(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {size} times the data-parallel size "

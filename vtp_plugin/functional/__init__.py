@@ -16,6 +16,11 @@ out where there is only one replica. Several send one tensor to each, and receiv
 
 With variable lengths every receive waits for the sender's header, even if it does not wait for the tensor. These
 functions do not coalesce messages, whatever ``batch_p2p_comm`` says.
+
+Words:
+    handle: what a call returns that did not wait; wait for it once.
+    implementation: the Ascend one, whose interface this is.
+    stub: an empty module in the place of a parent that is not installed (``install``).
 """
 
 from __future__ import annotations

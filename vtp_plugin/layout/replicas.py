@@ -7,8 +7,8 @@ stages run the same number of microbatches; a narrow replica runs larger ones, w
 replicas of the wide stage. In both modes every replica reads the samples that Megatron's sampler gives to the
 data-parallel rank and size of its stage (0.19, ``MegatronPretrainingSampler``).
 
-With ``dp_i`` replicas on stage ``i`` and ``c = gcd(dp_0, dp_1, ...)`` the run falls into ``c`` *copies* of the
-pipeline that share nothing but the sums of their gradients; stage ``i`` has ``dp_i / c`` replicas in each.
+With ``dp_i`` replicas on stage ``i`` and ``c = gcd(dp_0, dp_1, ...)`` the run falls into ``c`` *teams* of
+replicas that share nothing but the sums of their gradients; stage ``i`` has ``dp_i / c`` replicas in each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplicaMap:
         mode: how boundaries between different sizes work.
 
     >>> replicas = ReplicaMap(dp_sizes=(2, 4), mode=DpMode.MULTIPLEX)
-    >>> replicas.num_copies, [replicas.copy_and_replica(1, dp_rank) for dp_rank in range(4)]
+    >>> replicas.num_teams, [replicas.team_and_replica(1, dp_rank) for dp_rank in range(4)]
     (2, [(0, 0), (1, 0), (0, 1), (1, 1)])
     >>> replicas.joined(0, 1)
     (((0,), (0,)), ((1,), (1,)), ((0,), (2,)), ((1,), (3,)))
@@ -59,23 +59,23 @@ class ReplicaMap:
         return self.mode is DpMode.SPLIT and not self.is_equal
 
     @property
-    def num_copies(self) -> int:
-        """Number of copies of the pipeline."""
+    def num_teams(self) -> int:
+        """Number of teams."""
         return math.gcd(*self.dp_sizes)
 
     def num_replicas(self, stage: int) -> int:
-        """Return how many replicas of a stage each copy has."""
-        return self.dp_sizes[stage] // self.num_copies
+        """Return how many replicas of a stage each team has."""
+        return self.dp_sizes[stage] // self.num_teams
 
-    def copy_and_replica(self, stage: int, dp_rank: int) -> tuple[int, int]:
-        """Return the copy of a replica, and its number among the stage's replicas in that copy."""
+    def team_and_replica(self, stage: int, dp_rank: int) -> tuple[int, int]:
+        """Return the team of a replica, and its number among the stage's replicas in that team."""
         if self.mode is DpMode.SPLIT:
             return divmod(dp_rank, self.num_replicas(stage))
-        replica, copy = divmod(dp_rank, self.num_copies)
-        return copy, replica
+        replica, team = divmod(dp_rank, self.num_teams)
+        return team, replica
 
     def worker(self, stage: int, dp_rank: int) -> int:
-        """Return the number of a replica among the workers of its copy, which are numbered stage by stage.
+        """Return the number of a replica among the workers of its team, which are numbered stage by stage.
 
         Split microbatches join all replicas of a stage: to a schedule they are one worker.
 
@@ -85,7 +85,7 @@ class ReplicaMap:
         """
         if self.is_split:
             return stage
-        return sum(map(self.num_replicas, range(stage))) + self.copy_and_replica(stage, dp_rank)[1]
+        return sum(map(self.num_replicas, range(stage))) + self.team_and_replica(stage, dp_rank)[1]
 
     def joined(self, upstream: int, downstream: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """List the dp ranks on both sides of every boundary between two stages; one of the sizes divides the other."""

@@ -11,4 +11,11 @@ sizes that must divide, the check is a function in ``checks``.
 
 The checks read Megatron's arguments as its parser returns them, before ``validate_args`` has run: every rank then sees
 the same values and reports the same lines. Nothing here needs torch or Megatron.
+
+Words:
+    option: one of Megatron's, or of MindSpeed's; a flag is what is written on the command line for it.
+    row: what the table says of an option (``OptionRule``).
+    verdict: supported, or under which condition refused (``Verdict``).
+    context: what is known of the run besides Megatron's arguments (``OptionContext``).
+    problem: one line that says why a run cannot be; checks return them.
 """

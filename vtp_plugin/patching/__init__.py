@@ -4,6 +4,15 @@ A replacement reaches the target itself. In all loaded modules except ours it al
 default arguments and :func:`functools.partial` objects that hold the same object, when records are applied and at each
 later :meth:`AppliedPatches.rebind`. It does not reach closures, containers, and attributes of other objects:
 :attr:`AppliedPatches.unreached` names what was seen there.
+
+Words:
+    place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).
+    host: the package that is patched, here Megatron.
+    target: what a record replaces or writes (``Target``).
+    replacement: what stands there afterwards.
+    rebind: give a place that holds the original the replacement.
+    pin: digest of a source that a patch was written against.
+    unreached: places that hold the original and cannot be rebound.
 """
 
 from __future__ import annotations

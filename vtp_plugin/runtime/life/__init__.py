@@ -1,1 +1,9 @@
-"""How ranks live together: they meet, compare what they were asked for, watch each other, and end with one line."""
+"""How ranks live together: they meet, compare what they were asked for, watch each other, and end with one line.
+
+Words:
+    statement: what a rank is about to do, for comparison.
+    verdict: what rank 0 makes of all statements.
+    topic: where in the store a kind of exchange lies (``Topic``).
+    sign of life: what a rank writes now and then, and its neighbour looks for.
+    disclosure: what a rank may tell the ranks of other sites (``Disclosure``).
+"""

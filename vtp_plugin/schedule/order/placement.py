@@ -247,7 +247,7 @@ def _require_stages(num_stages: int, num_chunks: int) -> None:
 
 
 def place_workers(replicas: ReplicaMap, *, num_chunks: int, num_rings: int) -> Placement:
-    """Place the chunks on the stages, and the microbatches of one copy of the pipeline on the replicas of its stages.
+    """Place the chunks on the stages, and the microbatches of one team on the replicas of its stages.
 
     Args:
         replicas: of the stages.
