@@ -2,6 +2,10 @@
 
 By subject: ``where``, ``what``, ``when``, ``trust`` and ``failure`` declare the options, each once: its flag, its
 keyword, its help, how its value is read, and whether ranks may differ in it.
+
+Words:
+    flag: a word of the command line, as a field of the configuration declares it (``Flag``).
+    compared: whether all ranks must have one value of a field (``Compared``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ functions do not coalesce messages, whatever ``batch_p2p_comm`` says.
 Words:
     handle: what a call returns that did not wait; wait for it once.
     implementation: the Ascend one, whose interface this is.
-    stub: an empty module in the place of a parent that is not installed (``install``).
+    joint: a handle of what several replicas send, of which it gives the mean (``_Joint``).
 """
 
 from __future__ import annotations
