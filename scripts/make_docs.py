@@ -332,13 +332,20 @@ def record_sections() -> dict[str, Sequence[Record]]:
             "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
             "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu, host),
         }
-        ids = {record.id for records in sections.values() for record in records}
+        known = {_identity(record) for records in sections.values() for record in records}
         for family in HOSTS[-2::-1]:
             older = load_host(family.name)
             records = (*registry.platform_records(on_cuda, older), *registry.module_records(on_cpu, older))
             records += (*registry.training_records(on_cpu, older), *registry.u_shape_records(on_cpu, older))
-            sections[f"Besides, with Megatron {family.name}"] = [record for record in records if record.id not in ids]
+            sections[f"Besides, with Megatron {family.name}"] = [
+                record for record in records if _identity(record) not in known
+            ]
         return sections
+
+
+def _identity(record: Record) -> tuple[str, ...]:
+    """Tell records apart, also those of one id that a family has written for itself."""
+    return (record.id, *(record.targets.values() or (record.target,)))
 
 
 def _patches() -> str:
@@ -352,18 +359,12 @@ def _patches() -> str:
 
 
 def _target(record: Record) -> str:
-    """Return where a record lies, in the newest family and where it is elsewhere in an older one."""
-    from vtp_plugin.hosts import HOSTS
-    from vtp_plugin.patches.hosts import load_host
+    """Return where a record lies, and which versions do not need it."""
     from vtp_plugin.patching import WriteRecord
 
-    lines = [f"`{record.target}`" + (" (write)" if isinstance(record, WriteRecord) else "")]
-    for host in (load_host(family.name) for family in HOSTS[-2::-1]):
-        target = host.moved.get(record.id, record.target)
-        if record.id in host.absent:
-            lines.append(f"{host.name}: none, {host.absent[record.id]}")
-        elif target != record.target:
-            lines.append(f"{host.name}: `{target}`")
+    mark = " (write)" if isinstance(record, WriteRecord) else ""
+    lines = [f"{versions}: `{target}`" for versions, target in record.targets.items()] or [f"`{record.target}`{mark}"]
+    lines += [f"{versions}: none, {why}" for versions, why in record.unneeded.items()]
     return "<br>".join(lines)
 
 

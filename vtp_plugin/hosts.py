@@ -16,6 +16,7 @@ from pathlib import Path
 from vtp_plugin.errors import PatchError
 
 _VERSION = re.compile(r"(?P<release>\d+(?:\.\d+)*)[._-]?(?P<pre>a|b|rc|dev)?")
+_CLAUSE = re.compile(r"(?P<bound>>=|<)(?P<version>\d+(?:\.\d+)*)", re.ASCII)
 _OLDEST_TORCH = "2.6"
 _TORCH_WAY_OUT = "run: pip install 'torch>=2.6,<3' (for an NPU, the version that your torch_npu names)"
 _BESIDE = "or put such a Megatron-LM tree beside the script"
@@ -67,7 +68,35 @@ class Host:
         >>> [host_named("0.19").has(version) for version in ("0.19.2", "0.19.0rc1", "0.19.1rc1", "0.20.0rc0", "0.2")]
         [True, False, True, False, False]
         """
-        return _key(self.first) <= _key(version) and _key(version)[0] < _key(self.below)[0]
+        return is_in(version, self.versions)
+
+
+def check_range(versions: str) -> None:
+    """Refuse what is no range of versions: clauses with ``>=`` or ``<``, joined by commas.
+
+    Raises:
+        ValueError: it is none.
+    """
+    for clause in versions.split(","):
+        if not _CLAUSE.fullmatch(clause):
+            raise ValueError(f"{versions!r} is not a version range; write it like '>=0.19,<0.20'")
+
+
+def is_in(version: str, *ranges: str) -> bool:
+    """Tell whether a version lies in one of some ranges; of pre-releases, those of a range's ends do not.
+
+    Raises:
+        ValueError: it is no version.
+
+    >>> [is_in(version, "<0.17", ">=0.18,<0.19") for version in ("0.16.1", "0.17.0", "0.18.0", "0.19.2")]
+    [True, False, True, False]
+    """
+    return any(all(_meets(version, clause) for clause in versions.split(",")) for versions in ranges)
+
+
+def _meets(version: str, clause: str) -> bool:
+    bound = clause.lstrip("<>=")
+    return _key(version) >= _key(bound) if clause.startswith(">=") else _key(version)[0] < _key(bound)[0]
 
 
 HOSTS = (
@@ -106,6 +135,8 @@ HOSTS = (
     ),
     Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )
+SUPPORTED = f">={HOSTS[0].first},<{HOSTS[-1].below}"
+"""From the oldest version that is carried to the newest; not all between them are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +296,8 @@ def _public(name: str, version: object) -> str:
 def _key(version: str) -> tuple[tuple[int, ...], bool]:
     """Order versions: numbers without closing zeros, then whether it is a release rather than something before it."""
     match = _VERSION.match(version)
-    assert match is not None
+    if match is None:
+        raise ValueError(f"{version!r} is not a PEP 440 version")
     numbers = [int(number) for number in match["release"].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()

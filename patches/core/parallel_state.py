@@ -54,6 +54,10 @@ _WRITTEN = (
     (_MODULE, _EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
     (_MODULE, (_MODEL_RANKS,), "the ranks of that ModelGroup, to which this rank belongs"),
 )
+_UNNEEDED = {
+    _GROUPS[1]: {"<0.13": "the distributed optimizer gives the group itself, which H4e replaces"},
+    _EXPERT_GROUPS[1]: {"<0.19": "it has no such group"},
+}
 
 _Writes = Mapping[str, WriteRecord]
 
@@ -62,12 +66,19 @@ def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records of this module."""
     named = [(module, name, why) for module, names, why in _WRITTEN for name in names]
     writes = {
-        name: WriteRecord(id=f"H4c{number}", target=f"{module}:{name}", why=why, remove_when="with H4")
+        name: WriteRecord(
+            id=f"H4c{number}",
+            target=f"{module}:{name}",
+            unneeded=_UNNEEDED.get(name, {}),
+            why=why,
+            remove_when="with H4",
+        )
         for number, (module, name, why) in enumerate(named, start=1)
     }
     writes["torch"] = WriteRecord(
         id="H4d",
         target=f"{_MODULE}:torch",
+        unneeded={">=0.19": "initialize_model_parallel takes the size of the world as local_world_size"},
         why="Megatron asks it for the size of the world and has no argument for it; set only while it makes its groups",
         remove_when="Megatron 0.16 is no longer supported",
     )

@@ -15,7 +15,11 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             id="U3",
-            target="megatron.core.utils:get_batch_on_this_tp_rank",
+            targets={
+                ">=0.15,<0.18": "megatron.training.utils:get_batch_on_this_tp_rank",
+                ">=0.18": "megatron.core.utils:get_batch_on_this_tp_rank",
+            },
+            unneeded={"<0.13": "the caller's chunk is known: the first one gets tokens, the last one labels and mask"},
             build=wrap_with(_share_batch, session, host),
             why="it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so "
             "it is replaced before they do, and acts as before where there is no U",

@@ -14,7 +14,7 @@ import torch
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.mindspeed import loaded_adaptor
-from vtp_plugin.hosts import Package, find_megatron
+from vtp_plugin.hosts import Package, find_megatron, host_named
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patches.mindspeed import MindSpeed
 
@@ -51,7 +51,8 @@ def load_host(name: str) -> MegatronHost:
     if megatron is not None and "megatron.core" not in sys.modules:
         refuse(problems_of_import(megatron, has_cuda=torch.cuda.is_available(), environment=os.environ))
     module = importlib.import_module(f"{__name__}.core_{name.replace('.', '_')}")
-    host = module.Host()
+    fits = megatron is not None and host_named(name).has(megatron.version)
+    host = module.Host(megatron.version if megatron is not None and fits else host_named(name).first)
     if loaded_adaptor():
         host.mindspeed = MindSpeed()
     return host

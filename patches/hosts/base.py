@@ -12,15 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.errors import PatchError
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import PatchRecord, Record
 from vtp_plugin.session import Session
-
-NO_PROJECTION = dict.fromkeys(("H14", "H14b"), "it has no such method; H14c refuses latent attention")
-"""What the families before 0.19 lack for latent attention."""
 
 
 class RouterMetric(NamedTuple):
@@ -54,13 +50,10 @@ def has_router_losses(options: object) -> bool:
 class MegatronHost(ABC):
     """What one family of Megatron versions does in its own way; the patches ask here.
 
-    A family names its records by difference from the newest: those that lie elsewhere, and those that it does not need.
-
     Attributes:
         name: of the family, as in ``vtp_plugin.hosts``.
-        moved: targets of records that lie elsewhere, by id.
-        absent: why the family needs no such record, by id.
-        is_newest: records name their targets and aliases for this family.
+        version: that records and rules are chosen for.
+        is_newest: records name their aliases for this family, and every feature was run with it.
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
         runs_experts: a mixture of experts was run with it on stages of different sizes.
         sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
@@ -70,8 +63,6 @@ class MegatronHost(ABC):
     """
 
     name: ClassVar[str]
-    moved: ClassVar[Mapping[str, str]] = {}
-    absent: ClassVar[Mapping[str, str]] = {}
     is_newest: ClassVar[bool] = False
     needs_device_first: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = True
@@ -79,30 +70,21 @@ class MegatronHost(ABC):
     stores_states_by_replica: ClassVar[bool] = False
     mindspeed: MindSpeed | None = None
 
+    def __init__(self, version: str) -> None:
+        self.version = version
+
     @property
     def declared_flags(self) -> frozenset[str]:
         """Flags that MindSpeed declares."""
         return frozenset() if self.mindspeed is None else self.mindspeed.flags
 
     def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
-        """Give the records of this family, with their targets in it.
-
-        Raises:
-            PatchError: something that patches write to would have to move; give it a record of its own.
-        """
-        placed: list[Record] = []
-        for record in records:
-            if record.id in self.absent:
-                continue
-            if record.id in self.moved:
-                if not isinstance(record, PatchRecord):
-                    raise PatchError(f"patch {record.id} is a write, which cannot move; declare one for {self.name}")
-                record = dataclasses.replace(record, target=self.moved[record.id])
-            if record.aliases and not self.is_newest:
-                # Declared for the newest family. The search finds those of any family by identity.
-                record = dataclasses.replace(record, aliases=())
-            placed.append(record)  # a write as it is: patches put values by this very record
-        return tuple(placed)
+        """Give the records that this version needs, with their targets in it."""
+        here = [record for each in records if (record := each.at(self.version)) is not None]
+        if self.is_newest:
+            return tuple(here)
+        # Aliases are declared for the newest family. The search finds those of any family by identity.
+        return tuple(dataclasses.replace(record, aliases=()) if record.aliases else record for record in here)
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
         """Give records without which this family's wheel does not run on any platform, beyond those of all families."""

@@ -42,16 +42,6 @@ class Host(OlderHost):
     name = "0.12"
     averages_replicas = False
     sums_whole_experts = True
-    moved = {
-        **OlderHost.moved,
-        "H5": "megatron.core.pipeline_parallel.p2p_communication:_communicate",
-    }
-    absent = {
-        **OlderHost.absent,
-        "H4c3": "the distributed optimizer gives the group itself, which H4e replaces",
-        "U3": "the caller's chunk is known: the first one gets tokens, the last one labels and mask",
-        "U1": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries",
-    }
 
     def _noted(self) -> Mapping[str, Any]:
         return parallel_state.get_moe_layer_wise_logging_tracker()
@@ -99,7 +89,7 @@ class Host(OlderHost):
     def exchange_record(self, session: Session) -> PatchRecord:
         return PatchRecord(
             id="H5",
-            target=self.moved["H5"],
+            target="megatron.core.pipeline_parallel.p2p_communication:_communicate",
             build=wrap_with(_communicate, session),
             why="all functions that exchange tensors between stages go through it",
             remove_when="Megatron 0.12 is no longer supported",

@@ -19,7 +19,6 @@ class Host(OlderHost, GroupedHost):
 
     name = "0.16"
     stores_states_by_replica = True
-    moved = {**OlderHost.moved, "U3": "megatron.training.utils:get_batch_on_this_tp_rank"}
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from vtp_plugin.patches.hosts.base import NO_PROJECTION
 from vtp_plugin.patches.hosts.grouped import GroupedHost
 
 
@@ -11,4 +10,3 @@ class Host(GroupedHost):
 
     name = "0.18"
     runs_experts = False
-    absent = {**NO_PROJECTION, "H4c10": "it has no such group"}

@@ -1,4 +1,4 @@
-"""Megatron 0.19, the family that the records are written for."""
+"""Megatron 0.19."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Host(GroupedHost):
 
     name = "0.19"
     is_newest = True
-    absent = {"H4d": "initialize_model_parallel takes the size of the world as local_world_size"}
 
     def default_groups(self) -> Any:
         return schedules._build_default_pg_collection()

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.patches.hosts.base import NO_PROJECTION
 from vtp_plugin.patches.hosts.noted import NotedMetrics
 from vtp_plugin.patching import PatchRecord, wrap_with
 
@@ -16,19 +15,6 @@ class OlderHost(NotedMetrics):
     """A family before 0.17."""
 
     needs_device_first = True
-    moved = {
-        "H3": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
-        "U6": "megatron.training.utils:is_last_rank",
-        "H11": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
-    }
-    absent = {
-        **NO_PROJECTION,
-        "H4c10": "it has no such group",
-        "H15": "it counts no lengths of packed samples",
-        "H3b": "the tokenizer alone pads the vocabulary; model builders take what it says",
-        "U4": "models are built by megatron.training.training:get_model alone, which U5 carries",
-        "P10": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process",
-    }
 
     def cpu_records(self) -> tuple[PatchRecord, ...]:
         return (

@@ -14,6 +14,10 @@ def records() -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="P10",
             target="megatron.training.async_utils:init_persistent_async_worker",
+            unneeded={
+                "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that "
+                "process"
+            },
             build=wrap_with(_start),
             why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then "
             "waits for it for ever. A fork knows the stand-in device",

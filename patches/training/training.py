@@ -59,6 +59,7 @@ def length_records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H15",
             target="megatron.training.training:consume_seqlen_stats_in_iteration",
+            unneeded={"<0.18": "it counts no lengths of packed samples"},
             build=wrap_with(_sum_lengths, session),
             why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
             "numbers of ranks: unequal stages find different sums, and a rank without lengths lets the others hang",

@@ -14,6 +14,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="H3b",
             target="megatron.training.vocab_utils:calculate_padded_vocab_size",
+            unneeded={"<0.18": "the tokenizer alone pads the vocabulary; model builders take what it says"},
             build=wrap_with(_pad, session),
             why="model builders pad by this stage's size when the tokenizer did not",
             remove_when="with H3",

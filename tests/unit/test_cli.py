@@ -24,7 +24,6 @@ from vtp_plugin.ground.flag import Flag
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import VTP_FLAGS
 from vtp_plugin.options.table.rows import RULES
-from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import COST_KEYS, parse_costs
@@ -559,7 +558,7 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     applied = [line.split()[0] for line in lines if line.split()[1:2] in (["applied"], ["ready"])]
     assert patches == f"patches: {len(applied)} of {len(applied)} applied, then reverted"
     known = {"H1", "H2", "H3", "H4", "H5", "H6", "H7", "H8", "H9", "P1", "P2", "P3", "S1", "U1", "U3", "U8"}
-    assert known - set(applied) <= set(load_host(host_name()).absent)
+    assert known - set(applied) <= ({"U1", "U3"} if host_name() == "0.12" else set())
     assert len([patch for patch in applied if patch.startswith("U")]) >= 11
     assert all(f"    {rule.option}" in lines for rule in RULES)
     assert max(map(len, lines)) <= 160

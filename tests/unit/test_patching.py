@@ -697,13 +697,52 @@ def test_record_for_another_version_imports_nothing(host: Any) -> None:
     assert "toyhost.late" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("version", "target"),
+    [
+        ("0.9", "toyhost.state:setup"),
+        ("1.5", None),
+        ("2.0", "toyhost.state:Grid.area"),
+        ("2.0+local", "toyhost.state:Grid.area"),
+    ],
+)
+def test_a_record_lies_elsewhere_in_other_versions(version: str, target: str | None) -> None:
+    moved = PatchRecord(
+        id="X1",
+        targets={"<1": "toyhost.state:setup", ">=2": "toyhost.state:Grid.area"},
+        unneeded={">=1,<2": "it has no such thing"},
+        build=lambda original: original,
+        why="...",
+        remove_when="never",
+    )
+    found = moved.at(version)
+    assert (found and found.target) == target
+    assert found is None or found.at(version) == found
+
+
+@pytest.mark.parametrize(("version", "words"), [("1.5", "several things"), ("3.0", "nothing")])
+def test_ranges_that_overlap_or_leave_out_a_version(version: str, words: str) -> None:
+    with pytest.raises(PatchError, match=f"patch X1: its ranges say {words} of version {version}"):
+        record("", targets={"<2": "toyhost.state:setup"}, unneeded={">=1,<3": "it has none"}).at(version)
+
+
 def test_bad_host_version(host: Any) -> None:
     with pytest.raises(PatchError, match="not a PEP 440 version"):
         apply(record(TARGETS["setup"]), version="core_v1.5")
 
 
 @pytest.mark.parametrize(
-    "fields", [{"target": "toyhost.state.setup"}, {"aliases": ("toyhost.user",)}, {"versions": "1 to 2"}]
+    "fields",
+    [
+        {"target": "toyhost.state.setup"},
+        {"target": ""},
+        {"aliases": ("toyhost.user",)},
+        {"versions": "1 to 2"},
+        {"versions": "~=1.2"},
+        {"targets": {"<1": "toyhost.state.setup"}},
+        {"targets": {"1": "toyhost.state:setup"}},
+        {"unneeded": {"": "it has none"}},
+    ],
 )
 def test_malformed_record(fields: dict[str, Any]) -> None:
     with pytest.raises(PatchError, match="patch X1"):

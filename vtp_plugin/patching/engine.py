@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from packaging.version import InvalidVersion
-
 from vtp_plugin.patching.applied import AppliedPatches, Host, Patch
 from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
@@ -63,7 +61,7 @@ def _skip(records: Sequence[Record], host: Host) -> dict[int, str]:
     for record in records:
         try:
             fits = record.fits(host.version)
-        except InvalidVersion as error:
+        except ValueError as error:
             host.fail(record, "the host's version is not a PEP 440 version; install a released package", error)
         if not fits:
             skipped[id(record)] = f"not for {host.prefix} {host.version}"

@@ -5,22 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any, Final
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
+from typing import Any
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground.undo import ABSENT, Item, Name, Place, UndoStack, namespace
+from vtp_plugin.hosts import SUPPORTED, check_range, is_in
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)
-# The versions of Megatron that our records are written for; a record for fewer of them says so itself.
-_SUPPORTED: Final = ">=0.12.1,<0.20"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +26,10 @@ class Record:
     Attributes:
         id: Short name used in messages and tables, such as ``"H4"``.
         target: ``"package.module:name"`` or ``"package.module:Class.method"``.
+        targets: Where it lies in which versions, by ranges as of `versions`, from which :meth:`at` chooses the target.
+        unneeded: Versions that need no such record, by ranges, and why.
         why: Why this seam and not another one.
-        versions: Versions of the host as a PEP 440 specifier, such as ``">=0.19,<0.20"``.
+        versions: Versions of the host, such as ``">=0.19,<0.20"``.
         remove_when: What makes the record superfluous.
         aliases: Names ``"package.module:name"`` that hold the target through a from-import. The engine finds aliases
             by identity and does not need this list: the status names those that a changed host no longer has.
@@ -41,22 +39,24 @@ class Record:
     """
 
     id: str
-    target: str
+    target: str = ""
+    targets: Mapping[str, str] = field(default_factory=dict[str, str])
+    unneeded: Mapping[str, str] = field(default_factory=dict[str, str])
     why: str
     remove_when: str
-    versions: str = _SUPPORTED
+    versions: str = SUPPORTED
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for place in (self.target, *self.aliases):
+        targets = self.targets.values() or (self.target,)
+        for place in (*targets, *self.aliases):
             if not _TARGET.fullmatch(place):
                 raise PatchError(f"patch {self.id}: {place!r} is not of the form 'package.module:Name'; fix the record")
-        try:
-            SpecifierSet(self.versions)
-        except InvalidSpecifier as error:
-            raise PatchError(
-                f"patch {self.id}: {self.versions!r} is not a version range; write it like '>=0.19,<0.20'"
-            ) from error
+        for versions in (self.versions, *self.targets, *self.unneeded):
+            try:
+                check_range(versions)
+            except ValueError as error:
+                raise PatchError(f"patch {self.id}: {error}") from error
 
     @property
     def module(self) -> str:
@@ -67,9 +67,24 @@ class Record:
         """Tell whether the record is made for this version; pre-releases of versions in the range count.
 
         Raises:
-            packaging.version.InvalidVersion: `host_version` is not a PEP 440 version.
+            ValueError: `host_version` is not a PEP 440 version.
         """
-        return SpecifierSet(self.versions).contains(Version(host_version), prereleases=True)
+        return is_in(host_version, self.versions)
+
+    def at(self, host_version: str) -> Record | None:
+        """Return the record with its target in this version; None where none is needed.
+
+        Raises:
+            PatchError: `targets` and `unneeded` say nothing of this version, or several things.
+        """
+        said = [*self.targets.items(), *((versions, "") for versions in self.unneeded)]
+        found = [target for versions, target in said if is_in(host_version, versions)]
+        if not found and not self.targets:
+            return self
+        if len(found) != 1:
+            what = "several things" if found else "nothing"
+            raise PatchError(f"patch {self.id}: its ranges say {what} of version {host_version}; fix the record")
+        return replace(self, target=found[0]) if found[0] else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +150,12 @@ class WriteRecord(Record):
     """
 
     _undo: UndoStack = field(default_factory=UndoStack, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.targets:
+            # Patches hold the record that they write through: nobody would write through a copy with another target.
+            raise PatchError(f"patch {self.id} is a write, which cannot move; declare one for each range of versions")
+        Record.__post_init__(self)
 
     @property
     def is_written(self) -> bool:

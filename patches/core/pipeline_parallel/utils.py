@@ -16,6 +16,7 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U1",
             target="megatron.core.pipeline_parallel.utils:is_pp_last_stage",
+            unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries"},
             build=wrap_with(_is_last, session),
             why="all that depends on the end of the model asks here: who builds the head, who turns its output into "
             "fp32, who averages and reports the loss",

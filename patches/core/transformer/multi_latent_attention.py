@@ -28,6 +28,7 @@ def records(host: MegatronHost) -> tuple[PatchRecord, ...]:
         )
     common = {
         "build": wrap_with(_project),
+        "unneeded": {"<0.19": "it has no such method; H14c refuses latent attention"},
         "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
         "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
         "than stages of one",

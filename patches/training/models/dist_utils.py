@@ -16,6 +16,7 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
         PatchRecord(
             id="U4",
             target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+            unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which U5 carries"},
             build=wrap_with(keep_full_chunks, session, host),
             why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading "
             "fails",

@@ -15,7 +15,10 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             id="U6",
-            target="megatron.training.utils.common_utils:is_last_rank",
+            targets={
+                "<0.18": "megatron.training.utils:is_last_rank",
+                ">=0.18": "megatron.training.utils.common_utils:is_last_rank",
+            },
             build=wrap_with(_is_writer, session),
             why="Megatron's log lines, evaluation results and progress log come from the world's last rank, a cloud "
             "rank here",

@@ -15,7 +15,10 @@ def records(session: Session) -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             id="H3",
-            target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
+            targets={
+                "<0.17": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
+                ">=0.17": "megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
+            },
             build=wrap_with(_pad, session),
             why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
             remove_when="the padded vocabulary is computed from all stages",

@@ -19,7 +19,10 @@ def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             id="H11",
-            target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            targets={
+                "<0.18": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
+                ">=0.18": "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+            },
             build=wrap_with(_sync, session, host),
             why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no "
             "averages",
