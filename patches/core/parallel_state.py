@@ -27,53 +27,42 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 _MODULE = "megatron.core.parallel_state"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
 _MODEL_RANKS = "_MODEL_PARALLEL_GLOBAL_RANKS"
-_EXPERT_GROUPS = (
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
-)
+_EXPERT_GROUPS = tuple(f"_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP{end}" for end in ("", "_WITH_EGTP"))
 _PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
 _EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
 _EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
 _WRITTEN = (
-    (_MODULE, ("RankGenerator",), "Megatron takes its rank lists from it; set only while Megatron makes its groups"),
-    (_MODULE, _GROUPS, "between sites, and where stages differ in their replicas, a ModelGroup sums over the model"),
+    (("RankGenerator",), "Megatron takes its rank lists from it; set only while Megatron makes its groups"),
+    (_GROUPS, "between sites, and where stages differ in their replicas, a ModelGroup sums over the model"),
     (
-        _MODULE,
         ("create_group",),
         "notes what it makes, since Megatron does not keep all groups of a rank of a narrow stage, and leaves out the "
         "embedding groups of unequal ends: nobody may use them, and such a rank would be in one for every rank of the "
         "widest; set only while Megatron makes its groups",
     ),
-    (_MODULE, _PIPELINE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
+    (_PIPELINE, "a rank of a narrow stage is in several pipeline groups, and Megatron can only have one"),
     (
-        _MODULE,
         _EMBEDDING_RANKS,
         "the ends of a pipeline hold different slices of the embedding, or the last one holds none: an all-reduce over "
         "them would mix rows",
     ),
-    (_MODULE, _EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
-    (_MODULE, (_MODEL_RANKS,), "the ranks of that ModelGroup, to which this rank belongs"),
+    (_EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
+    ((_MODEL_RANKS,), "the ranks of that ModelGroup, to which this rank belongs"),
 )
-_UNNEEDED = {
+_LACKS = {
     _GROUPS[1]: {"<0.13": "the distributed optimizer gives the group itself, which H4e replaces"},
     _EXPERT_GROUPS[1]: {"<0.19": "it has no such group"},
 }
-
 _Writes = Mapping[str, WriteRecord]
 
 
 def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records of this module."""
-    named = [(module, name, why) for module, names, why in _WRITTEN for name in names]
     writes = {
         name: WriteRecord(
-            id=f"H4c{number}",
-            target=f"{module}:{name}",
-            unneeded=_UNNEEDED.get(name, {}),
-            why=why,
-            remove_when="with H4",
+            id=f"H4c{number}", target=f"{_MODULE}:{name}", unneeded=_LACKS.get(name, {}), why=why, remove_when="with H4"
         )
-        for number, (module, name, why) in enumerate(named, start=1)
+        for number, (name, why) in enumerate(((name, why) for names, why in _WRITTEN for name in names), start=1)
     }
     writes["torch"] = WriteRecord(
         id="H4d",
