@@ -122,14 +122,14 @@ def _print(options: argparse.Namespace, times_s: dict[str, list[Times]]) -> None
             statistics.median(values_s[i : i + options.steps]) / statistics.median(base_s[i : i + options.steps])
             for i in range(0, len(values_s), options.steps)
         ]
-        mean, low, high = _mean_with_interval(rounds)
+        mean, low, high = mean_with_interval(rounds)
         print(
             f"{what:5} {name:15} {statistics.median(values_s) * 1e3:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
             f"{min(rounds):7.3f} to {max(rounds):5.3f}"
         )
 
 
-def _mean_with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+def mean_with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean and its 95 % interval, by the normal distribution."""
     logs = [math.log(ratio) for ratio in ratios]
     mean = statistics.fmean(logs)
