@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -68,6 +69,20 @@ def _stop_one_rank(facts: dict[str, Any]) -> None:
     training.train_step = interrupted
 
 
+def _limit_files(facts: dict[str, Any]) -> None:
+    """Let no file of one rank grow over 64 KiB from its second save on, as a full disk or a quota does."""
+    original = training.save_checkpoint
+    calls: list[None] = []
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
+        return original(*args, **kwargs)
+
+    training.save_checkpoint = limited
+
+
 def _flush_events() -> None:
     """Write the last of TensorBoard's events, of which Megatron leaves some to a thread when it ends."""
     if (writer := get_tensorboard_writer()) is not None:
@@ -122,6 +137,7 @@ AUDIT_HOOKS: dict[str, Hook] = {
     "freeze_all_but_norms": _freezing(lambda name: "norm" not in name),
     "break_a_weight": _when_built(_break_a_weight),
     "stop_one_rank": _stop_one_rank,
+    "limit_files": _limit_files,
     "note_device_waits": _note_device_waits,
     "note_small_gradients": _note_small_gradients,
 }

@@ -3,13 +3,16 @@
 | what was run | where it is run now |
 |---|---|
 | decoupled learning rate; query and key norms; grouped queries; layouts; frozen weights; evaluation with its own batch sizes; `--skip-train`; ramp-up with unequal dp; fewer microbatches than stages; recomputation of blocks; split mode; per-token loss and `--iterations-to-skip` with unequal dp; a NaN; fp16 with overflows; gradients summed in bf16 | here |
-| SGD's momentum; lists of replicas changed on resuming; SIGTERM | `test_audited_checkpoints.py` |
+| SGD's momentum; lists of replicas changed on resuming; a save that does not fit; SIGTERM | `test_audited_checkpoints.py` |
 | all TensorBoard and timer flags; params norm; counts of zero gradients | `test_logged_numbers.py` |
 | Adam, plain and reshardable, resumed in another list | `test_checkpoint.py::test_load_into_another_list` |
 | experts from one checkpoint, with lists of EP | `test_experts_training.py::test_logged_router_losses` |
-| memory, threads, descriptors over many steps | with the test that counts what grows in 300 steps of each mode |
+| memory, threads, descriptors over many steps | `test_growth.py` |
 | context parallelism, which the audit left out | `test_training_context.py`, `test_parity.py` |
-| empty and missing trackers, `--full-validation`, left out as well | `test_checkpoint.py` |
+| empty and missing trackers, left out as well | `test_training_broken_files.py` |
+| `--full-validation`, which is refused | `test_u_training.py`, `test_unequal_dp_training.py` |
+| a rank that is killed during a save | `tests/hang/test_hangs.py` |
+| saves in the background | `test_checkpoint.py::test_saved_in_the_background` |
 """  # noqa: E501
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,3 +98,16 @@ def test_one_rank_is_told_to_end(pool: Pool, tmp_path: Path, sizes: str) -> None
     whole = train(pool, sizes)
     resumed = train(pool, sizes, ["--load", str(tmp_path)])
     assert_same_training(resumed, whole, first=2, tolerance=exact_resume_tolerance())
+
+
+@pytest.mark.parametrize("sizes", ["1,2", "2,1"])
+def test_a_save_that_does_not_fit_leaves_the_one_before(pool: Pool, tmp_path: Path, sizes: str) -> None:
+    """All ranks end, the tracker still names the checkpoint of the second step, and the run goes on from there."""
+    command = arguments(sizes, extra=["--save", str(tmp_path), "--save-interval", "2"])
+    runs = launch(pool, num_ranks(sizes), {"arguments": command, "hooks": ["limit_files"]})
+    assert [run.exit_code for run in runs] == [1] * 3, [run.output[-2000:] for run in runs]
+    reason = re.compile("CheckpointException|File too large")
+    assert all(reason.search(run.output) for run in runs), [run.output[-3000:] for run in runs]
+    assert (tmp_path / TRACKER).read_text() == "2"
+    resumed = train(pool, sizes, ["--load", str(tmp_path)])
+    assert_same_training(resumed, train(pool, sizes), first=2, tolerance=exact_resume_tolerance())
