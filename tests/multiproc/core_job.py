@@ -20,6 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import vtp_plugin
+from tests.group_queries.recorder import refusing_unknown_callers
 from tests.hosts import counts_over_context
 from tests.multiproc import experts
 from tests.multiproc.attentions import ATTENTIONS, layer_spec
@@ -38,6 +39,7 @@ _HAS_LAYOUTS = "pipeline_model_parallel_layout" in inspect.signature(Transformer
 _TELLS_OPTIMIZER = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
 
 
+@refusing_unknown_callers(always=True)
 def train(case: Case) -> RankResult:
     """Run a case on this rank."""
     init_gloo()

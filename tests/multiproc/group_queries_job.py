@@ -5,12 +5,15 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 import vtp_plugin
+from tests.multiproc.core_cases import Case
+from tests.multiproc.core_job import Trainer, train
 from tests.pool import TIMEOUT_S, init_gloo
 
 # Megatron's spelling of every question.
@@ -36,14 +39,26 @@ def ask(names: Sequence[str]) -> None:
     vtp_plugin.apply(vtp_size_list=[1, 2], device="cpu", timeout_s=TIMEOUT_S)
     try:
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-        module: Any = types.ModuleType("megatron.planted")
-        vars(module).update(parallel_state=parallel_state, dist=dist, torch=torch, get_pg_size=_get_pg_size)
-        exec(compile(SOURCE, __file__, "exec"), vars(module))
+        asker = _plant()
         for name in names:
-            getattr(module.Asker(), name)()
+            getattr(asker, name)()
     finally:
         parallel_state.destroy_model_parallel()
         vtp_plugin.revert()
+
+
+def train_and_ask(case: Case) -> None:
+    """Run a job of the core grids in which a function that seems to be Megatron's asks a question."""
+    with mock.patch.object(Trainer, "run", lambda self: _plant().size()):
+        train(case)
+
+
+def _plant() -> Any:
+    """Give an object of a module that seems to be Megatron's."""
+    module: Any = types.ModuleType("megatron.planted")
+    vars(module).update(parallel_state=parallel_state, dist=dist, torch=torch, get_pg_size=_get_pg_size)
+    exec(compile(SOURCE, __file__, "exec"), vars(module))
+    return module.Asker()
 
 
 def get_pg_size(group: Any) -> int:

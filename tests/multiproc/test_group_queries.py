@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.group_queries.table import HOSTS
+from tests.hosts import host_name
+from tests.multiproc.core_cases import Case
 from tests.pool import Pool, PoolError
 
 JOB = "tests.multiproc.group_queries_job:ask"
@@ -31,4 +34,13 @@ def test_an_unknown_caller_fails(pool: Pool, tmp_path: Path) -> None:
             ("source", "stage", "get_tensor_model_parallel_src_rank"),
         )
     }
+    written = {line for path in tmp_path.iterdir() for line in path.read_text().splitlines()}
+    assert "megatron.planted:Asker.size\tstage\tsize" in written
     assert pool.run(3, JOB, {"names": ["world"]}, env=env) == [None, None, None]
+
+
+@pytest.mark.skipif(host_name() not in HOSTS, reason="not all callers of this Megatron were seen")
+def test_the_core_grids_always_record(pool: Pool) -> None:
+    """A new caller fails the test that reaches it, without VTP_TEST_QUERIES, too."""
+    with pytest.raises(PoolError, match=r"megatron\.planted:Asker\.size asks a stage group: size; read what"):
+        pool.run(3, "tests.multiproc.group_queries_job:train_and_ask", {"case": Case(sizes=(1, 2))})
