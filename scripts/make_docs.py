@@ -243,15 +243,15 @@ def _sliced_over_rank0() -> str:
 
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
-    from vtp_plugin.boundary.draw import draw_pipeline
     from vtp_plugin.boundary.rules import TransportRules
     from vtp_plugin.layout.pipeline import PipelineLayout
+    from vtp_plugin.pictures.draw_pipeline import draw_pipeline
+    from vtp_plugin.pictures.draw_timeline import draw_svg
     from vtp_plugin.schedule.cost.bounds import in_flight_needed
     from vtp_plugin.schedule.cost.costs import u_costs
     from vtp_plugin.schedule.cost.simulate import simulate
     from vtp_plugin.schedule.make.u_shape import plan_u_shape
     from vtp_plugin.schedule.order.placement import u_placement
-    from vtp_plugin.schedule.pictures.draw import draw_svg
 
     unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
     costs = u_costs(3, cloud=2.0, latency=1.0)

@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
 # layer's other parts. `__init__` is what `import vtp_plugin` binds.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "svg"}),
+    frozenset({"errors"}),
     frozenset({"ground"}),
     frozenset({"hosts"}),
     frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
-    frozenset({"options"}),
+    frozenset({"options", "pictures"}),
     frozenset({"runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"order"}),
         frozenset({"proof"}),
         frozenset({"cost"}),
-        frozenset({"make", "pictures"}),
+        frozenset({"make"}),
     ),
     "options": (
         frozenset({"context"}),
@@ -54,7 +54,6 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
 PURE_PARTS = frozenset(
     {
         "errors",
-        "svg",
         "ground",
         "hosts",
         "config",
@@ -64,6 +63,7 @@ PURE_PARTS = frozenset(
         "footprint",
         "schedule",
         "options",
+        "pictures",
     }
 )
 

@@ -16,7 +16,6 @@ import vtp_plugin
 from tests.hosts import PYTHON_PATH, host_name
 from tests.import_rules import ROOT
 from tests.lines import error_line
-from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.cli import activation_flags, main, model_flags
 from vtp_plugin.cli.flags import known_flags
@@ -24,13 +23,14 @@ from vtp_plugin.ground.flag import Flag
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import VTP_FLAGS
 from vtp_plugin.options.table.rows import RULES
+from vtp_plugin.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.pictures.draw_timeline import draw_svg
 from vtp_plugin.schedule.cost.costs import u_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.cost.stated import COST_KEYS, parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.schedule.order.placement import u_placement
-from vtp_plugin.schedule.pictures.draw import draw_svg
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")
 MODEL = ("--seq-length", "2048", "--micro-batch-size", "1", "--hidden-size", "4096", "--bf16")

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 
 from tests.import_rules import ROOT
-from vtp_plugin.boundary.draw import draw_pipeline
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.replicas import DpMode
+from vtp_plugin.pictures.draw_pipeline import draw_pipeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX_WIDTH, BOX_HEIGHT = 116, 42

@@ -55,7 +55,7 @@ def test_every_module_of_a_part_with_rooms_has_a_room(part: str) -> None:
             "from vtp_plugin.schedule.make.lower import y",
             "lower rooms, not schedule.make",
         ),
-        ("vtp_plugin.schedule.make.x", "from vtp_plugin.schedule import pictures", "not schedule.pictures"),
+        ("vtp_plugin.options.checks.x", "from vtp_plugin.options import derived", "not options.derived"),
         ("vtp_plugin.schedule.cost.x", "from vtp_plugin.schedule import Schedule", "not schedule.Schedule"),
         ("vtp_plugin.schedule.cost.x", "from ..make import x", "not schedule.make"),
         ("vtp_plugin.options.table.x", "import vtp_plugin.options.flags", "not options.flags"),

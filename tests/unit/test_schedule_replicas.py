@@ -13,6 +13,7 @@ import pytest
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId
+from vtp_plugin.pictures.draw_timeline import chrome_trace, draw_svg, draw_text
 from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
@@ -24,7 +25,6 @@ from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.messages import channels
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text
 from vtp_plugin.schedule.proof.check import check
 
 LISTS = [(1, 2), (2, 1), (1, 3, 3), (1, 2, 2, 2), (1, 2, 1), (1, 4, 4), (2, 1, 2), (1, 2, 4, 2), (3, 1, 3)]

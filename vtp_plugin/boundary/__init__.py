@@ -4,7 +4,7 @@ Each module answers one question: ``spread`` (which rank holds which part of a t
 are at a boundary), ``plan`` (which messages carry a tensor to the other stage), ``check`` (is a plan right), ``rules``
 (which strategy does a boundary take), ``channel_spec`` (what is a channel), ``pipeline`` (which boundaries does a
 pipeline have), ``memory`` (where a part of it is in memory), ``bridge_end`` and ``bridge`` (what crosses between
-modules of different grids), ``cargo`` (what is sent at all), ``draw`` and ``arrange`` (what does it look like).
+modules of different grids), ``cargo`` (what is sent at all).
 
 Words:
     box: half-open index interval for every dimension of a whole tensor (``Box``).

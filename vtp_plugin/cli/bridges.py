@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
-from vtp_plugin.boundary.draw_bridge import DrawnModule, draw_bridges
 from vtp_plugin.cli.boundaries import PlansView, explain, format_bytes
 from vtp_plugin.cli.flags import check_unknown
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.show import format_ranks
+from vtp_plugin.pictures.draw_bridges import DrawnModule, draw_bridges
 
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 

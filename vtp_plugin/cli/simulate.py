@@ -17,6 +17,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.derived import option_context
 from vtp_plugin.options.flags import read_flags
+from vtp_plugin.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
 from vtp_plugin.schedule.cost.bounds import lower_bound
 from vtp_plugin.schedule.cost.chain import make_chain
 from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
@@ -28,7 +29,6 @@ from vtp_plugin.schedule.order.messages import channel_label
 from vtp_plugin.schedule.order.modules import place_modules
 from vtp_plugin.schedule.order.placement import place_workers
 from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.pictures.draw import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}

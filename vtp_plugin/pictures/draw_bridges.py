@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vtp_plugin import svg
-from vtp_plugin.boundary.arrange import (
+from vtp_plugin.boundary.bridge_end import BridgeEnd
+from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.pictures import svg
+from vtp_plugin.pictures.arrange import (
     BOX_GAP,
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -16,9 +18,7 @@ from vtp_plugin.boundary.arrange import (
     MARGIN,
     STAGE_GAP,
 )
-from vtp_plugin.boundary.bridge_end import BridgeEnd
-from vtp_plugin.boundary.marks import LEGEND_STEP, LETTER_WIDTH, STYLE, TITLE_LETTER_WIDTH, heads, legend_entry, path
-from vtp_plugin.boundary.plan import BoundaryPlan
+from vtp_plugin.pictures.marks import LEGEND_STEP, LETTER_WIDTH, STYLE, TITLE_LETTER_WIDTH, heads, legend_entry, path
 
 _HEADER_HEIGHT = 30
 _GAP = STAGE_GAP + 2 * FRAME_PAD
@@ -55,7 +55,7 @@ def draw_bridges(
         title: of the picture.
 
     Returns:
-        An SVG document; marks as in :func:`vtp_plugin.boundary.draw.draw_pipeline`.
+        An SVG document; marks as in :func:`vtp_plugin.pictures.draw_pipeline.draw_pipeline`.
 
     >>> left, right = (DrawnModule(title=name, end=BridgeEnd(ranks=(((rank,),),))) for rank, name in enumerate("ab"))
     >>> from vtp_plugin.boundary.bridge import BridgeSpec

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 
-from vtp_plugin import svg
+from vtp_plugin.pictures import svg
 from vtp_plugin.schedule.cost.simulate import Span, Timeline
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_label
@@ -109,7 +109,7 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
         width: Of the time axis, in pixels.
 
     Returns:
-        An SVG document (see :mod:`vtp_plugin.svg`). Every compute has a title with its action and times. Equal
+        An SVG document (see :mod:`vtp_plugin.pictures.svg`). Every compute has a title with its action and times. Equal
         timelines give equal text.
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0

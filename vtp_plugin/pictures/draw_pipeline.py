@@ -6,8 +6,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
 
-from vtp_plugin import svg
-from vtp_plugin.boundary.arrange import (
+from vtp_plugin.boundary.plan import CollectiveKind
+from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import DpMode
+from vtp_plugin.pictures import svg
+from vtp_plugin.pictures.arrange import (
     BOX_HEIGHT,
     BOX_WIDTH,
     BRACKET_WIDTH,
@@ -18,7 +22,7 @@ from vtp_plugin.boundary.arrange import (
     Picture,
     arrange,
 )
-from vtp_plugin.boundary.marks import (
+from vtp_plugin.pictures.marks import (
     LEGEND_STEP,
     LETTER_WIDTH,
     STYLE,
@@ -28,10 +32,6 @@ from vtp_plugin.boundary.marks import (
     legend_entry,
     path,
 )
-from vtp_plugin.boundary.plan import CollectiveKind
-from vtp_plugin.boundary.rules import TransportRules
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import DpMode
 
 _TEXT_COLUMNS = 78  # of a line of the title
 
@@ -61,8 +61,8 @@ def draw_pipeline(
         num_rings: how often a microbatch passes the cloud, if the first stage also holds the last layers; else 0.
 
     Returns:
-        An SVG document (see :mod:`vtp_plugin.svg`). Transfers are paths of the class `transfer`, each with a title such
-        as `rank 0 to rank 1`; boxes have the class `leader` or `member`. Equal arguments give equal text.
+        An SVG document (see :mod:`vtp_plugin.pictures.svg`). Transfers are paths of the class `transfer`, each with a
+        title such as `rank 0 to rank 1`; boxes have the class `leader` or `member`. Equal arguments give equal text.
 
     Raises:
         ConfigError: the dp sizes cannot be joined, or the rules do not fit a boundary.

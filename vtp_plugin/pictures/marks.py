@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from vtp_plugin import svg
-from vtp_plugin.boundary.arrange import MARGIN
+from vtp_plugin.pictures import svg
+from vtp_plugin.pictures.arrange import MARGIN
 
 LEGEND_STEP = 24
 # There is no font to measure with: a letter is at most this many pixels wide.

@@ -1,0 +1,16 @@
+"""What plans and schedules look like: SVG documents, lines of text, traces. Pure: no torch, no processes.
+
+Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages),
+``draw_bridges`` (the same between modules), ``draw_timeline`` (who computes when), ``arrange`` (where does everything
+in the picture of a pipeline lie), ``marks`` (what do pictures of pipelines and of bridges have in common), ``svg`` (how
+is an element written).
+
+Words:
+    mark: a form with a meaning, which the legend explains.
+    band: stages beside each other.
+    row: the bands of one replica.
+    frame: what surrounds the boxes of one stage in one row.
+    box: one rank, or ranks that share it; in a timeline one compute.
+    bracket: the finish of a plan.
+    round: the way of a line round a band to the next one, or from the last stage back to the first.
+"""
