@@ -16,7 +16,6 @@ import torch.distributed as dist
 from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.plan import STRATEGIES
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.step.communicator import open_channels
@@ -32,7 +31,8 @@ Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
 def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     """Build all of them, by name; every rank of both stages calls this."""
     src, dst = (Side(ranks_by_cp=(ranks,)) for ranks in (stages.src_ranks, stages.dst_ranks))
-    rank0, sliced, divided = (ChannelSpec(name=name, src=src, dst=dst, strategy=name) for name in STRATEGIES)
+    names = "rank0", "sliced", "divided"
+    rank0, sliced, divided = (ChannelSpec(name=name, src=src, dst=dst, strategy=name) for name in names)
     exchanges: dict[str, Exchange] = {
         "rank0": PlannedExchange(_open_channel(rank0, stages)),
         "bridge pattern": BridgePatternOverGloo(stages),

@@ -33,7 +33,7 @@ from vtp_plugin.boundary.channel_spec import _prototype, distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.header import HeaderCodec
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.groups import rank_generators

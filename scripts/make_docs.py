@@ -243,7 +243,7 @@ def _sliced_over_rank0() -> str:
 
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
-    from vtp_plugin.boundary.rules import TransportRules
+    from vtp_plugin.boundary.strategies.rules import TransportRules
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.pictures.draw_pipeline import draw_pipeline
     from vtp_plugin.pictures.draw_timeline import draw_svg

@@ -16,9 +16,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"ground"}),
     frozenset({"hosts"}),
-    frozenset({"config"}),
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
+    frozenset({"config"}),
     frozenset({"options", "pictures"}),
     frozenset({"runtime"}),
     frozenset({"session"}),
@@ -32,6 +32,14 @@ LAYERS: tuple[frozenset[str], ...] = (
 # The rooms of a part, and its modules beside them: each may import itself and those of lower layers. What has no entry
 # here, such as the part's `__init__`, comes after all of them.
 ROOMS: dict[str, tuple[frozenset[str], ...]] = {
+    "boundary": (
+        frozenset({"cargo", "spread"}),
+        frozenset({"memory", "plan", "side"}),
+        frozenset({"bridge_end", "portions", "strategies"}),
+        frozenset({"check", "header"}),
+        frozenset({"channel_spec"}),
+        frozenset({"bridge_spec", "pipeline", "tied"}),
+    ),
     "schedule": (
         frozenset({"order"}),
         frozenset({"proof"}),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.spread import Spread, whole_box
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 
 
 def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
     """Plan the gradient's way from ``plan.dst`` to ``plan.src``, by the same strategy."""
-    return STRATEGIES[plan.strategy](plan.dst, plan.src)
+    return STRATEGIES[plan.strategy].plan(plan.dst, plan.src)
 
 
 def is_replicated(spread: Spread) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vtp_plugin.config import (
-    DeviceName,
     DpModeName,
     LogLevelName,
     ScheduleName,
@@ -25,6 +24,7 @@ from vtp_plugin.config import (
 from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.ground.mindspeed import TOO_LATE, ImportWatch
 from vtp_plugin.ground.undo import UndoStack
+from vtp_plugin.ground.values import DeviceName
 from vtp_plugin.hosts import find_host
 from vtp_plugin.runtime.life.failure import FailureHook
 
@@ -97,7 +97,7 @@ def apply(
             else each stage's own tensor-parallel size.
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
-        transport: ``"auto"``, ``"rank0"`` or ``"sliced"``, see :class:`~vtp_plugin.config.VtpConfig`.
+        transport: ``"auto"``, ``"rank0"``, ``"sliced"`` or another, see :class:`~vtp_plugin.config.VtpConfig`.
         transport_threshold_bytes: with ``"auto"``, tensors of this size and more cross in slices, such as ``"4MiB"``;
             ``None`` lets the run try both strategies.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.ranks import TIMEOUT_S, Clock, free_port
 from benchmarks.wan.link import ADDRESSES, INTERFACE, WanLink
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap

@@ -73,7 +73,7 @@ def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
         vtp_etp_list=case.etp_list or None,
         dp_mode=case.dp_mode,
         device="cpu",
-        transport=case.transport,  # pyright: ignore[reportArgumentType]
+        transport=case.transport,
         sites=case.sites or None,
         timeout_s=TIMEOUT_S,
         force=force,

@@ -55,7 +55,7 @@ def _applied(case: PictureCase, **options: Any) -> Iterator[None]:
         vtp_size_list=list(case.sizes),
         device="cpu",
         layerwise_disaggregated=True,
-        transport=case.transport,  # pyright: ignore[reportArgumentType]
+        transport=case.transport,
         sites=case.sites or None,
         in_flight=case.in_flight,
         timeout_s=TIMEOUT_S,

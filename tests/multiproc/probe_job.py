@@ -14,8 +14,8 @@ from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.spread import Holding
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform

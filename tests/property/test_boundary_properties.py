@@ -15,19 +15,18 @@ from hypothesis import strategies as st
 
 from tests.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
+from vtp_plugin.boundary.check import check
 from vtp_plugin.boundary.header import plan_header
 from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
-    STRATEGIES,
     BoundaryPlan,
     Collective,
     CollectiveKind,
     Transfer,
-    plan_rank0,
-    plan_sliced,
+    egress_bytes,
+    ingress_bytes,
 )
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.boundary.spread import (
@@ -44,6 +43,9 @@ from vtp_plugin.boundary.spread import (
     subtract,
     whole_box,
 )
+from vtp_plugin.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.boundary.strategies.slices import plan_sliced
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 
@@ -437,7 +439,7 @@ def test_sliced_between_equal_sides_joins_rank_to_rank(data: st.DataObject) -> N
 @SETTINGS
 @given(exchanges(), st.sampled_from(sorted(STRATEGIES)))
 def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
-    assume(strategy != "rank0" or exchange.is_for_rank0)
+    assume(not STRATEGIES[strategy].has_leaders or exchange.is_for_rank0)
     boundary = PipelineBoundary(
         upstream=0,
         downstream=1,
@@ -458,7 +460,7 @@ def test_gradients_take_the_way_back(exchange: Exchange, strategy: str) -> None:
 @given(exchanges(), st.sampled_from(sorted(STRATEGIES)), st.integers(1, 5))
 def test_header_reaches_every_rank_once_over_links_of_the_plan(exchange: Exchange, strategy: str, length: int) -> None:
     has_rank0 = len(exchange.src.ranks_by_cp) == len(exchange.dst.ranks_by_cp) == 1
-    assume(strategy != "rank0" or has_rank0)
+    assume(not STRATEGIES[strategy].has_leaders or has_rank0)
     spec = exchange.spec(strategy)
     header = spec.plan_header(length)
     assert (header.src.shape, header.src.ranks, header.dst.ranks) == ((length,), exchange.src.ranks, exchange.dst.ranks)

@@ -16,9 +16,10 @@ from tests.property.test_boundary_properties import (
     legal_step,
     stage,
 )
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan
+from vtp_plugin.boundary.check import check
+from vtp_plugin.boundary.plan import BoundaryPlan, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.side import Side
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 
 
 @st.composite

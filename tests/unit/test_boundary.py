@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
 
+from tests.import_rules import sources
 from tests.plans import is_replicated, link_bytes, reversed_plan
-from vtp_plugin.boundary import rules as rules_module
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check, egress_bytes, ingress_bytes, require_valid
+from vtp_plugin.boundary.check import check, require_valid
 from vtp_plugin.boundary.header import plan_header
 from vtp_plugin.boundary.memory import local_slices
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import (
     NO_COLLECTIVE,
-    STRATEGIES,
     BoundaryPlan,
     Collective,
     CollectiveKind,
     Transfer,
-    plan_divided,
-    plan_rank0,
-    plan_sliced,
+    egress_bytes,
+    ingress_bytes,
 )
 from vtp_plugin.boundary.portions import MAX_PORTIONS, cut_into_portions
-from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.side import Side
 from vtp_plugin.boundary.spread import (
     Box,
@@ -42,6 +41,11 @@ from vtp_plugin.boundary.spread import (
     subtract,
     volume,
 )
+from vtp_plugin.boundary.strategies import rules as rules_module
+from vtp_plugin.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.boundary.strategies.rules import TransportRules
+from vtp_plugin.boundary.strategies.slices import plan_divided, plan_sliced
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
@@ -308,20 +312,33 @@ class TestSliced:
 
 class TestRegistry:
     def test_names(self) -> None:
-        assert dict(STRATEGIES) == {"rank0": plan_rank0, "sliced": plan_sliced, "divided": plan_divided}
+        planners = {name: strategy.plan for name, strategy in STRATEGIES.items()}
+        assert planners == {"rank0": plan_rank0, "sliced": plan_sliced, "divided": plan_divided}
 
     @pytest.mark.parametrize("name", STRATEGIES)
     def test_plans_carry_their_name(self, name: str) -> None:
-        assert STRATEGIES[name](replicated(SHAPE, (0,)), replicated(SHAPE, (1, 2))).strategy == name
+        assert STRATEGIES[name].plan(replicated(SHAPE, (0,)), replicated(SHAPE, (1, 2))).strategy == name
 
     def test_read_only(self) -> None:
         with pytest.raises(TypeError):
-            STRATEGIES["rank0"] = plan_sliced  # type: ignore[index]
+            STRATEGIES["rank0"] = STRATEGIES["sliced"]  # type: ignore[index]
+
+    def test_who_asks_what_a_strategy_is_like_reads_its_row(self) -> None:
+        asking = {
+            module
+            for module, source in sources()
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Compare)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant) and part.value in list(STRATEGIES)
+        }
+        # Words for people: what the rules choose, and which flag decides between slices and the leaders.
+        assert asking == {"vtp_plugin.boundary.strategies.rules", "vtp_plugin.cli.plan"}
 
     def test_shapes_must_agree(self) -> None:
-        for planner in STRATEGIES.values():
+        for strategy in STRATEGIES.values():
             with pytest.raises(PlanError, match="shape"):
-                planner(replicated((4,), (0,)), replicated((5,), (1,)))
+                strategy.plan(replicated((4,), (0,)), replicated((5,), (1,)))
 
     def test_the_gradient_of_a_broadcast_comes_from_the_leader_alone(self) -> None:
         plan = reversed_plan(plan_rank0(replicated(SHAPE, (0, 1)), replicated(SHAPE, (2, 3, 4))))
@@ -788,6 +805,18 @@ class TestTransportRules:
             assert rules.choose(layout, 1, 2) == expected, (known, layout)
             assert rules.rivals(layout, 1, 2) == (("sliced",) if expected is tried else ())
 
+    @pytest.mark.parametrize("tp", list(itertools.product(range(1, 5), repeat=2)), ids=str)
+    def test_what_a_run_tries_needs_no_rank_and_no_group_that_is_not_there(self, tp: tuple[int, int]) -> None:
+        layout = PipelineLayout.from_sizes((*tp, 1), world_size=sum(tp) + 1)
+        rules = TransportRules(tensor_bytes=rules_module.SLICED_FROM_BYTES)
+        boundary = pipeline_boundaries(layout, is_ring=False, rules=rules)[0]
+        assert bool(boundary.rivals) is (tp != (1, 1))
+        for opened in map(boundary.channel, Direction):
+            for rival in boundary.rivals:
+                tried = dataclasses.replace(opened, strategy=rival)
+                assert set(tried.participants) <= set(opened.participants)
+                assert set(tried.gathering_groups) <= set(opened.gathering_groups)
+
 
 def test_messages_of_a_mebibyte_cross_whole() -> None:
     """Portions of 256 KiB made 4 MiB a third slower between 2 and 3 ranks, `python -m benchmarks.boundary`."""
@@ -805,7 +834,7 @@ def test_messages_of_a_mebibyte_cross_whole() -> None:
 )
 def test_messages_are_cut_only_where_portions_are_swapped(strategy: str, dst: tuple[int, ...], is_cut: bool) -> None:
     shape = (4096, 1, 4096)
-    plan = STRATEGIES[strategy](replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
+    plan = STRATEGIES[strategy].plan(replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
     parcel = Parcel(
         plan=plan, dtype=torch.float32, cargo=Cargo.ACTIVATION, position="here", peer="there", in_portions=True
     )

@@ -27,7 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from vtp_plugin.boundary.check import require_valid as require_valid_plan
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.side import Side
-from vtp_plugin.boundary.plan import Collective, CollectiveKind, Transfer, plan_rank0, plan_sliced
+from vtp_plugin.boundary.plan import Collective, CollectiveKind, Transfer
+from vtp_plugin.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.boundary.strategies.slices import plan_sliced
 from vtp_plugin.boundary.spread import Spread, replicated
 from vtp_plugin.errors import VtpError
 from vtp_plugin.layout.pipeline import PipelineLayout

@@ -16,7 +16,7 @@ import vtp_plugin
 from tests.hosts import PYTHON_PATH, host_name
 from tests.import_rules import ROOT
 from tests.lines import error_line
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.cli import activation_flags, main, model_flags
 from vtp_plugin.cli.flags import known_flags
 from vtp_plugin.ground.flag import Flag

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"

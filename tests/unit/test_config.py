@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.boundary.strategies.table import STRATEGIES
+from vtp_plugin.config import VtpConfig, flags_of_fields, merge
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
 from vtp_plugin.options.derived import choose_cp_sizes
@@ -20,6 +21,14 @@ SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
 def test_text_and_sequence_give_the_same(sizes: list[int]) -> None:
     text = " , ".join(str(size) for size in sizes)
     assert parse_size_list(text) == parse_size_list(sizes) == tuple(sizes)
+
+
+def test_the_flag_offers_the_strategies_that_say_what_they_do() -> None:
+    (flag,) = (flag for flag in flags_of_fields() if flag.field == "transport")
+    helps = {name: strategy.help for name, strategy in STRATEGIES.items() if strategy.help is not None}
+    assert flag.choices == ("auto", *helps) == ("auto", "rank0", "sliced", "divided")
+    assert flag.metavar == "auto|rank0|sliced|divided"
+    assert all(f"{name} {what}" in flag.help for name, what in helps.items())
 
 
 def test_auto_stays() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.import_rules import ROOT
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.replicas import DpMode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vtp_plugin
 from vtp_plugin.boundary import channel_spec
-from vtp_plugin.boundary.plan import BoundaryPlan, Planner
+from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.spread import Spread
+from vtp_plugin.boundary.strategies.strategy import Strategy
 
 
 @pytest.fixture(name="plans")
@@ -21,15 +23,15 @@ def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List the strategy of every plan that is made from now on."""
     made: list[str] = []
 
-    def counted(name: str, planner: Planner) -> Planner:
+    def counted(strategy: Strategy) -> Strategy:
         def plan(src: Spread, dst: Spread) -> BoundaryPlan:
-            made.append(name)
-            return planner(src, dst)
+            made.append(strategy.name)
+            return strategy.plan(src, dst)
 
-        return plan
+        return dataclasses.replace(strategy, plan=plan)
 
-    planners = {name: counted(name, planner) for name, planner in channel_spec.STRATEGIES.items()}
-    monkeypatch.setattr(channel_spec, "STRATEGIES", MappingProxyType(planners))
+    strategies = {name: counted(strategy) for name, strategy in channel_spec.STRATEGIES.items()}
+    monkeypatch.setattr(channel_spec, "STRATEGIES", MappingProxyType(strategies))
     return made
 
 

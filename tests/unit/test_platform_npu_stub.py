@@ -116,7 +116,7 @@ CHANNELS = (
     + """
     import sys, types
     from vtp_plugin.boundary.pipeline import pipeline_boundaries
-    from vtp_plugin.boundary.rules import TransportRules
+    from vtp_plugin.boundary.strategies.rules import TransportRules
     from vtp_plugin.layout.channel import Direction
     from vtp_plugin.layout.pipeline import PipelineLayout
     from vtp_plugin.runtime.step.communicator import open_channels

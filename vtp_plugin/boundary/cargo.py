@@ -39,4 +39,4 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         Cargo.WARM_UP: "a single zero for every link, at start-up",
     }
 )
-"""The form of each kind of message, for people; `scripts/make_docs.py` copies it into the documents."""
+"""The form of each kind of message, for people; `scripts/make_docs.py` puts it into the documents."""

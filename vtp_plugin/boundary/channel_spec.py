@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.header import HeaderCodec, Whole, plan_header
 from vtp_plugin.boundary.memory import Widths
-from vtp_plugin.boundary.plan import STRATEGIES, BoundaryPlan, CollectiveKind
+from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.boundary.side import Shape, Side, Sizes, number_ranks
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class ChannelSpec:
         name: Boundary and direction for error messages: `boundary 0->1, forward`.
         src: Side that sends.
         dst: Side that receives.
-        strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
+        strategy: Key of :data:`~vtp_plugin.boundary.strategies.table.STRATEGIES`.
         unit: What the sequence number of a message counts, for error messages.
         cargo: What the messages are, apart from headers.
         tensor_bytes: Size of the whole tensor of a message; None if it is not known beforehand.
@@ -53,7 +54,7 @@ class ChannelSpec:
             ConfigError: The sequence does not divide evenly, or the strategy cannot carry the tensor.
         """
         src, dst = self.src.spread(shape, is_sharded=src_sharded), self.dst.spread(shape, is_sharded=dst_sharded)
-        return STRATEGIES[self.strategy](src, dst)
+        return STRATEGIES[self.strategy].plan(src, dst)
 
     @functools.cached_property
     def probe(self) -> BoundaryPlan:

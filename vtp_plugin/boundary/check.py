@@ -1,4 +1,4 @@
-"""Proof that a boundary plan delivers what it must, and the bytes it costs.
+"""Proof that a boundary plan delivers what it must, by the links that its strategy promises.
 
 All arithmetic is on boxes, so the cost of a proof depends on the number of transfers, not on the size of the tensor.
 """
@@ -18,9 +18,9 @@ from vtp_plugin.boundary.spread import (
     overlaps,
     rows_of,
     subtract,
-    volume,
     whole_box,
 )
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import PlanError
 
 
@@ -31,12 +31,12 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
     the start, which adds up what the source's spread says, and nothing else; each rank of `plan.dst` gets every element
     of its boxes exactly once, finish included, and no other element; the members of the finish contribute what it needs
     (to an all-gather each its even cut of the rows, to a broadcast or scatter only the root anything); a pair of ranks
-    has at most one transfer; no link carries more than the strategy promises (rank0: one transfer between two leaders;
-    sliced and divided: each rank an even share). Each problem is one line; their order is fixed. Malformed ranks or
-    boxes are reported alone, because nothing else can be computed.
+    has at most one transfer; no link carries more than the strategy's row promises (rank0: one transfer between two
+    leaders; sliced and divided: each rank an even share). Each problem is one line; their order is fixed. Malformed
+    ranks or boxes are reported alone, because nothing else can be computed.
 
     >>> from dataclasses import replace
-    >>> from vtp_plugin.boundary.plan import plan_sliced
+    >>> from vtp_plugin.boundary.strategies.slices import plan_sliced
     >>> from vtp_plugin.boundary.spread import replicated
     >>> plan = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
     >>> check(plan)
@@ -189,52 +189,5 @@ def _pair_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 def _promise_problems(plan: BoundaryPlan) -> Iterator[str]:
     """Yield the promises of the strategy that the plan breaks."""
-    if plan.strategy == "rank0":
-        leaders = [
-            (source[0], wanting[0])
-            for wanting in plan.dst.columns
-            for source in plan.src.columns
-            if intersect(plan.src.column_box(source[0]), plan.dst.column_box(wanting[0]))
-        ]
-        links = [(transfer.src, transfer.dst) for transfer in plan.transfers]
-        if links != leaders:
-            yield f"strategy rank0 has transfers on the links {links}, not on {leaders}"
-    elif plan.strategy in ("sliced", "divided"):
-        sides = (
-            ("source", plan.src, egress_bytes(plan, itemsize_bytes=1)),
-            ("destination", plan.dst, ingress_bytes(plan, itemsize_bytes=1)),
-        )
-        # Between equal sides each rank sends all it has to its peer.
-        is_paired = plan.strategy == "sliced" and [h.boxes for h in plan.src.holdings] == [
-            h.boxes for h in plan.dst.holdings
-        ]
-        for side, spread, num_elements in sides:
-            share = spread if is_paired else spread.divided()
-            for rank, carried in num_elements.items():
-                fair = sum(volume(box) for box in share.boxes_of(rank))
-                if carried > fair:
-                    yield (
-                        f"strategy {plan.strategy} moves {carried} elements at {side} rank {rank}, more than its {fair}"
-                    )
-
-
-def egress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
-    """Return the bytes that each source rank sends in transfers.
-
-    >>> from vtp_plugin.boundary.plan import plan_rank0
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> egress_bytes(plan_rank0(replicated((4, 2), (0, 1)), replicated((4, 2), (2,))), itemsize_bytes=2)
-    {0: 16, 1: 0}
-    """
-    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.sends_of(rank)) for rank in plan.src.ranks}
-
-
-def ingress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
-    """Return the bytes that each destination rank receives in transfers.
-
-    >>> from vtp_plugin.boundary.plan import plan_rank0
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> ingress_bytes(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))), itemsize_bytes=2)
-    {1: 16, 2: 0}
-    """
-    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.receives_of(rank)) for rank in plan.dst.ranks}
+    if plan.strategy in STRATEGIES:
+        yield from STRATEGIES[plan.strategy].promise(plan)

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, CollectiveKind, Transfer, inside
 from vtp_plugin.boundary.spread import Box, Holding, Spread
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError
 
 Whole = tuple[int, ...]
@@ -190,7 +191,7 @@ def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]]
         length: Of the vector.
         shares: Ranks of every sending replica; empty for one. With several the tensor is `[shares, length]`.
 
-    >>> from vtp_plugin.boundary.plan import plan_sliced
+    >>> from vtp_plugin.boundary.strategies.slices import plan_sliced
     >>> from vtp_plugin.boundary.spread import replicated
     >>> print(plan_header(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))), 3).describe())
     0 -> 2 [0:3]
@@ -204,7 +205,7 @@ def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]]
         ((share, share + 1), (0, length)) if has_rows else ((0, length),) for share in range(len(shares))
     ]
     share_of = {rank: share for share, ranks in enumerate(shares) for rank in ranks}
-    has_leaders = plan.strategy == "rank0"
+    has_leaders = STRATEGIES[plan.strategy].has_leaders
     columns = plan.dst.columns if has_leaders else [(rank,) for rank in plan.dst.ranks]
     transfers: list[Transfer] = []
     boxes: dict[int, tuple[Box, ...]] = {}

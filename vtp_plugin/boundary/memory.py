@@ -9,7 +9,7 @@ from vtp_plugin.errors import PlanError
 
 Widths = Sequence[int]
 """Length in memory of every unit of the second dimension, where a plan counts units and not elements; see
-:class:`vtp_plugin.boundary.bridge.BridgeSpec`."""
+:class:`vtp_plugin.boundary.bridge_spec.BridgeSpec`."""
 
 
 def local_slices(box: Box, holding: Holding, widths: Widths | None = None) -> tuple[slice, ...]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.rules import TransportRules
 from vtp_plugin.boundary.side import Side
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
@@ -31,7 +31,7 @@ class PipelineBoundary:
         cp_rank: Context-parallel rank of the replica; None if the sizes differ and the boundary joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
-        strategy: Key of :data:`~vtp_plugin.boundary.plan.STRATEGIES`.
+        strategy: Key of :data:`~vtp_plugin.boundary.strategies.table.STRATEGIES`.
         is_shared: Whether ranks of one stage have several such boundaries, one for each replica that they serve.
         tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
         rivals: Strategies that a run tries as well at its start.

@@ -1,20 +1,19 @@
 """What crosses a boundary between two stages: transfers between ranks, with a collective before and after.
 
-A plan is data. A planner of :data:`STRATEGIES` makes it from the :class:`~vtp_plugin.boundary.spread.Spread` of one
-tensor upstream and the spread downstream, :mod:`vtp_plugin.boundary.check` proves it, and the runtime carries it out
-without knowing which planner made it. Gradients do not take the same plan in reverse: after a broadcast every
-destination has the whole gradient and only one of them needs to send it, so the strategy plans each direction.
+A plan is data. A planner of :mod:`vtp_plugin.boundary.strategies` makes it from the
+:class:`~vtp_plugin.boundary.spread.Spread` of one tensor upstream and the spread downstream,
+:mod:`vtp_plugin.boundary.check` proves it, and the runtime carries it out without knowing which planner made it.
+Gradients do not take the same plan in reverse: after a broadcast every destination has the whole gradient and only one
+of them needs to send it, so the strategy plans each direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
-from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, intersect, volume, whole_box
-from vtp_plugin.errors import LayoutError, PlanError
+from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, volume, whole_box
+from vtp_plugin.errors import PlanError
 from vtp_plugin.ground.text_enum import TextEnum
 
 
@@ -105,7 +104,8 @@ class BoundaryPlan:
         start: What ranks of `src` do together before the transfers: nothing, GATHER, or SUM.
         transfers: All messages of one exchange, at most one for each pair of ranks.
         finish: What ranks of `dst` do together after the transfers.
-        strategy: Name of the planner in :data:`STRATEGIES`, or `header`, which promises nothing about its links.
+        strategy: Key of :data:`~vtp_plugin.boundary.strategies.table.STRATEGIES`; or `header` or `in place`, which
+            promise nothing about their links.
     """
 
     src: Spread
@@ -146,6 +146,7 @@ class BoundaryPlan:
         """Write the start, one line for each transfer, and the finish.
 
         >>> from vtp_plugin.boundary.spread import replicated
+        >>> from vtp_plugin.boundary.strategies.leaders import plan_rank0
         >>> print(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))).describe())
         0 -> 1 [0:4, 0:2]
         broadcast in (1, 2)
@@ -170,150 +171,35 @@ def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
     return ((0, spread.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
 
 
-Planner = Callable[[Spread, Spread], BoundaryPlan]
-"""Makes the plan from the upstream to the downstream spread; equal arguments give equal plans on every rank."""
-
-
-def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
-
-    This uses one link, whatever the sizes of the stages. Each side is replicated, or sharded with one box on every
-    rank: the leader gathers a sharded source first, and scatters to a sharded destination. If a side consists of
-    replicas with different samples (:attr:`~vtp_plugin.boundary.spread.Spread.columns`), each replica has a leader, and
-    every two leaders with samples in common have a link.
-
-    Raises:
-        ConfigError: A rank holds no box or several, as under context parallelism.
-
-    >>> from vtp_plugin.boundary.spread import replicated, sharded
-    >>> print(plan_rank0(sharded((4, 2), (0, 1), dim=0), replicated((4, 2), (2, 3, 4))).describe())
-    gather in (0, 1)
-    0 -> 2 [0:4, 0:2]
-    broadcast in (2, 3, 4)
-    """
-    _require_same_shape(src, dst)
-    for spread in (src, dst):
-        if not _is_for_leaders(spread):
-            raise LayoutError(
-                f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {spread.ranks} hold "
-                "several or none (unequal context parallelism): use --vtp-transport sliced there"
-            )
-    transfers = [
-        Transfer(src=source[0], dst=wanting[0], boxes=(box,))
-        for wanting in dst.columns
-        for source in src.columns
-        if (box := intersect(src.column_box(source[0]), dst.column_box(wanting[0])))
-    ]
-    spreading = CollectiveKind.SCATTER if _is_in_slices(dst) else CollectiveKind.BROADCAST
-    return BoundaryPlan(
-        src=src,
-        dst=dst,
-        start=inside(CollectiveKind.GATHER, src) if _is_in_slices(src) else NO_COLLECTIVE,
-        transfers=tuple(transfers),
-        finish=inside(spreading, dst),
-        strategy="rank0",
-    )
-
-
-def _is_for_leaders(spread: Spread) -> bool:
-    """Whether each rank has one box, and the boxes of a column are copies of all its rows, or slices of them."""
-    has_one_box_each = all(len(holding.boxes) == 1 for holding in spread.holdings)
-    num_boxes = len({holding.boxes for holding in spread.holdings})
-    return has_one_box_each and num_boxes in (len(spread.columns), len(spread.ranks))
-
-
-def _is_in_slices(spread: Spread) -> bool:
-    """Whether ranks hold slices, not copies; the leader, which is never empty, shows it."""
-    leader = spread.ranks[0]
-    return spread.boxes_of(leader) != (spread.column_box(leader),)
-
-
 def inside(kind: CollectiveKind, spread: Spread) -> Collective:
     """Return the collective inside every column of a spread that has several ranks."""
     groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
     return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
 
 
-def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces directly.
-
-    Ranks with equal boxes divide these into even pieces of rows, so a source rank sends at most ``ceil(rows / tp_src)``
-    rows and a destination rank receives at most ``ceil(rows / tp_dst)``, for any two sizes. Ranks that need copies
-    complete them by an all-gather; sharded ranks already have their part. If both sides hold the same boxes rank by
-    rank, each rank sends all it has to its peer, as between stages of stock Megatron.
-
-    Transfers are ordered by the positions of destination and source in their spreads.
-
-    >>> from vtp_plugin.boundary.spread import replicated, sharded
-    >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))).describe())
-    0 -> 2 [0:2]
-    0 -> 3 [2:3]
-    1 -> 3 [3:4]
-    1 -> 4 [4:6]
-    all-gather in (2, 3, 4)
-    >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3))).describe())
-    0 -> 2 [0:6]
-    1 -> 3 [0:6]
-    """
-    _require_same_shape(src, dst)
-    if src.summands or [holding.boxes for holding in src.holdings] != [holding.boxes for holding in dst.holdings]:
-        return replace(plan_divided(src, dst), strategy="sliced")
-    pairs = zip(src.holdings, dst.ranks, strict=True)
-    # A peer's copy is complete: cutting it and gathering the pieces again would only add a collective.
-    return BoundaryPlan(
-        src=src,
-        dst=dst,
-        start=NO_COLLECTIVE,
-        transfers=tuple(Transfer(src=h.rank, dst=rank, boxes=tuple(sorted(h.boxes))) for h, rank in pairs if h.boxes),
-        finish=NO_COLLECTIVE,
-        strategy="sliced",
-    )
-
-
-def plan_divided(src: Spread, dst: Spread) -> BoundaryPlan:
-    """Cut both sides evenly, and send each overlap once: no element crosses twice, also between equal sides.
-
-    Ranks whose tensors must be added up (:attr:`~vtp_plugin.boundary.spread.Spread.summands`) add up what each of them
-    sends.
-
-    >>> from vtp_plugin.boundary.spread import replicated
-    >>> print(plan_divided(replicated((6,), (0, 1)), replicated((6,), (2, 3))).describe())
-    0 -> 2 [0:3]
-    1 -> 3 [3:6]
-    all-gather in (2, 3)
-    """
-    _require_same_shape(src, dst)
-    copies = tuple(group for group in dst.copies if len(group) > 1 and dst.boxes_of(group[0]))
-    return BoundaryPlan(
-        src=src,
-        dst=dst,
-        start=Collective(kind=CollectiveKind.SUM, groups=src.summands) if src.summands else NO_COLLECTIVE,
-        transfers=tuple(_overlaps(src.divided(), dst.divided())),
-        finish=Collective(kind=CollectiveKind.ALL_GATHER, groups=copies) if copies else NO_COLLECTIVE,
-        strategy="divided",
-    )
-
-
-def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
-    """List a transfer from each source to each destination that needs some of its elements."""
-    transfers = []
-    # Destination first: every rank then has the same order of messages, which backends without tags rely on.
-    for wanting in dst.holdings:
-        for holding in src.holdings:
-            common = [intersect(box, wanted) for box in holding.boxes for wanted in wanting.boxes]
-            boxes = tuple(sorted(box for box in common if box is not None))
-            if boxes:
-                transfers.append(Transfer(src=holding.rank, dst=wanting.rank, boxes=boxes))
-    return transfers
-
-
-STRATEGIES: Mapping[str, Planner] = MappingProxyType(
-    {"rank0": plan_rank0, "sliced": plan_sliced, "divided": plan_divided}
-)
-"""Planner of every strategy; a plan carries the name of the strategy that made it."""
-
-
-def _require_same_shape(src: Spread, dst: Spread) -> None:
+def require_same_shape(src: Spread, dst: Spread) -> None:
     """Refuse spreads of tensors of different shapes."""
     if src.shape != dst.shape:
         raise PlanError(f"the shape is {src.shape} upstream and {dst.shape} downstream")
+
+
+def egress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
+    """Return the bytes that each source rank sends in transfers.
+
+    >>> from vtp_plugin.boundary.strategies.leaders import plan_rank0
+    >>> from vtp_plugin.boundary.spread import replicated
+    >>> egress_bytes(plan_rank0(replicated((4, 2), (0, 1)), replicated((4, 2), (2,))), itemsize_bytes=2)
+    {0: 16, 1: 0}
+    """
+    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.sends_of(rank)) for rank in plan.src.ranks}
+
+
+def ingress_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[int, int]:
+    """Return the bytes that each destination rank receives in transfers.
+
+    >>> from vtp_plugin.boundary.strategies.leaders import plan_rank0
+    >>> from vtp_plugin.boundary.spread import replicated
+    >>> ingress_bytes(plan_rank0(replicated((4, 2), (0,)), replicated((4, 2), (1, 2))), itemsize_bytes=2)
+    {1: 16, 2: 0}
+    """
+    return {rank: itemsize_bytes * sum(t.num_elements for t in plan.receives_of(rank)) for rank in plan.dst.ranks}

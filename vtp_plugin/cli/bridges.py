@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.cli.boundaries import PlansView, explain, format_bytes
 from vtp_plugin.cli.flags import check_unknown
 from vtp_plugin.errors import ConfigError

@@ -26,7 +26,7 @@ from vtp_plugin.ground.mindspeed import has_mindspeed, loaded_adaptor
 from vtp_plugin.hosts import family_of, find_megatron, find_torch, problems_of
 
 if TYPE_CHECKING:
-    from vtp_plugin.config import DeviceName
+    from vtp_plugin.ground.values import DeviceName
     from vtp_plugin.patching import PatchStatus
 
 _OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # with them Megatron takes other paths

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse

@@ -20,10 +20,10 @@ from vtp_plugin.config.failure import Failure, LogLevelName
 from vtp_plugin.config.trust import Trust
 from vtp_plugin.config.what import DpModeName, TransportName, What
 from vtp_plugin.config.when import ScheduleName, When
-from vtp_plugin.config.where import DeviceName, Where
+from vtp_plugin.config.where import Where
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.ground.flag import Flag
-from vtp_plugin.ground.values import format_value
+from vtp_plugin.ground.values import DeviceName, format_value
 
 __all__ = [
     "DeviceName",
@@ -78,7 +78,7 @@ def flags_of_fields() -> tuple[Flag, ...]:
     """List the flags of all fields, in their order.
 
     The name of a flag is ``--vtp-`` and the field's name, the keyword is the field's name, unless the field says
-    otherwise. The names of a Literal type are the choices.
+    otherwise. The names of a Literal type are the choices, where the field names none.
 
     >>> flag = flags_of_fields()[0]
     >>> flag.name, flag.keyword, flag.field
@@ -89,9 +89,9 @@ def flags_of_fields() -> tuple[Flag, ...]:
     for field in dataclasses.fields(VtpConfig):
         choices = get_args(types[field.name]) if get_origin(types[field.name]) is Literal else ()
         name = f"--vtp-{field.name.replace('_', '-')}"
-        given: dict[str, Any] = {"name": name, "keyword": field.name, **field.metadata}
-        given["metavar"] = given["metavar"] or "|".join(choices) or None
-        flags.append(Flag(**given, field=field.name, choices=choices))
+        given: dict[str, Any] = {"name": name, "keyword": field.name, "choices": choices, **field.metadata}
+        given["metavar"] = given["metavar"] or "|".join(given["choices"]) or None
+        flags.append(Flag(**given, field=field.name))
     return tuple(flags)
 
 

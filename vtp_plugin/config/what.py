@@ -6,14 +6,17 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.config.declare import declare
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.ground.flag import FlagGroup, same
 from vtp_plugin.ground.values import parse_bridges, parse_bytes
 
-TransportName = Literal["auto", "rank0", "sliced", "divided"]
+TransportName = str
+"""`"auto"`, or the name of a strategy that users are offered."""
 DpModeName = Literal["multiplex", "split"]
 option = functools.partial(declare, FlagGroup.WHAT)
+_OFFERED = {name: strategy.help for name, strategy in STRATEGIES.items() if strategy.help is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +26,9 @@ class What:
     transport: TransportName = option(
         same("transport"),
         "auto",
-        "how tensors cross between stages: rank0 goes through one rank of each stage, sliced gives every link its "
-        "share, divided cuts also between stages of one size; auto (default) takes rank0 between sites and for small "
-        "tensors; for others a run tries what there is at its start and takes the fastest",
+        f"how tensors cross between stages: {', '.join(map(' '.join, _OFFERED.items()))}; auto (default) takes rank0 "
+        "between sites and for small tensors; for others a run tries what there is at its start and takes the fastest",
+        choices=("auto", *_OFFERED),
     )
     transport_threshold_bytes: int | None = option(
         same("vtp_transport_threshold"),

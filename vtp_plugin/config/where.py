@@ -10,6 +10,7 @@ from vtp_plugin.config.declare import declare
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.ground.flag import FlagGroup, own, same
 from vtp_plugin.ground.values import (
+    DeviceName,
     format_value,
     parse_cp_list,
     parse_dp_list,
@@ -19,7 +20,6 @@ from vtp_plugin.ground.values import (
     parse_size_list,
 )
 
-DeviceName = Literal["auto", "cuda", "npu", "cpu"]
 option = functools.partial(declare, FlagGroup.WHERE)
 
 

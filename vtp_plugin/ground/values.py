@@ -7,6 +7,9 @@ from typing import Literal
 
 from vtp_plugin.errors import LayoutError
 
+DeviceName = Literal["auto", "cuda", "npu", "cpu"]
+"""What a run may be asked to train on."""
+
 
 def parse_size_list(value: str | Sequence[int]) -> tuple[int, ...] | Literal["auto"]:
     """Read the tensor-parallel size of every stage from a flag's text or from a sequence of integers.

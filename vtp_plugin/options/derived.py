@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.ground.values import format_value

@@ -58,7 +58,7 @@ def draw_bridges(
         An SVG document; marks as in :func:`vtp_plugin.pictures.draw_pipeline.draw_pipeline`.
 
     >>> left, right = (DrawnModule(title=name, end=BridgeEnd(ranks=(((rank,),),))) for rank, name in enumerate("ab"))
-    >>> from vtp_plugin.boundary.bridge import BridgeSpec
+    >>> from vtp_plugin.boundary.bridge_spec import BridgeSpec
     >>> plan = BridgeSpec.between("a -> b", left.end, right.end, num_dims=3).probe
     >>> draw_bridges([left], right, [plan], title="a bridge").count('class="transfer"')
     1

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
 
 from vtp_plugin.boundary.plan import CollectiveKind
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode
 from vtp_plugin.pictures import svg
@@ -215,7 +216,8 @@ def _labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int) 
     for drawn in picture.boundaries:
         transfers = drawn.plan.transfers
         is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
-        text = "leader to leader" if drawn.plan.strategy == "rank0" else "in slices" if is_sliced else "rank to rank"
+        has_leaders = STRATEGIES[drawn.plan.strategy].has_leaders
+        text = "leader to leader" if has_leaders else "in slices" if is_sliced else "rank to rank"
         first = transfers[0].src
         boundary = drawn.boundary
         if picture.goes_round(drawn):

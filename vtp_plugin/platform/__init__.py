@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Final, Literal, get_args
 
-from vtp_plugin.config import DeviceName
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.values import DeviceName
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform, refusal
 from vtp_plugin.platform.cuda import CudaPlatform

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from vtp_plugin.boundary.rules import TransportRules
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.version import __version__

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import bridge_communicator
 from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCommInfo
 
-from vtp_plugin.boundary.bridge import BridgeSpec
 from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.patching import PatchRecord

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import BridgeSpec
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.header import TYPES, ShareHeader
-from vtp_plugin.boundary.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.boundary.memory import Widths
 from vtp_plugin.boundary.plan import BoundaryPlan
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import replicated, sharded
+from vtp_plugin.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes

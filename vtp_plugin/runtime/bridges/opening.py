@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import BridgeSpec
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.monitor import Monitor

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge import BridgeSpec, unit_widths
+from vtp_plugin.boundary.bridge_spec import BridgeSpec, unit_widths
 from vtp_plugin.boundary.header import Whole
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes

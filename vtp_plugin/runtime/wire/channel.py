@@ -125,8 +125,8 @@ class Channel:
         """Return a channel over the same groups that uses another strategy.
 
         Args:
-            strategy: needs no rank that this channel's groups lack; ``rank0`` needs fewer ranks than ``sliced``, and
-                that fewer groups than ``divided``.
+            strategy: needs no rank that this channel's groups lack; the later ones of
+                :data:`~vtp_plugin.boundary.strategies.table.STRATEGIES` need more ranks and groups than those before.
             unit: what a message counts as; default is as before.
             cargo: what it carries; default is as before.
 

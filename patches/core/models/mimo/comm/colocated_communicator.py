@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.mimo.comm import colocated_communicator
 from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection
 
-from vtp_plugin.boundary.bridge import BridgeSpec
+from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
 from vtp_plugin.patching import PatchRecord

@@ -12,7 +12,7 @@ from vtp_plugin.errors import PlanError
 def plan_in_place(src: Spread, dst: Spread) -> BoundaryPlan:
     """Let each rank take what it wants: from itself where it can, else an even part from each rank that holds it.
 
-    A transfer from a rank to itself is a copy in its memory. No collective completes the plan: whoever wants a copy
+    A transfer from a rank to itself stays in its memory. No collective completes the plan: whoever wants a copy
     gets it whole.
 
     Raises:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vtp_plugin.boundary.strategies.strategy import Ends
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.layout.pipeline import PipelineLayout
 
@@ -16,7 +18,7 @@ class TransportRules:
     """What decides how a boundary is crossed.
 
     Attributes:
-        transport: `"auto"`, `"rank0"` or `"sliced"`.
+        transport: `"auto"`, or the name of a strategy, such as `"rank0"` or `"sliced"`.
         sites: Site of every stage; empty for one site.
         tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
             None if it is not known beforehand.
@@ -41,16 +43,19 @@ class TransportRules:
         >>> [TransportRules(tensor_bytes=1 << 20).rivals(layout, v, v + 1) for v in range(2)]
         [('rank0',), ('sliced',)]
         """
+        return self._tried(layout, upstream, downstream)[:-1]
+
+    def _tried(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
+        """List what a run tries at its start, the simplest first; nothing where the choice is made before."""
         src, dst = layout.stages[upstream], layout.stages[downstream]
         is_large = self.tensor_bytes is not None and self.tensor_bytes >= SLICED_FROM_BYTES
         is_open = self.transport == "auto" and self.threshold_bytes is None and src.cp == dst.cp and is_large
         if not is_open or self._crosses_sites(upstream, downstream):
             return ()
-        if src.tp != dst.tp:
-            return ("rank0",)
         # Between equal stages there is something to cut where ranks hold copies.
         has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
-        return ("sliced",) if has_copies else ()
+        ends = Ends(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
+        return tuple(name for name, strategy in STRATEGIES.items() if strategy.is_tried(ends))
 
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
         """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
@@ -66,8 +71,9 @@ class TransportRules:
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
         crosses_sites = self._crosses_sites(upstream, downstream)
-        if src.cp != dst.cp and (self.transport == "rank0" or (self.transport == "auto" and crosses_sites)):
-            obstacle = "--vtp-transport rank0 was given" if self.transport == "rank0" else "it crosses sites"
+        has_leaders = crosses_sites if self.transport == "auto" else STRATEGIES[self.transport].has_leaders
+        if src.cp != dst.cp and has_leaders:
+            obstacle = "it crosses sites" if self.transport == "auto" else f"--vtp-transport {self.transport} was given"
             raise LayoutError(
                 f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
                 f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
@@ -79,18 +85,20 @@ class TransportRules:
             return "sliced", "context-parallel sizes differ"
         if crosses_sites:
             return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
-        rivals = self.rivals(layout, upstream, downstream)
+        *rivals, last = self._tried(layout, upstream, downstream) or ("sliced",)
         if src.tp == dst.tp:
             if rivals:
-                return "divided", "both stages have one size; a run tries rank to rank (sliced) as well at its start"
-            return "sliced", "both stages have one size: rank to rank"
+                said = " and ".join("rank to rank (sliced)" if name == "sliced" else name for name in rivals)
+                return last, f"both stages have one size; a run tries {said} as well at its start"
+            return last, "both stages have one size: rank to rank"
         limit_bytes = SLICED_FROM_BYTES if self.threshold_bytes is None else self.threshold_bytes
         if self.tensor_bytes is not None and self.tensor_bytes < limit_bytes:
             said = "where slices begin to pay" if self.threshold_bytes is None else "as --vtp-transport-threshold says"
             return "rank0", f"{self.tensor_bytes} bytes are fewer than {limit_bytes}, {said}"
         if rivals:
-            return "sliced", "the stages' sizes differ; a run tries rank0 as well at its start and takes the faster one"
-        return "sliced", "the stages' sizes differ: every link carries its share"
+            said, best = " and ".join(rivals), "faster" if len(rivals) == 1 else "fastest"
+            return last, f"the stages' sizes differ; a run tries {said} as well at its start and takes the {best} one"
+        return last, "the stages' sizes differ: every link carries its share"
 
     def _crosses_sites(self, upstream: int, downstream: int) -> bool:
         return bool(self.sites) and self.sites[upstream] != self.sites[downstream]

@@ -22,9 +22,10 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.channel_spec import ChannelSpec
 from vtp_plugin.boundary.header import BridgeHeaderCodec, Whole
 from vtp_plugin.boundary.memory import Widths
-from vtp_plugin.boundary.plan import NO_COLLECTIVE, STRATEGIES, BoundaryPlan, Transfer
+from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, Transfer
 from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, Spread
+from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError, PlanError
 
 
@@ -147,7 +148,7 @@ class BridgeSpec(ChannelSpec):
         src, dst = self.spreads(shape)
         if self.is_gradient:
             src = replace(src, summands=self.src_end.summands)
-        return STRATEGIES[self.strategy](src, dst)
+        return STRATEGIES[self.strategy].plan(src, dst)
 
     def spreads(self, shape: Shape) -> tuple[Spread, Spread]:
         """Say what both ends hold of a tensor; argument and error as for :meth:`plan`."""
