@@ -151,11 +151,9 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
         yield f"{name}: {first.boundary.strategy} ({first.reason})"
-        rivals = first.boundary.rivals
-        best = "faster" if len(rivals) == 1 else "fastest"
-        for rival in rivals:
+        for rival in first.boundary.rivals:
             by_hand = "--vtp-transport-threshold decides" if rival == "rank0" else "--vtp-transport decides"
-            yield f"  a run tries {rival} too when it starts, and takes the {best} one; {by_hand}"
+            yield f"  a run tries {rival} too when it starts, and takes the faster one; {by_hand}"
         if not is_short:
             yield from (f"  {line}" for line in explain(first))
 
