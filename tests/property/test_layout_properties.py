@@ -16,7 +16,7 @@ from vtp_plugin.layout.grid import RankGrid
 from vtp_plugin.layout.grids import ExpertGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
-from vtp_plugin.layout.share import place_in_experts, place_in_model
+from vtp_plugin.layout.share import share_of_experts, share_of_model
 
 SMALL = st.integers(1, 4)
 
@@ -194,7 +194,7 @@ def expert_layouts(draw: st.DrawFn) -> PipelineLayout:
 def test_the_ranks_of_a_place_are_true(layout: PipelineLayout) -> None:
     """All of a sum are counted once; lists that are equal somewhere are so everywhere, and count the same ranks."""
     world = range(layout.world_size)
-    dense, experts = ([place(layout, rank) for rank in world] for place in (place_in_model, place_in_experts))
+    dense, experts = ([place(layout, rank) for rank in world] for place in (share_of_model, share_of_experts))
     for places, widths in (
         (dense, [grid.tp for grid in layout.stages]),
         (experts, [grid.tp * grid.ep for grid in layout.experts]),
