@@ -1,4 +1,4 @@
-"""Examples of training scripts, started as a user does."""
+"""Examples of training scripts: in forks of processes that have imported Megatron already, or as a user starts them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ import subprocess
 import sys
 
 from tests.hosts import PYTHON_PATH, ROOT
-from tests.pool import ENVIRONMENT
+from tests.multiproc.script_cases import ScriptRun, launch, succeeded
+from tests.pool import ENVIRONMENT, Pool
 
 STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
 NUM_STEPS = 3
+CORE_ONLY = "examples/core_only.py"
 
 
-def run_example(script: str, num_ranks: int, words: str, *, is_refused: bool = False) -> str:
-    """Run a script on so many ranks for three steps; return what it prints, or where it is refused its errors."""
+def run_example(pool: Pool, script: str, num_ranks: int, words: str) -> str:
+    """Run a script on so many ranks for three steps; return what all print, one after another."""
+    return "".join(run.output for run in succeeded(_launch(pool, script, num_ranks, words)))
+
+
+def refuse_example(pool: Pool, script: str, num_ranks: int, words: str) -> list[str]:
+    """Run a script that must end badly on every rank; return what each rank prints."""
+    runs = _launch(pool, script, num_ranks, words)
+    assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-3000:]) for run in runs]
+    return [run.output for run in runs]
+
+
+def _launch(pool: Pool, script: str, num_ranks: int, words: str) -> list[ScriptRun]:
+    arguments = [*words.split(), "--steps", str(NUM_STEPS)]
+    return launch(pool, num_ranks, {"script": str(ROOT / script), "arguments": arguments, "how": "plain"})
+
+
+def start_example(script: str, num_ranks: int, words: str) -> str:
+    """Start a script by torchrun, as a user does; return what it prints."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
         [*launcher, script, *words.split(), "--steps", str(NUM_STEPS)],
@@ -26,5 +45,12 @@ def run_example(script: str, num_ranks: int, words: str, *, is_refused: bool = F
         timeout=600,
         check=False,
     )
-    assert (done.returncode != 0) is is_refused, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stderr if is_refused else done.stdout
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses_and_norms(printed: str) -> list[float]:
+    """Read the numbers that a script prints of its three steps."""
+    steps = STEP.findall(printed)
+    assert [number for number, _, _ in steps] == ["1", "2", "3"], printed[-3000:]
+    return [float(value) for step in steps for value in step[1:]]

@@ -7,6 +7,7 @@ left to reset, the exit code and the printed lines are those of a real process, 
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import faulthandler
@@ -58,6 +59,7 @@ from tests.pool_worker import _die_with
 
 # Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (
+    "vtp_plugin.patches.activation",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
@@ -74,6 +76,26 @@ for _name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+
+
+def _read_help_once() -> None:
+    """Keep what Megatron finds in its sources as the help of its flags: a third of a second, for each rank of a run."""
+    with contextlib.suppress(ImportError):
+        from megatron.training.argument_utils import ArgumentGroupFactory
+
+        read = ArgumentGroupFactory._get_field_docstrings
+        known: dict[type, dict[str, str]] = {}
+
+        def remembered(self: Any, cls: type) -> dict[str, str]:
+            if cls not in known:
+                known[cls] = read(self, cls)
+            return dict(known[cls])
+
+        ArgumentGroupFactory._get_field_docstrings = remembered
+        megatron_arguments.add_megatron_arguments(argparse.ArgumentParser())
+
+
+_read_help_once()
 
 # The dataset that Megatron makes up has 100,000 documents; building its index takes longer than training here.
 gpt_dataset.MockGPTLowLevelDataset.size = 100
@@ -92,7 +114,7 @@ def run_script(
     arguments: Sequence[str],
     by_rank: Mapping[int, Sequence[str]] | None = None,
     *,
-    how: Literal["run", "apply", "stock"] = "run",
+    how: Literal["run", "apply", "stock", "plain"] = "run",
     apply_kwargs: Mapping[str, Any] | None = None,
     script: str = EXAMPLE,
     hooks: Sequence[str] = (),
@@ -104,8 +126,8 @@ def run_script(
     Args:
         arguments: of the script.
         by_rank: further arguments of single ranks.
-        how: under ``vtp_plugin run``; with ``vtp_plugin.apply(**apply_kwargs)`` in front, as a script itself would; or
-            stock Megatron without the plugin, on the CPU platform alone.
+        how: under ``vtp_plugin run``; with ``vtp_plugin.apply(**apply_kwargs)`` in front, as a script itself would;
+            stock Megatron without the plugin, on the CPU platform alone; or plain, as it stands.
         apply_kwargs: of ``apply()``.
         script: the script.
         hooks: names in this module's ``HOOKS``, called before the script starts with the dictionary of facts; what a
@@ -124,6 +146,7 @@ def run_script(
                 "run": lambda: _run_command(script, arguments),
                 "apply": lambda: _run_with_apply(script, arguments, apply_kwargs or {}),
                 "stock": lambda: _run_stock(script, arguments),
+                "plain": lambda: _run_plain(script, arguments),
             }[how]
             os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
             hooks = ["fork_results_queue", *hooks] if "--save" in arguments else hooks
@@ -148,7 +171,12 @@ def _run_command(script: str, arguments: Sequence[str]) -> None:
 
 def _run_with_apply(script: str, arguments: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     vtp_plugin.apply(**kwargs)
+    _run_plain(script, arguments)
+
+
+def _run_plain(script: str, arguments: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
@@ -165,8 +193,7 @@ def _run_stock(script: str, arguments: Sequence[str]) -> None:
     session.choose_platform()
     host, megatron = find_host()
     apply_records(platform_records(session, load_host(host.name)), megatron.version)
-    sys.argv = [script, *arguments, "--distributed-backend", "gloo"]
-    runpy.run_path(script, run_name="__main__")
+    _run_plain(script, [*arguments, "--distributed-backend", "gloo"])
 
 
 def _be_a_process(

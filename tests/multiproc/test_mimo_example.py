@@ -1,4 +1,4 @@
-"""examples/mimo/train.py, as a user starts it: what it prints, with the plugin's bridges and with Megatron's."""
+"""examples/mimo/train.py: what it prints, with the plugin's bridges and with Megatron's."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import re
 
 import pytest
 
-from tests.multiproc.example_runs import STEP, run_example
+from tests.multiproc.example_runs import STEP, refuse_example, run_example, start_example
+from tests.pool import Pool
 
+MIMO = "examples/mimo/train.py"
+SMALL = (3, "--vision 1,1,1 --language 1,1,2 --vtp-bridges")
 DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weights: (\S+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "words"),
     [
-        (3, "--vision 1,1,1 --language 1,1,2 --vtp-bridges"),
+        SMALL,
         pytest.param(7, "--vision 1,1,2 --stages 1,2,2 --language 1,1,1 --vtp-bridges", marks=pytest.mark.full),
         pytest.param(6, "--vision 1,1,2 --stages 1:2,2:1 --language 1,1,1 --vtp-bridges", marks=pytest.mark.full),
         pytest.param(4, "--vision 1,1,2 --language 1,2,1", marks=pytest.mark.full),
     ],
 )
-def test_it_trains_as_on_one_rank(num_ranks: int, words: str) -> None:
-    printed = run_example("examples/mimo/train.py", num_ranks, words)
+def test_it_trains_as_on_one_rank(script_pool: Pool, num_ranks: int, words: str) -> None:
+    assert_right(run_example(script_pool, MIMO, num_ranks, words))
+
+
+@pytest.mark.full
+def test_started_by_torchrun() -> None:
+    assert_right(start_example(MIMO, *SMALL))
+
+
+def assert_right(printed: str) -> None:
     steps = STEP.findall(printed)
     # Spread over two grids, then alone.
     assert [number for number, *_ in steps] == ["1", "2", "3"] * 2, printed
@@ -32,8 +43,10 @@ def test_it_trains_as_on_one_rank(num_ranks: int, words: str) -> None:
 
 
 @pytest.mark.full
-def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+def test_a_batch_that_cannot_be_cut_is_refused(script_pool: Pool) -> None:
     words = "--vision 1,1,1 --stages 1:2,1:5 --language 1,1,1 --vtp-bridges"
-    errors = run_example("examples/mimo/train.py", 8, words, is_refused=True)
-    lines = [line for line in errors.splitlines() if line.startswith("[vtp rank ")]
-    assert lines and all("batch 12 cannot be cut for the 5 replicas of ranks (3, 4, 5, 6, 7)" in line for line in lines)
+    for printed in refuse_example(script_pool, MIMO, 8, words):
+        lines = [line for line in printed.splitlines() if line.startswith("[vtp rank ")]
+        assert lines and all(
+            "batch 12 cannot be cut for the 5 replicas of ranks (3, 4, 5, 6, 7)" in line for line in lines
+        )
