@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, example_script
+from tests.hosts import PYTHON_PATH
 from tests.mindspeed.launcher import launch
+from tests.multiproc import script_cases
 from tests.multiproc.script_cases import arguments, num_ranks
+from tests.pool import Pool
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
 
@@ -20,17 +22,31 @@ TIMEOUT_S = 300.0
 _NUMBERS = {name: re.compile(rf"{name}: ([\d.E+-]+)") for name in ("lm loss", "grad norm")}
 
 
-def start(script: Path | str, sizes: str, *extra: str, form: str = "run", world_size: int = 0) -> tuple[int, str]:
-    """Start a script under torchrun and return how it ended and what it wrote."""
-    ranks = world_size or num_ranks(sizes)
+def words_of(sizes: str, *extra: str, form: str = "run") -> list[str]:
+    """Give the command line of a form."""
     words = arguments(sizes, extra=[*extra, "--log-interval", "1"])
     if form == "repatch":
         # The list is given to apply(), and the platform with it.
         at = words.index("--vtp-size-list")
         del words[at : at + 2]
-    # Older Megatrons ask for the variable.
-    environment = {"PYTHONPATH": PATH, "FAKE_FORM": form, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return launch(script, words, num_ranks=ranks, is_run=form == "run", environment=environment, timeout_s=TIMEOUT_S)
+    return words
+
+
+def start(
+    pool: Pool, script: Path | str, sizes: str, *extra: str, form: str = "run", world_size: int = 0
+) -> tuple[int, str]:
+    """Start a script in forks that import Megatron and the plugin anew; return how it ended and what it wrote."""
+    job = {
+        "script": str(script),
+        "arguments": words_of(sizes, *extra, form=form),
+        "how": "run" if form == "run" else "plain",
+        "hooks": ["forget_megatron"],
+        "timeout_s": TIMEOUT_S,
+    }
+    variables = {"PYTHONPATH": PATH, "FAKE_FORM": form}
+    runs = pool.run(world_size or num_ranks(sizes), script_cases.JOB, job, timeout_s=TIMEOUT_S + 30.0, env=variables)
+    code = next((run.exit_code for run in runs if run.exit_code != 0), 0)
+    return -1 if code is None else code, "".join(run.output for run in runs)
 
 
 def numbers(output: str) -> dict[str, list[float]]:
@@ -45,26 +61,37 @@ def assert_same(output: str, reference: dict[str, list[float]]) -> None:
     assert found["grad norm"] == pytest.approx(reference["grad norm"], abs=2e-3)
 
 
-def assert_one_line(code: int, output: str) -> None:
-    """Check that the ranks ended with their line: the only stack trace is the launcher's."""
+def assert_one_line(code: int, output: str, *, of_launcher: int = 0) -> None:
+    """Check that the ranks ended with their line: the only stack traces are the launcher's."""
     assert code != 0
-    assert output.count("Traceback (most recent call last)") == 1, output[-6000:]
-    assert "ChildFailedError" in output
+    assert output.count("Traceback (most recent call last)") == of_launcher, output[-6000:]
+    assert output.count("ChildFailedError") == of_launcher
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, list[float]]:
+def reference(script_pool: Pool) -> dict[str, list[float]]:
     """The uniform run, without the fake."""
-    code, output = start(example_script(), "1,1")
-    assert code == 0, output[-4000:]
-    found = numbers(output)
+    found = numbers(script_cases.train(script_pool, "1,1")[-1].output)
     assert [len(values) for values in found.values()] == [4, 4]
     return found
 
 
 @pytest.mark.parametrize("form", ["run", "repatch", pytest.param("two lines", marks=pytest.mark.full)])
-def test_trains_as_the_uniform_run(reference: dict[str, list[float]], form: str) -> None:
-    code, output = start(SCRIPT, "1,2", form=form)
+def test_trains_as_the_uniform_run(script_pool: Pool, reference: dict[str, list[float]], form: str) -> None:
+    assert_right(*start(script_pool, SCRIPT, "1,2", form=form), reference)
+
+
+@pytest.mark.full
+def test_started_by_torchrun(reference: dict[str, list[float]]) -> None:
+    # Older Megatrons ask for the last variable.
+    environment = {"PYTHONPATH": PATH, "FAKE_FORM": "run", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    words = words_of("1,2")
+    started = launch(SCRIPT, words, num_ranks=3, is_run=True, environment=environment, timeout_s=TIMEOUT_S)
+    assert_right(*started, reference)
+
+
+def assert_right(code: int, output: str, reference: dict[str, list[float]]) -> None:
+    """Check what a run says that should train as the uniform one."""
     assert code == 0, output[-6000:]
     assert_same(output, reference)
     # Our replacements lie around the fake's, and both run.
@@ -73,27 +100,26 @@ def test_trains_as_the_uniform_run(reference: dict[str, list[float]], form: str)
 
 
 @pytest.mark.full
-def test_u_shape_takes_the_flags_of_both() -> None:
+def test_u_shape_takes_the_flags_of_both(script_pool: Pool) -> None:
     """MindSpeed-LLM would act on them while its adaptor is imported: under `run` it does not see them."""
     extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
-    code, output = start(SCRIPT, "1,2", *extra)
+    code, output = start(script_pool, SCRIPT, "1,2", *extra)
     assert code == 0, output[-6000:]
-    _, without_fake = start(example_script(), "1,2", *extra)
-    assert_same(output, numbers(without_fake))
+    without_fake = script_cases.train(script_pool, "1,2", extra)
+    assert_same(output, numbers("".join(run.output for run in without_fake)))
 
 
-def test_own_u_shape_in_place_is_refused() -> None:
-    code, output = start(
-        SCRIPT, "1,2", "--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", form="two lines"
-    )
+def test_own_u_shape_in_place_is_refused(script_pool: Pool) -> None:
+    extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
+    code, output = start(script_pool, SCRIPT, "1,2", *extra, form="two lines")
     assert_one_line(code, output)
     assert output.count("MindSpeed-LLM's own --layerwise-disaggregated-training is in place") >= 3
 
 
-def test_adaptor_after_apply_ends_the_run(tmp_path: Path) -> None:
+def test_adaptor_after_apply_ends_the_run(script_pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text("import vtp_plugin\nvtp_plugin.apply()\nimport mindspeed.megatron_adaptor\n")
-    code, output = start(script, "1,1", form="two lines", world_size=1)
+    code, output = start(script_pool, script, "1,1", form="two lines", world_size=1)
     assert_one_line(code, output)
     assert "MindSpeed's adaptor is imported after vtp_plugin.apply()" in output
     assert "import mindspeed.megatron_adaptor" in output

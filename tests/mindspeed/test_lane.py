@@ -245,5 +245,5 @@ def test_a_refused_feature_names_its_flag() -> None:
     # On 0.16 MindSpeed's own code for --optimize-send-recv-comm imports a name that this Megatron has not.
     flag = "--optimize-send-recv-comm" if host_name() == "0.12" else "--unaligned-linear"
     code, output = start("1,2", flag)
-    assert_one_line(code, output)
+    assert_one_line(code, output, of_launcher=1)
     assert re.search(rf"{flag} with --vtp-size-list 1,2; .*leave it out", output), output[-4000:]

@@ -489,6 +489,15 @@ def _fork_results_queue(facts: dict[str, Any]) -> None:
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
+def _forget_megatron(facts: dict[str, Any]) -> None:
+    """Let the script import Megatron and the plugin anew, beside the packages that its environment's path names."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("megatron", "vtp_plugin"):
+            del sys.modules[name]
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    importlib.invalidate_caches()
+
+
 def _make_up_all_documents(facts: dict[str, Any]) -> None:
     """Have Megatron make up as much data as it does by itself."""
     gpt_dataset.MockGPTLowLevelDataset.size = 100000
@@ -517,6 +526,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_memory": _note_memory,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,
+    "forget_megatron": _forget_megatron,
     "watch_edge": leak_watch.watch_edge,
     "plant_leaks": leak_watch.plant_leaks,
     "record_posts": leak_watch.record_posts,
