@@ -136,7 +136,7 @@ def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     Raises:
         PatchError: this Megatron has no bridges that we can stand in for.
     """
-    if not host.is_newest:
+    if not host.can("bridges"):
         raise PatchError(
             f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
             "leave it out"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vtp_plugin.ground.flag import Flag
+    from vtp_plugin.hosts import Capability, Host
     from vtp_plugin.patching import Record
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -37,6 +38,13 @@ SITES_INTRO = """\
 
 At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
 the statement (`vtp_plugin/options/checks/sites.py`), and so are these of the plugin's own (`vtp_plugin/config`):
+"""
+VERSIONS_INTRO = """\
+# Versions of Megatron
+
+What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/hosts/table.py`). 0.15 belongs to 0.16.
+With 0.19, 0.18 and 0.17 it was torch 2.15 (a CUDA build without a driver), with 0.16 torch 2.6, with 0.12 torch 2.7.1.
+`apply()` warns of what was not run. What is refused ends the run at its start, with the way out.
 """
 PATCHES_INTRO = """\
 # Patches
@@ -120,6 +128,7 @@ def render() -> dict[str, str]:
         "ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
+        "versions.md": f"{VERSIONS_INTRO}\n{NOTE}\n\n{_hosts()}\n",
         "architecture.md": _filled("architecture.md", {"layers": _layers()}),
         "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
         "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
@@ -162,6 +171,28 @@ def _layers() -> str:
 
     lines = ["   ".join(map(show, sorted(layer))) for layer in reversed(LAYERS)]
     return "\n".join(["```text", *lines, "```"])
+
+
+def _hosts() -> str:
+    """Return what was run with which family of Megatron versions, the newest family first."""
+    from vtp_plugin.hosts import HOSTS
+    from vtp_plugin.hosts.table import CAPABILITIES
+
+    newest_first = HOSTS[::-1]
+    rows = [(row.what, *(_ran(row, host) for host in newest_first), f"`{row.shown_by}`") for row in CAPABILITIES]
+    return _table(("", *(f"**{host.name}**" for host in newest_first), "shown by"), rows)
+
+
+def _ran(row: Capability, host: Host) -> str:
+    """Say whether a family ran something, and what else there is to say of it."""
+    from vtp_plugin.hosts.lookup import is_run_with, lacking
+
+    if row.is_absent(host.first):
+        return "not in it"
+    if not is_run_with(row, host):
+        return row.note(host.first) or "not run"
+    parts = ("run", *(f"not with {version}" for version in lacking(row, host)), row.note(host.first))
+    return "; ".join(part for part in parts if part)
 
 
 def _value(flag: Flag) -> str:

@@ -41,7 +41,7 @@ def installed_records() -> Sequence[Record]:
             *registry.module_records(session, host),
             *registry.training_records(session, host),
             *host.placed((*training.site_records(session), *registry.u_shape_records(session, host))),
-            *(registry.bridge_records(session, host) if host.is_newest else ()),
+            *(registry.bridge_records(session, host) if host.can("bridges") else ()),
         )
         return [record for record in records if record.fits(megatron.version) and _has_module(record.module)]
 

@@ -51,6 +51,13 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"checks", "derived", "flags", "table"}),
         frozenset({"run_checks"}),
     ),
+    "hosts": (
+        frozenset({"ranges"}),
+        frozenset({"capability", "family"}),
+        frozenset({"table"}),
+        frozenset({"lookup"}),
+        frozenset({"find"}),
+    ),
     "runtime": (
         frozenset({"life"}),
         frozenset({"wire"}),

@@ -13,7 +13,7 @@ from typing import Any
 
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import PatchError
-from vtp_plugin.hosts import find_host
+from vtp_plugin.hosts import capability, find_host
 
 _NAMES = (
     "BridgeCommunicator",
@@ -29,8 +29,8 @@ _NAMES = (
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    family, megatron = find_host()
-    if family.name != "0.19":
+    _, megatron = find_host()
+    if not capability("bridges").has(megatron.version):
         raise PatchError(
             f"vtp_plugin.bridge: megatron-core {megatron.version} has no such bridges between modules; use 0.19"
         )

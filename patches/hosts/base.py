@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from vtp_plugin.hosts import capability
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
@@ -53,9 +54,7 @@ class MegatronHost(ABC):
     Attributes:
         name: of the family, as in ``vtp_plugin.hosts``.
         version: that records and rules are chosen for.
-        is_newest: records name their aliases for this family, and every feature was run with it.
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
-        runs_experts: a mixture of experts was run with it on stages of different sizes.
         sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
         stores_states_by_replica: on a stage with an EP above 1, random states are stored for every replica, in a grid
             of another form than elsewhere.
@@ -63,15 +62,17 @@ class MegatronHost(ABC):
     """
 
     name: ClassVar[str]
-    is_newest: ClassVar[bool] = False
     needs_device_first: ClassVar[bool] = False
-    runs_experts: ClassVar[bool] = True
     sums_whole_experts: ClassVar[bool] = False
     stores_states_by_replica: ClassVar[bool] = False
     mindspeed: MindSpeed | None = None
 
     def __init__(self, version: str) -> None:
         self.version = version
+
+    def can(self, name: str) -> bool:
+        """Tell whether this version has a capability, by its name in ``vtp_plugin.hosts.table``."""
+        return capability(name).has(self.version)
 
     @property
     def declared_flags(self) -> frozenset[str]:
@@ -81,9 +82,9 @@ class MegatronHost(ABC):
     def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
         """Give the records that this version needs, with their targets in it."""
         here = [record for each in records if (record := each.at(self.version)) is not None]
-        if self.is_newest:
+        if self.can("named_aliases"):
             return tuple(here)
-        # Aliases are declared for the newest family. The search finds those of any family by identity.
+        # The search finds those of any family by identity.
         return tuple(dataclasses.replace(record, aliases=()) if record.aliases else record for record in here)
 
     def platform_records(self) -> tuple[PatchRecord, ...]:
@@ -260,7 +261,7 @@ class MegatronHost(ABC):
             why = (
                 "copies no tensor that is on a CPU (FileSystemWriterAsync.preload_tensors), so the next steps would "
                 "change what it writes; leave --async-save out"
-                if self.is_newest
+                if self.can("worker_without_cuda")
                 else "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run "
                 "would wait for it; leave --async-save out"
             )
@@ -273,15 +274,16 @@ class MegatronHost(ABC):
             layout: the stages.
             options: Megatron's arguments, or the configuration of a model; both use these names.
         """
-        if self.is_newest or layout.is_uniform:
+        if layout.is_uniform:
             return
-        if not self.runs_experts:
+        if not self.can("experts"):
             yield (
                 f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.12, "
                 "0.16 and 0.19 only; use one of these, or give every stage the same sizes"
             )
         shares = {tp * cp for tp, cp in zip(layout.tp_sizes, layout.cp_sizes, strict=True)}
-        if has_router_losses(options) and getattr(options, "calculate_per_token_loss", False) and len(shares) > 1:
+        is_per_token = has_router_losses(options) and getattr(options, "calculate_per_token_loss", False)
+        if is_per_token and len(shares) > 1 and not self.can("router_losses_per_token"):
             yield (
                 f"--calculate-per-token-loss with losses of routers; Megatron {self.name} counts these by the tokens "
                 "of one rank, so stages of another size would train with other losses; leave it out, or set "
@@ -290,7 +292,7 @@ class MegatronHost(ABC):
 
     def problems_of_rings(self, num_rings: int) -> Iterable[str]:
         """Say why this family cannot train a U-shaped pipeline of so many rings."""
-        if num_rings > 1 and not self.is_newest:
+        if num_rings > 1 and not self.can("two_rings"):
             yield f"--vtp-encoder-layer-list with Megatron {self.name}: two rings were run with 0.19 only; use that"
 
     def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:

@@ -13,7 +13,6 @@ class Host(NotedMetrics, GroupedHost):
     """Megatron 0.17."""
 
     name = "0.17"
-    runs_experts = False
     needs_device_first = True
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:

@@ -9,4 +9,3 @@ class Host(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
-    runs_experts = False

@@ -16,7 +16,6 @@ class Host(GroupedHost):
     """Megatron 0.19."""
 
     name = "0.19"
-    is_newest = True
 
     def default_groups(self) -> Any:
         return schedules._build_default_pg_collection()

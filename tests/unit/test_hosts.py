@@ -7,9 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_rules import ROOT
 from tests.trees import lay_megatron, lay_torch
 from vtp_plugin.errors import PatchError
-from vtp_plugin.hosts import HOSTS, Package, family_of, find_host, find_megatron, find_torch, host_named, problems_of
+from vtp_plugin.hosts import (
+    HOSTS,
+    Capability,
+    Package,
+    family_of,
+    find_host,
+    find_megatron,
+    find_torch,
+    host_named,
+    problems_of,
+    untried,
+)
+from vtp_plugin.hosts.table import CAPABILITIES, FACTS
 
 TORCH = Package("2.7.1", Path("torch"))
 
@@ -89,7 +102,37 @@ def test_versions_and_their_families(version: str, name: str | None) -> None:
 
 
 def test_only_the_newest_is_tried_whole() -> None:
-    assert [host.name for host in HOSTS if not host.untried] == ["0.19"]
+    assert [host.name for host in HOSTS if not untried(host)] == ["0.19"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("0.12", "Megatron 0.12.3 beyond the core grids"),
+        ("0.16", "Megatron 0.15 beyond the core grids, and --sft"),
+        ("0.17", "--sft, hangs, and the whole grids of options"),
+        ("0.18", "--sft, hangs, and the whole grids of options"),
+    ],
+)
+def test_what_is_untried_follows_from_what_was_run(name: str, words: str) -> None:
+    assert untried(host_named(name)) == words
+
+
+def test_capabilities_have_names_ranges_and_something_that_shows_them() -> None:
+    """Also: what was run has an end, so that a version to come has nothing that nobody ran."""
+    rows = (*CAPABILITIES, *FACTS)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.versions and all(row.missing) and not any(map(row.is_absent, ("0.19.2", "0.20")))
+        path = row.shown_by.partition("::")[0]
+        assert (ROOT / path).is_file() or path.startswith("make ")
+    following = f"{HOSTS[-1].below}.1"
+    assert {row.name for row in rows if row.has(following)} == {"layouts", "worker_without_cuda"}  # facts of Megatron
+
+
+def test_a_range_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="'0.19' is not a version range; write it like"):
+        Capability(name="x", what="x", versions=("0.19",), shown_by="x")
 
 
 def test_every_family_runs_and_no_other_version() -> None:

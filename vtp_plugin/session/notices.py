@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground import log
-from vtp_plugin.hosts import host_named
+from vtp_plugin.hosts import host_named, untried
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def warn_of_untried(name: str) -> None:
     """Say, on one rank, what was never run with this Megatron."""
-    untried = host_named(name).untried
-    if untried and os.environ.get("RANK", "0") == "0":
-        log.warning(f"not yet run with Megatron {name}: {untried}; compare your first steps with a uniform run")
+    parts = untried(host_named(name))
+    if parts and os.environ.get("RANK", "0") == "0":
+        log.warning(f"not yet run with Megatron {name}: {parts}; compare your first steps with a uniform run")
 
 
 def warn_of_unreached(session: Session) -> None:

@@ -16,7 +16,7 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 def records(host: MegatronHost) -> tuple[PatchRecord, ...]:
     """Give the records of this module."""
-    if not host.is_newest:
+    if not host.can("latent_attention"):
         return (
             PatchRecord(
                 id="H14c",
