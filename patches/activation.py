@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from vtp_plugin.errors import PatchError, refuse
 from vtp_plugin.hosts import find_host
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.registry import (
-    argument_records,
-    bridge_records,
-    module_records,
-    platform_records,
-    training_records,
-)
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.registry import list_moments, platform_records, records_at
 from vtp_plugin.patching import Record, apply_records
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
@@ -25,10 +21,10 @@ def begin(session: Session, host: MegatronHost) -> None:
         ConfigError: there is no such device.
         PatchError: a patch does not fit, or Megatron has no bridges.
     """
-    records = argument_records(session, host, functools.partial(activate, session, host))
+    records = _argument_records(session, host)
     if session.config.bridges:
-        session.choose_platform()
-        records += (*platform_records(session, host), *module_records(session, host), *bridge_records(session, host))
+        _require_bridges(host)
+        records += (*platform_records(session, host), *records_at(session, host, Moment.STAGES, Moment.BRIDGES))
         session.has_bridges = True
     _put(session, host, records)
 
@@ -42,25 +38,43 @@ def activate(session: Session, host: MegatronHost) -> None:
     wants_bridges = bool(session.config.bridges) and not session.has_bridges
     if not (has_list or wants_bridges or is_mapped):
         return
-    records: tuple[Record, ...] = () if session.has_bridges else platform_records(session, host)
-    if not session.applied:
-        # All records in one set: each set costs a search through everything that is loaded.
-        records = (*argument_records(session, host, functools.partial(activate, session, host)), *records)
-    if (has_list or wants_bridges) and not session.has_bridges:
-        records += module_records(session, host)
+    # All records in one set: each set costs a search through everything that is loaded.
+    records = () if session.applied else _argument_records(session, host)
+    records += () if session.has_bridges else platform_records(session, host)
+    moments = (Moment.STAGES,) if (has_list or wants_bridges) and not session.has_bridges else ()
     if has_list:
-        records += training_records(session, host)
+        if host.mindspeed is not None:
+            refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
+        moments += list_moments(session.config)
     if wants_bridges:
-        records += bridge_records(session, host)
+        _require_bridges(host)
+        moments += (Moment.BRIDGES,)
         session.has_bridges = True
     earlier = tuple(session.applied)
-    _put(session, host, records)
+    _put(session, host, (*records, *records_at(session, host, *moments)))
     if has_list:
         warn_of_untried(host.name)
         # The script may have taken more from Megatron since the first set was applied.
         for applied in earlier:
             applied.rebind()
         warn_of_unreached(session)
+
+
+def _argument_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
+    """Give the records that apply at once and change nothing by themselves.
+
+    They read the command line, or replace what scripts import by name before there is a command line.
+    """
+    return records_at(session, host, Moment.COMMAND_LINE, activate=functools.partial(activate, session, host))
+
+
+def _require_bridges(host: MegatronHost) -> None:
+    """Refuse a Megatron that has no bridges that we can stand in for."""
+    if not host.can("bridges"):
+        raise PatchError(
+            f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
+            "leave it out"
+        )
 
 
 def _put(session: Session, host: MegatronHost, records: tuple[Record, ...]) -> None:

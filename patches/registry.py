@@ -1,153 +1,134 @@
-"""All records, by the moment at which they apply.
-
-Each function imports its modules late, because a patch imports the Megatron module that it belongs to: a run loads only
-what it uses, and only when its records apply.
-"""
+"""All records: which modules declare them, by the moment at which they apply, and what a run gets of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
-from vtp_plugin.errors import PatchError, refuse
-from vtp_plugin.hosts import find_host
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import Record
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Declared, Record, declared
+from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.session import Session
 from vtp_plugin.session.surroundings import Surroundings
 
 PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
 
+MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
+    Moment.COMMAND_LINE: ("training.arguments", "core.utils"),
+    Moment.PLATFORM: ("core.datasets.utils", "core.optimizer.distrib_optimizer"),
+    Moment.CPU: (
+        "core.tensor_parallel.random",
+        "core.transformer.torch_norm",
+        "core.transformer.moe.moe_utils",
+        "core.tensor_parallel.mappings",
+        "core.distributed.param_and_grad_buffer",
+        "training.initialize",
+        "training.async_utils",
+    ),
+    Moment.STAGES: (
+        "core.distributed.finalize_model_grads",
+        "core.model_groups",
+        "core.models.common.language_module.language_module",
+        "core.transformer.multi_latent_attention",
+    ),
+    Moment.LIST: (
+        "core.parallel_state",
+        "core.timers",
+        "core.pipeline_parallel.schedules",
+        "training.checkpointing",
+        "core.transformer.moe.moe_layer",
+        "core.transformer.moe.moe_logging",
+        "core.dist_checkpointing.validation",
+        "core.tokenizers.utils.build_tokenizer",
+        "training.theoretical_memory_usage",
+        "training.vocab_utils",
+        "core.dist_checkpointing.strategies.async_utils",
+        "training.training",
+    ),
+    Moment.BRIDGES: (
+        "core.pipeline_parallel.bridge_communicator",
+        "core.models.mimo.comm.colocated_communicator",
+        "core.models.mimo.optimizer",
+        "core.pipeline_parallel.multimodule_communicator",
+        "core.hyper_comm_grid",
+        "core.models.mimo.model.base",
+    ),
+    Moment.SITES: ("training.training",),
+    Moment.U_SHAPE: (
+        "core.pipeline_parallel.utils",
+        "core.parallel_state",
+        "core.datasets.blended_megatron_dataset_builder",
+        "core.dist_checkpointing.strategies.fully_parallel",
+        "training.models.dist_utils",
+        "training.training",
+        "training.utils.common_utils",
+        "core.timers",
+        "training.global_vars",
+    ),
+}
+"""The modules that declare records for a moment. They are imported then: a patch imports the Megatron module that it
+belongs to, and a run loads only what it uses."""
 
-def argument_records(session: Session, host: MegatronHost, activate: Callable[[], None]) -> tuple[Record, ...]:
-    """Give the records that apply at once and change nothing by themselves.
 
-    They read the command line, or replace what scripts import by name before there is a command line.
+def declared_at(moment: Moment, host: MegatronHost, session: Any = None) -> tuple[Declared, ...]:
+    """List what is declared for a moment: by the modules of this family, then by those that all families share."""
+    shared = (f"{__package__}.{name}" for name in MODULES[moment])
+    modules = map(importlib.import_module, (*host.modules, *shared))
+    made = [host.exchange_record(session)] if moment is Moment.STAGES and hasattr(host, "exchange_record") else []
+    found = (record for module in modules for record in _declared(module, host, session))
+    return (*made, *(record for record in found if getattr(record, "when", moment) == moment))
+
+
+# Until the modules of the pipeline declare theirs.
+def _declared(module: Any, host: MegatronHost, session: Any) -> Any:
+    if not hasattr(module, "records"):
+        return declared(module)
+    session = session or SimpleNamespace(writes=None)
+    taken = {"schedules": (session, host), "model_groups": (session,)}
+    return module.records(*taken.get(module.__name__.rpartition(".")[2], (Surroundings(lambda: session),)))
+
+
+def records_at(
+    session: Session, host: MegatronHost, *moments: Moment, activate: Callable[[], None] = lambda: None
+) -> tuple[Record, ...]:
+    """Give the records of some moments as this version needs them, bound to this run.
+
+    Args:
+        session: the applied plugin.
+        host: the family of the Megatron that runs.
+        moments: which ones.
+        activate: applies the patches that need the list; called once the list is known.
     """
-    from vtp_plugin.patches.core import utils
-    from vtp_plugin.patches.training import arguments
-
-    return host.placed((*arguments.records(session, host, activate), *utils.records(session, host)))
+    given: dict[str, Any] = {
+        "session": session,
+        "host": host,
+        "platform": session.platform,
+        "writes": session.writes,
+        "activate": activate,
+        "python": sys.version_info[:2],
+    }
+    return tuple(
+        record.bound(given) if isinstance(record, Declared) else record
+        for moment in moments
+        for record in host.placed(declared_at(moment, host, session))
+    )
 
 
 def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records without which Megatron's wheel does not run on this platform."""
-    from vtp_plugin.patches.core.datasets import utils
-    from vtp_plugin.patches.core.optimizer import distrib_optimizer
-    from vtp_plugin.platform.cpu import CpuPlatform
-
-    common = (*utils.records(), *distrib_optimizer.records(), *host.platform_records())
-    platform = session.choose_platform()
-    if not isinstance(platform, CpuPlatform):
-        return host.placed(common)
-    from vtp_plugin.patches.core.distributed import param_and_grad_buffer
-    from vtp_plugin.patches.core.tensor_parallel import mappings, random
-    from vtp_plugin.patches.core.transformer import torch_norm
-    from vtp_plugin.patches.core.transformer.moe import moe_utils
-    from vtp_plugin.patches.training import async_utils, initialize
-
-    return host.placed(
-        (
-            *common,
-            *random.records(platform),
-            *torch_norm.records(),
-            *moe_utils.records(),
-            *mappings.records(),
-            *param_and_grad_buffer.records(),
-            *initialize.records(platform),
-            *async_utils.records(),
-            *host.cpu_records(),
-        )
-    )
+    is_cpu = isinstance(session.choose_platform(), CpuPlatform)
+    return records_at(session, host, Moment.PLATFORM, *((Moment.CPU,) if is_cpu else ()))
 
 
-def training_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that, besides ``module_records``, make a list of sizes work; they apply once it is known."""
-    from vtp_plugin.patches.core import parallel_state
-    from vtp_plugin.patches.core.dist_checkpointing import validation
-    from vtp_plugin.patches.core.dist_checkpointing.strategies import async_utils
-    from vtp_plugin.patches.core.pipeline_parallel import schedules
-    from vtp_plugin.patches.core.tokenizers.utils import build_tokenizer
-    from vtp_plugin.patches.core.transformer.moe import moe_layer, moe_logging
-    from vtp_plugin.patches.training import checkpointing, theoretical_memory_usage, training, vocab_utils
-
-    adapting = (parallel_state, schedules, checkpointing, moe_layer, moe_logging)
-    modules = (
-        validation,
-        build_tokenizer,
-        theoretical_memory_usage,
-        vocab_utils,
-    )
-    if host.mindspeed is not None:
-        refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
-    records = (
-        *host.group_records(),
-        *(record for module in adapting for record in module.records(session, host)),
-        *(record for module in modules for record in module.records(session)),
-    )
-    records += (*async_utils.records(), *training.length_records(session), *training.iterator_records(session))
-    if session.config.has_several_sites or session.config.layerwise_disaggregated:
-        records += training.site_records(session)
-    if session.config.layerwise_disaggregated:
-        records += u_shape_records(session, host)
-    return host.placed(records)
-
-
-def u_shape_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that only a U-shaped pipeline needs."""
-    from vtp_plugin.patches.core import parallel_state, timers
-    from vtp_plugin.patches.core.datasets import blended_megatron_dataset_builder as datasets
-    from vtp_plugin.patches.core.dist_checkpointing.strategies import fully_parallel
-    from vtp_plugin.patches.core.pipeline_parallel import utils
-    from vtp_plugin.patches.training import global_vars, training
-    from vtp_plugin.patches.training.models import dist_utils
-    from vtp_plugin.patches.training.utils import common_utils
-
-    records = (*utils.records(session), *parallel_state.u_records(session, host), *datasets.records())
-    records += (
-        *fully_parallel.records(),
-        *host.u_records(session),
-        *dist_utils.records(session, host),
-        *training.records(session, host),
-    )
-    return records + (*common_utils.records(session), *timers.records(session), *global_vars.records(session))
-
-
-def module_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that stages of unequal size need, in the run's own pipeline or in a module's.
-
-    They apply once: with the bridges, or else with the list.
-    """
-    from vtp_plugin.patches.core import model_groups
-    from vtp_plugin.patches.core.distributed import finalize_model_grads
-    from vtp_plugin.patches.core.models.common.language_module import language_module
-    from vtp_plugin.patches.core.transformer import multi_latent_attention
-
-    records: tuple[Record, ...] = (*finalize_model_grads.records(session, host), *model_groups.records(session))
-    records += language_module.records(session, host)
-    return host.placed((host.exchange_record(session), *records, *multi_latent_attention.records(host)))
-
-
-def bridge_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records that, besides ``module_records``, put our bridges between modules in the place of Megatron's.
-
-    Raises:
-        PatchError: this Megatron has no bridges that we can stand in for.
-    """
-    if not host.can("bridges"):
-        raise PatchError(
-            f"--vtp-bridges: megatron-core {find_host()[1].version} has no such bridges between modules; use 0.19, or "
-            "leave it out"
-        )
-    from vtp_plugin.patches.core import hyper_comm_grid
-    from vtp_plugin.patches.core.models.mimo import optimizer
-    from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
-    from vtp_plugin.patches.core.models.mimo.model import base
-    from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator, multimodule_communicator
-
-    surroundings = Surroundings(lambda: session)
-    modules = (bridge_communicator, colocated_communicator, optimizer, multimodule_communicator, hyper_comm_grid)
-    records = (record for module in modules for record in module.records(surroundings))
-    return host.placed((*records, *base.records()))
+def list_moments(config: VtpConfig) -> tuple[Moment, ...]:
+    """Return the moments that come with a list of sizes, besides ``Moment.STAGES``."""
+    is_u_shaped = config.layerwise_disaggregated
+    wanted = {Moment.LIST: True, Moment.SITES: config.has_several_sites or is_u_shaped, Moment.U_SHAPE: is_u_shaped}
+    return tuple(moment for moment, is_wanted in wanted.items() if is_wanted)

@@ -332,45 +332,21 @@ def record_sections() -> dict[str, Sequence[Record]]:
     """Return all records, by the moment at which they apply."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from vtp_plugin.config import VtpConfig
         from vtp_plugin.hosts import HOSTS
-        from vtp_plugin.patches import registry
         from vtp_plugin.patches.hosts import load_host
-        from vtp_plugin.patches.training import training
-        from vtp_plugin.platform.cpu import CpuPlatform
-        from vtp_plugin.platform.cuda import CudaPlatform
-        from vtp_plugin.session import Session
+        from vtp_plugin.patches.moment import Moment
+        from vtp_plugin.patches.registry import declared_at
 
-        def session(platform: CpuPlatform | CudaPlatform) -> Session:
-            """Return a session on a platform that is not installed: records alone change nothing."""
-            made = Session(VtpConfig(size_list=(1, 2)))
-            made.platform = platform
-            return made
-
-        on_cpu, on_cuda = session(CpuPlatform("for the table")), session(CudaPlatform("for the table"))
         host = load_host(HOSTS[-1].name)  # the records are written for the newest family
-        everywhere, here = registry.platform_records(on_cuda, host), registry.platform_records(on_cpu, host)
-        ids = {record.id for record in everywhere}
-        sections = {
-            "Always: the command line, and a name that scripts import": registry.argument_records(
-                on_cpu, host, lambda: None
-            ),
-            "With a list of sizes, or on the CPU platform": everywhere,
-            "On the CPU platform": [record for record in here if record.id not in ids],
-            "With a list of sizes, or with `--vtp-bridges`": registry.module_records(on_cpu, host),
-            "With a list of sizes": registry.training_records(on_cpu, host),
-            "With `--vtp-bridges`": registry.bridge_records(on_cpu, host),
-            "With several sites, or `--layerwise-disaggregated-training`": training.site_records(on_cpu),
-            "With `--layerwise-disaggregated-training`": registry.u_shape_records(on_cpu, host),
-        }
+        sections = {str(moment): host.placed(declared_at(moment, host)) for moment in Moment}
         known = {_identity(record) for records in sections.values() for record in records}
         for family in HOSTS[-2::-1]:
             older = load_host(family.name)
-            records = (*registry.platform_records(on_cuda, older), *registry.module_records(on_cpu, older))
-            records += (*registry.training_records(on_cpu, older), *registry.u_shape_records(on_cpu, older))
-            sections[f"Besides, with Megatron {family.name}"] = [
+            moments = [moment for moment in Moment if moment not in (Moment.CPU, Moment.BRIDGES)]
+            records = older.placed(record for moment in moments for record in declared_at(moment, older))
+            sections[f"Besides, with Megatron {family.name}"] = tuple(
                 record for record in records if _identity(record) not in known
-            ]
+            )
         return sections
 
 
@@ -391,9 +367,9 @@ def _patches() -> str:
 
 def _target(record: Record) -> str:
     """Return where a record lies, and which versions do not need it."""
-    from vtp_plugin.patching import WriteRecord
+    from vtp_plugin.patching import PatchRecord, Replacement
 
-    mark = " (write)" if isinstance(record, WriteRecord) else ""
+    mark = "" if isinstance(record, Replacement | PatchRecord) else " (write)"
     lines = [f"{versions}: `{target}`" for versions, target in record.targets.items()] or [f"`{record.target}`{mark}"]
     lines += [f"{versions}: none, {why}" for versions, why in record.unneeded.items()]
     return "<br>".join(lines)

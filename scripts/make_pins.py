@@ -24,25 +24,15 @@ def installed_records() -> Sequence[Record]:
     """Return all records for the Megatron that is installed, as far as it has their modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from vtp_plugin.config import VtpConfig
         from vtp_plugin.hosts import find_host
-        from vtp_plugin.patches import registry
         from vtp_plugin.patches.hosts import load_host
-        from vtp_plugin.patches.training import training
-        from vtp_plugin.platform.cpu import CpuPlatform
-        from vtp_plugin.session import Session
+        from vtp_plugin.patches.moment import Moment
+        from vtp_plugin.patches.registry import declared_at
 
         family, megatron = find_host()
-        host, session = load_host(family.name), Session(VtpConfig(size_list=(1, 2)))
-        session.platform = CpuPlatform("for the pins")  # not installed: records alone change nothing
-        records = (
-            *registry.argument_records(session, host, lambda: None),
-            *registry.platform_records(session, host),
-            *registry.module_records(session, host),
-            *registry.training_records(session, host),
-            *host.placed((*training.site_records(session), *registry.u_shape_records(session, host))),
-            *(registry.bridge_records(session, host) if host.can("bridges") else ()),
-        )
+        host = load_host(family.name)
+        moments = [moment for moment in Moment if host.can("bridges") or moment is not Moment.BRIDGES]
+        records = host.placed(record for moment in moments for record in declared_at(moment, host))
         return [record for record in records if record.fits(megatron.version) and _has_module(record.module)]
 
 

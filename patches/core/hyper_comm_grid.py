@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching.record import wrap_with
 from vtp_plugin.session.modules import close_module
 from vtp_plugin.session.surroundings import Surroundings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,7 +18,8 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.share import share_of_experts, share_of_model, share_of_world
 from vtp_plugin.options.derived import check_call
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Writes, Written, replaces
 from vtp_plugin.runtime.wire.model_group import ModelGroup, close_leaders_group, open_leaders_group
 from vtp_plugin.runtime.wire.process_groups import close_groups
 from vtp_plugin.session import PlannedRun, Session
@@ -53,64 +54,42 @@ _LACKS = {
     _GROUPS[1]: {"<0.13": "the distributed optimizer gives the group itself, which H4e replaces"},
     _EXPERT_GROUPS[1]: {"<0.19": "it has no such group"},
 }
-_Writes = Mapping[str, WriteRecord]
-
-
-def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
-    """Give the records of this module."""
-    writes = {
-        name: WriteRecord(
-            id=f"H4c{number}", target=f"{_MODULE}:{name}", unneeded=_LACKS.get(name, {}), why=why, remove_when="with H4"
-        )
-        for number, (name, why) in enumerate(((name, why) for names, why in _WRITTEN for name in names), start=1)
-    }
-    writes["torch"] = WriteRecord(
-        id="H4d",
-        target=f"{_MODULE}:torch",
-        unneeded={">=0.19": "initialize_model_parallel takes the size of the world as local_world_size"},
-        why="Megatron asks it for the size of the world and has no argument for it; set only while it makes its groups",
-        remove_when="Megatron 0.16 is no longer supported",
+_GLOBALS: Final[Mapping[str, Written]] = {
+    name: Written(
+        id=f"H4c{number}",
+        target=f"{_MODULE}:{name}",
+        when=Moment.LIST,
+        unneeded=_LACKS.get(name, {}),
+        why=why,
+        remove_when="with H4",
     )
-    writes["config"] = WriteRecord(
-        id="H4g",
-        target="megatron.core.model_parallel_config:ModelParallelConfig",
-        why="steps by hand for the Ascend implementation read `layerwise_disaggregated_training` of a configuration; "
-        "an attribute of the class, while our channels are open",
-        remove_when="nobody writes such steps any more",
-    )
-    return (
-        PatchRecord(
-            id="H4",
-            target=f"{_MODULE}:initialize_model_parallel",
-            build=wrap_with(_initialize, session, host, writes),
-            why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives "
-            "exactly Megatron's groups, in Megatron's order",
-            remove_when="Megatron takes a list of tensor-parallel sizes",
-        ),
-        PatchRecord(
-            id="H4b",
-            target=f"{_MODULE}:destroy_model_parallel",
-            build=wrap_with(_destroy, session, writes),
-            why="our channels end with Megatron's groups",
-            remove_when="with H4",
-        ),
-        *writes.values(),
-    )
+    for number, (name, why) in enumerate(((name, why) for names, why in _WRITTEN for name in names), start=1)
+}
+_TORCH = Written(
+    id="H4d",
+    target=f"{_MODULE}:torch",
+    when=Moment.LIST,
+    unneeded={">=0.19": "initialize_model_parallel takes the size of the world as local_world_size"},
+    why="Megatron asks it for the size of the world and has no argument for it; set only while it makes its groups",
+    remove_when="Megatron 0.16 is no longer supported",
+)
+_CONFIG = Written(
+    id="H4g",
+    target="megatron.core.model_parallel_config:ModelParallelConfig",
+    when=Moment.LIST,
+    why="steps by hand for the Ascend implementation read `layerwise_disaggregated_training` of a configuration; an "
+    "attribute of the class, while our channels are open",
+    remove_when="nobody writes such steps any more",
+)
 
 
-def u_records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the record that only a U-shaped pipeline needs."""
-    return (
-        PatchRecord(
-            id="U2",
-            target=f"{_MODULE}:is_pipeline_last_stage",
-            build=wrap_with(_is_last, session, host),
-            why="as U1, for callers that name a chunk, such as the readers of data",
-            remove_when="with U1",
-        ),
-    )
-
-
+@replaces(
+    f"{_MODULE}:is_pipeline_last_stage",
+    id="U2",
+    when=Moment.U_SHAPE,
+    why="as U1, for callers that name a chunk, such as the readers of data",
+    remove_when="with U1",
+)
 def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss."""
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -118,8 +97,16 @@ def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool]
     return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
 
+@replaces(
+    f"{_MODULE}:initialize_model_parallel",
+    id="H4",
+    when=Moment.LIST,
+    why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives exactly "
+    "Megatron's groups, in Megatron's order",
+    remove_when="Megatron takes a list of tensor-parallel sizes",
+)
 def _initialize(
-    session: Session, host: MegatronHost, writes: _Writes, original: Callable[..., None], *args: Any, **kwargs: Any
+    session: Session, host: MegatronHost, writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
     """Run `initialize_model_parallel` on the rank lists of the layout, then open the channels.
 
@@ -138,7 +125,7 @@ def _initialize(
     options["pipeline_model_parallel_size"] = layout.num_stages
     if session.is_active:
         pipeline_groups = _make_groups(session, host, writes, original, bound)
-        writes["config"].put(session.config.layerwise_disaggregated, key="layerwise_disaggregated_training")
+        writes[_CONFIG].put(session.config.layerwise_disaggregated, key="layerwise_disaggregated_training")
     else:
         original(*bound.args, **bound.kwargs)
         pipeline_groups = ()
@@ -179,7 +166,7 @@ def _plan_together(session: Session, host: MegatronHost, options: dict[str, Any]
 def _make_groups(
     session: Session,
     host: MegatronHost,
-    writes: _Writes,
+    writes: Writes,
     original: Callable[..., None],
     bound: inspect.BoundArguments,
 ) -> tuple[dist.ProcessGroup, ...]:
@@ -194,9 +181,9 @@ def _make_groups(
     made: list[dist.ProcessGroup] = []
     left_out = () if planned.has_stock_ends else _EMBEDDING_GROUPS
     with (
-        writes["RankGenerator"].during(_planned_generator(layout)),
-        writes["create_group"].during(_watched(parallel_state.create_group, made, left_out)),
-        host.seen_world(options, world_size, writes["torch"].during),
+        writes[_GLOBALS["RankGenerator"]].during(_planned_generator(layout)),
+        writes[_GLOBALS["create_group"]].during(_watched(parallel_state.create_group, made, left_out)),
+        host.seen_world(options, world_size, lambda seen: writes[_TORCH].during(seen)),
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
@@ -229,7 +216,7 @@ def _set_counts(planned: PlannedRun, options: dict[str, Any]) -> int:
     return world_size
 
 
-def _unite_replicas(session: Session, writes: _Writes) -> None:
+def _unite_replicas(session: Session, writes: Writes) -> None:
     """Let sums over the model count one replica of every stage or, with the distributed optimizer, each rank's share.
 
     Between sites this also replaces groups that are right: in Megatron's, one sum crosses between the sites many times.
@@ -254,8 +241,8 @@ def _unite_replicas(session: Session, writes: _Writes) -> None:
     groups = (whole, shares, whole_experts, whole_experts)
     for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):
-            writes[name].put(group)
-    writes[_MODEL_RANKS].put(list(whole.ranks))
+            writes[_GLOBALS[name]].put(group)
+    writes[_GLOBALS[_MODEL_RANKS]].put(list(whole.ranks))
 
 
 def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_size: int) -> dict[str, object]:
@@ -316,7 +303,7 @@ def _not_kept(made: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     return [group for group in made if not any(group is one for one in kept)]
 
 
-def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[dist.ProcessGroup, ...]:
+def _choose_own_pipeline_group(planned: PlannedRun, writes: Writes) -> tuple[dist.ProcessGroup, ...]:
     """Set the pipeline globals of a rank that is in several pipeline groups, and forget unequal embedding ranks.
 
     Returns:
@@ -331,20 +318,26 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: _Writes) -> tuple[di
     if isinstance(found[0], list):
         for name, values in zip(_PIPELINE, found, strict=True):
             # The first one is `pipeline_group_of` this rank, which is checked below.
-            writes[name].put(values[0])
+            writes[_GLOBALS[name]].put(values[0])
     chosen, wanted = tuple(parallel_state._PIPELINE_GLOBAL_RANKS or ()), layout.pipeline_group_of(rank)
     if chosen != wanted:
         raise PlanError(f"Megatron put rank {rank} into the pipeline group of ranks {chosen}, not {wanted}")
     if not planned.has_stock_ends:
         for name in _EMBEDDING_RANKS:
-            writes[name].put(None)
+            writes[_GLOBALS[name]].put(None)
     return pipeline_groups
 
 
-def _destroy(session: Session, writes: _Writes, original: Callable[[], None]) -> None:
+@replaces(
+    f"{_MODULE}:destroy_model_parallel",
+    id="H4b",
+    when=Moment.LIST,
+    why="our channels end with Megatron's groups",
+    remove_when="with H4",
+)
+def _destroy(session: Session, writes: Writes, original: Callable[[], None]) -> None:
     """Run `destroy_model_parallel` after our channels are closed and our writes undone."""
     session.close()
     # Before Megatron forgets its groups: an undo after that would bring one of them back.
-    for write in writes.values():
-        write.undo()
+    writes.undo((*_GLOBALS.values(), _TORCH, _CONFIG))
     original()

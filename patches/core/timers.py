@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from vtp_plugin.patching import PatchRecord, WriteRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Writes, Written, replaces
 from vtp_plugin.session import Session
 
-
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="U6b",
-            target="megatron.core.timers:Timers.log",
-            build=wrap_with(_log_on_writer, session),
-            why="where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log "
-            "come from the edge",
-            remove_when="with U1",
-        ),
-    )
+_TORCH = Written(
+    id="H18",
+    target="megatron.core.timers:torch",
+    when=Moment.LIST,
+    why="timers of level 2 wait for the whole device, also for receives that a planned order has posted early, and "
+    "their senders may wait for this rank; set only while a planned step runs: they wait for what it computes",
+    remove_when="Megatron's timers wait for the current stream",
+)
 
 
-def step_record() -> WriteRecord:
-    """Give the record that is written while a planned step runs; its value is a :class:`StreamTorch`."""
-    return WriteRecord(
-        id="H18",
-        target="megatron.core.timers:torch",
-        why="timers of level 2 wait for the whole device, also for receives that a planned order has posted early, and "
-        "their senders may wait for this rank; set only while a planned step runs: they wait for what it computes",
-        remove_when="Megatron's timers wait for the current stream",
-    )
+def waiting_for_computes(writes: Writes) -> AbstractContextManager[None]:
+    """Let Megatron's timers wait for what was received, not for what is to be, while a planned step runs."""
+    return writes[_TORCH].during(StreamTorch())
 
 
 class StreamCuda:
@@ -61,6 +52,14 @@ class StreamTorch:
         return getattr(torch, name)
 
 
+@replaces(
+    "megatron.core.timers:Timers.log",
+    id="U6b",
+    when=Moment.U_SHAPE,
+    why="where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log come "
+    "from the edge",
+    remove_when="with U1",
+)
 def _log_on_writer(
     session: Session,
     original: Callable[..., None],

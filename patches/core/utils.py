@@ -6,29 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the record of this module; it changes nothing where there is no U-shaped pipeline."""
-    return (
-        PatchRecord(
-            id="U3",
-            targets={
-                ">=0.15,<0.18": "megatron.training.utils:get_batch_on_this_tp_rank",
-                ">=0.18": "megatron.core.utils:get_batch_on_this_tp_rank",
-            },
-            unneeded={"<0.13": "the caller's chunk is known: the first one gets tokens, the last one labels and mask"},
-            build=wrap_with(_share_batch, session, host),
-            why="it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so "
-            "it is replaced before they do, and acts as before where there is no U",
-            remove_when="it asks for the chunk",
-            aliases=("megatron.training.training:get_batch_on_this_tp_rank",),
-        ),
-    )
-
-
+@replaces(
+    targets={
+        ">=0.15,<0.18": "megatron.training.utils:get_batch_on_this_tp_rank",
+        ">=0.18": "megatron.core.utils:get_batch_on_this_tp_rank",
+    },
+    id="U3",
+    when=Moment.COMMAND_LINE,
+    unneeded={"<0.13": "the caller's chunk is known: the first one gets tokens, the last one labels and mask"},
+    why="it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so it is "
+    "replaced before they do, and acts as before where there is no U",
+    remove_when="it asks for the chunk",
+    aliases=("megatron.training.training:get_batch_on_this_tp_rank",),
+)
 def _share_batch(session: Session, host: MegatronHost, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `get_batch_on_this_tp_rank`; the edge is first and last stage at once, and gets the whole batch."""
     if not session.config.layerwise_disaggregated:

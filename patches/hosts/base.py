@@ -16,8 +16,7 @@ from vtp_plugin.hosts import capability
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
-from vtp_plugin.patching import PatchRecord, Record
-from vtp_plugin.session import Session
+from vtp_plugin.patching import AnyRecord
 
 
 class RouterMetric(NamedTuple):
@@ -79,25 +78,18 @@ class MegatronHost(ABC):
         """Flags that MindSpeed declares."""
         return frozenset() if self.mindspeed is None else self.mindspeed.flags
 
-    def placed(self, records: Iterable[Record]) -> tuple[Record, ...]:
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that this family is written in; what they declare is for it alone."""
+        return tuple(base.__module__ for base in type(self).__mro__ if issubclass(base, MegatronHost))
+
+    def placed(self, records: Iterable[AnyRecord]) -> tuple[AnyRecord, ...]:
         """Give the records that this version needs, with their targets in it."""
         here = [record for each in records if (record := each.at(self.version)) is not None]
         if self.can("named_aliases"):
             return tuple(here)
         # The search finds those of any family by identity.
         return tuple(dataclasses.replace(record, aliases=()) if record.aliases else record for record in here)
-
-    def platform_records(self) -> tuple[PatchRecord, ...]:
-        """Give records without which this family's wheel does not run on any platform, beyond those of all families."""
-        return ()
-
-    def cpu_records(self) -> tuple[PatchRecord, ...]:
-        """Give records without which this family does not run on CPU, beyond those of all families."""
-        return ()
-
-    def group_records(self) -> tuple[PatchRecord, ...]:
-        """Give records that lead sums over the model to our groups, beyond those of all families."""
-        return ()
 
     def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
         """Yield what routers have noted for the log, by the arguments of the function that H11 replaces."""
@@ -108,10 +100,6 @@ class MegatronHost(ABC):
                 yield RouterMetric(
                     entry.values, entry.reduce_group, entry.avg_group, entry.needs_dp_avg, not entry.needs_dp_avg
                 )
-
-    @abstractmethod
-    def exchange_record(self, session: Session) -> PatchRecord:
-        """Give record H5: what exchanges tensors between stages, over our channels."""
 
     @abstractmethod
     def is_whole_pipeline(self, *args: Any, **kwargs: Any) -> bool:
@@ -160,10 +148,6 @@ class MegatronHost(ABC):
             config: of the model.
             num_rings: as for :meth:`written_layers`.
         """
-
-    def u_records(self, session: Session) -> tuple[PatchRecord, ...]:
-        """Give the records that this family needs for a U-shaped pipeline, beyond those of all families."""
-        return ()
 
     @abstractmethod
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:

@@ -24,7 +24,8 @@ from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange
 from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.wire.model_group import ModelGroup
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Session
@@ -34,6 +35,8 @@ _ENCODERS = (
     "encoder_pipeline_model_parallel_size",
     "pipeline_model_parallel_split_rank",
 )
+_GONE = "Megatron 0.12 is no longer supported"
+_CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"
 
 
 class Host(OlderHost):
@@ -45,55 +48,6 @@ class Host(OlderHost):
 
     def _noted(self) -> Mapping[str, Any]:
         return parallel_state.get_moe_layer_wise_logging_tracker()
-
-    def platform_records(self) -> tuple[PatchRecord, ...]:
-        return (
-            PatchRecord(
-                id="P7",
-                target="megatron.core.fp8_utils:quantize_param_shard",
-                build=wrap_with(_quantize),
-                why="without Transformer Engine it fails in every step of the distributed optimizer, also where no "
-                "parameter is FP8; with it, it returns at once then",
-                remove_when="Megatron 0.12 is no longer supported",
-            ),
-            PatchRecord(
-                id="P9",
-                target="megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
-                build=wrap_with(_mend_fp8),
-                why="without Transformer Engine, whose version it asks for, it fails at every load of a distributed "
-                "checkpoint; there are no FP8 parameters then",
-                remove_when="Megatron 0.12 is no longer supported",
-            ),
-        )
-
-    def group_records(self) -> tuple[PatchRecord, ...]:
-        return (
-            PatchRecord(
-                id="H4e",
-                target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
-                build=wrap_with(_group_of_shares),
-                why="it is the world, whose sums cross between sites on many links; H4c3 is this group in later "
-                "families",
-                remove_when="Megatron 0.12 is no longer supported",
-            ),
-            PatchRecord(
-                id="H16",
-                target="megatron.core.optimizer:_get_param_groups",
-                build=wrap_with(_same_groups),
-                why="on a stage without experts nobody would have the optimizer of the experts, and take part in its "
-                "sums over the stages; later families make the groups of all ranks alike",
-                remove_when="Megatron 0.12 is no longer supported",
-            ),
-        )
-
-    def exchange_record(self, session: Session) -> PatchRecord:
-        return PatchRecord(
-            id="H5",
-            target="megatron.core.pipeline_parallel.p2p_communication:_communicate",
-            build=wrap_with(_communicate, session),
-            why="all functions that exchange tensors between stages go through it",
-            remove_when="Megatron 0.12 is no longer supported",
-        )
 
     def is_whole_pipeline(self) -> bool:
         return True
@@ -128,30 +82,6 @@ class Host(OlderHost):
                 f"num_layer_list {','.join(map(str, layers))} has {sum(layers)} layers, the model's config "
                 f"num_layers={config.num_layers}; make both equal"
             )
-
-    def u_records(self, session: Session) -> tuple[PatchRecord, ...]:
-        layers = tuple(
-            PatchRecord(
-                id=record_id,
-                target=f"megatron.core.transformer.{target}",
-                build=wrap_with(replacement, session, self),
-                why="Megatron knows no chunks of different size on one stage; it asks here for every chunk",
-                remove_when="Megatron 0.12 is no longer supported",
-            )
-            for record_id, target, replacement in (
-                ("U10", "transformer_block:get_num_layers_to_build", _num_layers),
-                ("U11", "transformer_layer:get_transformer_layer_offset", _layer_offset),
-            )
-        )
-        loader = PatchRecord(
-            id="U12",
-            target="megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
-            build=wrap_with(load_in_passes),
-            why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under "
-            "one name, of which no part may be there twice",
-            remove_when="Megatron 0.12 is no longer supported",
-        )
-        return *layers, loader
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -232,6 +162,14 @@ class Host(OlderHost):
                 yield f"{name}={options[name]} is not supported with vtp_size_list; leave it out"
 
 
+@replaces(
+    "megatron.core.fp8_utils:quantize_param_shard",
+    id="P7",
+    when=Moment.PLATFORM,
+    why="without Transformer Engine it fails in every step of the distributed optimizer, also where no parameter is "
+    "FP8; with it, it returns at once then",
+    remove_when=_GONE,
+)
 def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Run `quantize_param_shard` where there is an FP8 parameter."""
     if model_params:
@@ -247,28 +185,78 @@ def _own_layers(session: Session, host: Host, config: Any) -> range:
     return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=chunk)
 
 
+@replaces(
+    "megatron.core.transformer.transformer_block:get_num_layers_to_build",
+    id="U10",
+    when=Moment.U_SHAPE,
+    why=_CHUNKS,
+    remove_when=_GONE,
+)
 def _num_layers(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
     """Replace `get_num_layers_to_build`."""
     return len(_own_layers(session, host, config))
 
 
+@replaces(
+    "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
+    id="U11",
+    when=Moment.U_SHAPE,
+    why=_CHUNKS,
+    remove_when=_GONE,
+)
 def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
     """Replace `get_transformer_layer_offset`."""
     return _own_layers(session, host, config).start
 
 
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
+    id="U12",
+    when=Moment.U_SHAPE,
+    why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under one name, "
+    "of which no part may be there twice",
+    remove_when=_GONE,
+)
+def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice."""
+    return load_in_passes(original, *args)
+
+
+@replaces(
+    "megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
+    id="P9",
+    when=Moment.PLATFORM,
+    why="without Transformer Engine, whose version it asks for, it fails at every load of a distributed checkpoint; "
+    "there are no FP8 parameters then",
+    remove_when=_GONE,
+)
 def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
     """Run `fix_fp8_params_lose_precision_when_loading_dist_ckpt` where there is a Transformer Engine."""
     if importlib.util.find_spec("transformer_engine") is not None:
         original(state)
 
 
+@replaces(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
+    id="H4e",
+    when=Moment.LIST,
+    why="it is the world, whose sums cross between sites on many links; H4c3 is this group in later families",
+    remove_when=_GONE,
+)
 def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimizer: Any) -> dist.ProcessGroup | None:
     """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks."""
     group = parallel_state.get_model_parallel_group()
     return group.shares if isinstance(group, ModelGroup) else original(optimizer)
 
 
+@replaces(
+    "megatron.core.optimizer:_get_param_groups",
+    id="H16",
+    when=Moment.LIST,
+    why="on a stage without experts nobody would have the optimizer of the experts, and take part in its sums over the "
+    "stages; later families make the groups of all ranks alike",
+    remove_when=_GONE,
+)
 def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     """Run `_get_param_groups`; experts' groups of other ranks are added without parameters. A collective call."""
     groups = original(*args, **kwargs)
@@ -282,6 +270,13 @@ def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kw
     return groups
 
 
+@replaces(
+    "megatron.core.pipeline_parallel.p2p_communication:_communicate",
+    id="H5",
+    when=Moment.STAGES,
+    why="all functions that exchange tensors between stages go through it",
+    remove_when=_GONE,
+)
 def _communicate(
     session: Session,
     original: Callable[..., Any],

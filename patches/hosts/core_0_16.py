@@ -11,7 +11,8 @@ from megatron.core.transformer.moe import moe_utils
 
 from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
 from vtp_plugin.patches.hosts.older import OlderHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
 class Host(OlderHost, GroupedHost):
@@ -20,21 +21,17 @@ class Host(OlderHost, GroupedHost):
     name = "0.16"
     stores_states_by_replica = True
 
-    def platform_records(self) -> tuple[PatchRecord, ...]:
-        return (
-            PatchRecord(
-                id="P13",
-                target="megatron.core.transformer.moe.moe_utils:router_gating_linear",
-                build=wrap_with(_gate),
-                why="without Transformer Engine it fails for every router: a name that it asks for is not defined",
-                remove_when="Megatron 0.16 is no longer supported",
-            ),
-        )
-
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
 
 
+@replaces(
+    "megatron.core.transformer.moe.moe_utils:router_gating_linear",
+    id="P13",
+    when=Moment.PLATFORM,
+    why="without Transformer Engine it fails for every router: a name that it asks for is not defined",
+    remove_when="Megatron 0.16 is no longer supported",
+)
 def _gate(
     original: Callable[..., torch.Tensor],
     inp: torch.Tensor,

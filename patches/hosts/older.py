@@ -8,7 +8,8 @@ from typing import Any
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.patches.hosts.noted import NotedMetrics
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
 class OlderHost(NotedMetrics):
@@ -16,20 +17,16 @@ class OlderHost(NotedMetrics):
 
     needs_device_first = True
 
-    def cpu_records(self) -> tuple[PatchRecord, ...]:
-        return (
-            PatchRecord(
-                id="P8",
-                target="megatron.legacy.fused_kernels:load",
-                build=wrap_with(_load),
-                why="start-up calls nvcc to find out its version, also where no fused kernel is asked for",
-                remove_when="Megatron 0.16 is no longer supported",
-            ),
-        )
-
     def backward_arguments(self, model: Any, config: Any) -> tuple[Any, ...]:
         return get_model_type(model), config
 
 
+@replaces(
+    "megatron.legacy.fused_kernels:load",
+    id="P8",
+    when=Moment.CPU,
+    why="start-up calls nvcc to find out its version, also where no fused kernel is asked for",
+    remove_when="Megatron 0.16 is no longer supported",
+)
 def _load(original: Callable[[Any], None], args: Any) -> None:
     """Replace `load` by nothing: on CPU no fused kernel is used."""

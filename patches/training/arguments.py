@@ -21,7 +21,8 @@ from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without
 from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
@@ -29,33 +30,13 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
 
-def records(session: Session, host: MegatronHost, activate: Callable[[], None]) -> tuple[PatchRecord, ...]:
-    """Give the records of this module.
-
-    Args:
-        session: the applied plugin.
-        host: the family of the Megatron that runs.
-        activate: applies the patches that need the list; called once the list is known.
-    """
-    return (
-        PatchRecord(
-            id="H1",
-            target="megatron.training.arguments:parse_args",
-            build=wrap_with(_parse, session, host),
-            why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
-            remove_when="Megatron has the option",
-        ),
-        PatchRecord(
-            id="H2",
-            target="megatron.training.arguments:validate_args",
-            build=wrap_with(_validate, session, host, activate),
-            why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there "
-            "would be if all stages were like this rank's",
-            remove_when="with H1",
-        ),
-    )
-
-
+@replaces(
+    "megatron.training.arguments:parse_args",
+    id="H1",
+    when=Moment.COMMAND_LINE,
+    why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
+    remove_when="Megatron has the option",
+)
 def _parse(
     session: Session,
     host: MegatronHost,
@@ -126,6 +107,14 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
+@replaces(
+    "megatron.training.arguments:validate_args",
+    id="H2",
+    when=Moment.COMMAND_LINE,
+    why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there would be "
+    "if all stages were like this rank's",
+    remove_when="with H1",
+)
 def _validate(
     session: Session,
     host: MegatronHost,

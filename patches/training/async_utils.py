@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P10",
-            target="megatron.training.async_utils:init_persistent_async_worker",
-            unneeded={
-                "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that "
-                "process"
-            },
-            build=wrap_with(_start),
-            why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then "
-            "waits for it for ever. A fork knows the stand-in device",
-            remove_when="with P2",
-            aliases=("megatron.training.initialize:init_persistent_async_worker",),
-        ),
-    )
-
-
+@replaces(
+    "megatron.training.async_utils:init_persistent_async_worker",
+    id="P10",
+    when=Moment.CPU,
+    unneeded={
+        "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process"
+    },
+    why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then waits for "
+    "it for ever. A fork knows the stand-in device",
+    remove_when="with P2",
+    aliases=("megatron.training.initialize:init_persistent_async_worker",),
+)
 def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
     """Run `init_persistent_async_worker`, which then forks this process, whatever was asked for."""
     original(rank, mp_mode="fork", **kwargs)

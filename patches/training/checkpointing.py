@@ -14,7 +14,8 @@ from vtp_plugin.checkpoint.files import check_files, check_tracker, naming_broke
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.session import Session
 
@@ -34,36 +35,6 @@ _PER_STAGE = (
     "expert_tensor_parallel_num_weight_shards",
     "sequence_parallel",
 )
-
-
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H9",
-            target="megatron.training.checkpointing:_load_base_checkpoint",
-            build=wrap_with(_load, session, host),
-            why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
-            "different branches and hang",
-            remove_when="Megatron stores and compares all stages' sizes",
-        ),
-        PatchRecord(
-            id="H9b",
-            target="megatron.training.training:preprocess_common_state_dict",
-            build=wrap_with(_preprocess),
-            why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
-            remove_when="with H9",
-        ),
-        PatchRecord(
-            id="H9c",
-            target="megatron.training.checkpointing:save_checkpoint",
-            build=wrap_with(_save),
-            why="in the old format every rank writes its file, so each site may have its folder, but only rank 0 notes "
-            "the iteration: the others would not find their files when the run is resumed",
-            remove_when="every folder gets the note",
-            aliases=("megatron.training.training:save_checkpoint",),
-        ),
-    )
 
 
 def require_common_folder(session: Session, args: Any) -> None:
@@ -102,25 +73,14 @@ def require_common_folder(session: Session, args: Any) -> None:
             (folder / topic.get("name").decode()).unlink(missing_ok=True)
 
 
-def _save(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Run `save_checkpoint`, then note the iteration in a folder that rank 0 does not see."""
-    # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-    from megatron.training.global_vars import get_args
-
-    original(iteration, *args, **kwargs)
-    arguments = get_args()
-    if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
-        return
-    tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
-    # Rank 0 has written its note before all ranks met at the end of the original.
-    if not tracker.exists() or tracker.read_text().strip() != text:
-        # All ranks of a site write the same note. Each replaces the file whole, so nobody reads half of one.
-        partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
-        partial.write_text(text)
-        partial.replace(tracker)
-
-
+@replaces(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    id="H9",
+    when=Moment.LIST,
+    why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
+    "different branches and hang",
+    remove_when="Megatron stores and compares all stages' sizes",
+)
 def _load(
     session: Session,
     host: MegatronHost,
@@ -316,6 +276,13 @@ def _stored_sizes(stored: Any, by_stage: str, of_all: str, *, missing: int) -> t
     return tuple(sizes)
 
 
+@replaces(
+    "megatron.training.training:preprocess_common_state_dict",
+    id="H9b",
+    when=Moment.LIST,
+    why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
+    remove_when="with H9",
+)
 def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: Any) -> dict[str, Any]:
     """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages.
 
@@ -325,3 +292,31 @@ def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: An
     for name in _PER_STAGE:
         result["args"].pop(name, None)
     return result
+
+
+@replaces(
+    "megatron.training.checkpointing:save_checkpoint",
+    id="H9c",
+    when=Moment.LIST,
+    why="in the old format every rank writes its file, so each site may have its folder, but only rank 0 notes the "
+    "iteration: the others would not find their files when the run is resumed",
+    remove_when="every folder gets the note",
+    aliases=("megatron.training.training:save_checkpoint",),
+)
+def _save(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    """Run `save_checkpoint`, then note the iteration in a folder that rank 0 does not see."""
+    # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+    from megatron.training.global_vars import get_args
+
+    original(iteration, *args, **kwargs)
+    arguments = get_args()
+    if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
+        return
+    tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
+    # Rank 0 has written its note before all ranks met at the end of the original.
+    if not tracker.exists() or tracker.read_text().strip() != text:
+        # All ranks of a site write the same note. Each replaces the file whole, so nobody reads half of one.
+        partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
+        partial.write_text(text)
+        partial.replace(tracker)

@@ -9,42 +9,28 @@ from typing import Any, NoReturn
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Writes, Written, replaces
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.session import Session
 
+_MODULE = "megatron.training.global_vars"
 _VOCABULARY = "vocabulary of the edge"
 
 
-def records(session: Session) -> tuple[Record, ...]:
-    """Give the records of this module."""
-    writers = tuple(
-        PatchRecord(
-            id=f"U7{suffix}",
-            target=f"megatron.training.global_vars:{name}",
-            build=wrap_with(_on_writer, session),
-            why="it compares this rank with the world's last one, a cloud rank here, which has no loss",
-            remove_when="with U1",
-        )
-        for suffix, name in (("", "_set_tensorboard_writer"), ("b", "_set_wandb_writer"), ("c", "_set_one_logger"))
-    )
-    variable = WriteRecord(
-        id="U8b",
-        target="megatron.training.global_vars:_GLOBAL_TOKENIZER",
-        why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that refuses to be used",
-        remove_when="with U8",
-    )
-    tokenizer = PatchRecord(
-        id="U8",
-        target="megatron.training.global_vars:_build_tokenizer",
-        build=wrap_with(_on_edge, session, variable),
-        why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of "
-        "the vocabulary",
-        remove_when="Megatron builds it where data is read",
-    )
-    return (*writers, tokenizer, variable)
+_WHY = "it compares this rank with the world's last one, a cloud rank here, which has no loss"
+_TOKENIZER = Written(
+    id="U8b",
+    target=f"{_MODULE}:_GLOBAL_TOKENIZER",
+    when=Moment.U_SHAPE,
+    why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that refuses to be used",
+    remove_when="with U8",
+)
 
 
+@replaces(f"{_MODULE}:_set_tensorboard_writer", id="U7", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
+@replaces(f"{_MODULE}:_set_wandb_writer", id="U7b", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
+@replaces(f"{_MODULE}:_set_one_logger", id="U7c", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
 def _on_writer(session: Session, original: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Run `_set_tensorboard_writer` and its like, which write on the last rank, so that the rank with the loss writes.
 
@@ -72,9 +58,17 @@ class NoTokenizer:
         )
 
 
+@replaces(
+    f"{_MODULE}:_build_tokenizer",
+    id="U8",
+    when=Moment.U_SHAPE,
+    why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of the "
+    "vocabulary",
+    remove_when="Megatron builds it where data is read",
+)
 def _on_edge(
     session: Session,
-    variable: WriteRecord,
+    writes: Writes,
     original: Callable[[argparse.Namespace], Any],
     args: argparse.Namespace,
 ) -> Any:
@@ -98,5 +92,5 @@ def _on_edge(
     session.ranks.agree("the edge's tokenizer", prepare, is_partial=True)
     if not is_edge:
         args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))
-        variable.put(tokenizer)
+        writes[_TOKENIZER].put(tokenizer)
     return tokenizer

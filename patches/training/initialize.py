@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.platform.cpu import CpuPlatform
 
 
-def records(platform: CpuPlatform) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P5",
-            target="megatron.training.initialize:_warmup_jit_function",
-            build=wrap_with(_warm_up, platform),
-            why="it applies dropout on the device; on CPU that moved the host's generator by an amount that depends on "
-            "the tensor-parallel size, and weights differed between layouts",
-            remove_when="with P2",
-        ),
-    )
-
-
+@replaces(
+    "megatron.training.initialize:_warmup_jit_function",
+    id="P5",
+    when=Moment.CPU,
+    why="it applies dropout on the device; on CPU that moved the host's generator by an amount that depends on the "
+    "tensor-parallel size, and weights differed between layouts",
+    remove_when="with P2",
+)
 def _warm_up(platform: CpuPlatform, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `_warmup_jit_function` on the device's generator; the host's stays where it is."""
     with platform.device_random():

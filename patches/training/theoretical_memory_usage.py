@@ -6,24 +6,19 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H2b",
-            target="megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory",
-            build=wrap_with(_compute, session),
-            why="it divides the world by this stage's tensor-parallel size times the number of stages: on a wide stage "
-            "beside narrow ones that gives 0 replicas, and rank 0 divided by 0 after the first steps",
-            remove_when="with H2",
-        ),
-    )
-
-
+@replaces(
+    "megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory",
+    id="H2b",
+    when=Moment.LIST,
+    why="it divides the world by this stage's tensor-parallel size times the number of stages: on a wide stage beside "
+    "narrow ones that gives 0 replicas, and rank 0 divided by 0 after the first steps",
+    remove_when="with H2",
+)
 def _compute(session: Session, original: Callable[..., float], args: Any, *rest: Any, **kwargs: Any) -> float:
     """Run `compute_weight_and_optimizer_memory` on the world that there would be if all stages were like this one."""
     # A copy: everything else must go on seeing the real world.

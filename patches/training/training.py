@@ -13,108 +13,20 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.ground import log
-from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.training.models.dist_utils import keep_full_chunks
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="U5",
-            target="megatron.training.training:get_model",
-            build=wrap_with(keep_full_chunks, session, host),
-            why="as U4, for scripts with a model provider",
-            remove_when="with U1",
-        ),
-        PatchRecord(
-            id="U5b",
-            target="megatron.training.training:build_train_valid_test_data_iterators",
-            build=wrap_with(_build_iterators, session),
-            why="it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; "
-            "and it calls the script's provider, which opens data, on every rank",
-            remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
-        ),
-    )
-
-
-def site_records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the record for runs on several sites."""
-    return (
-        PatchRecord(
-            id="S1",
-            target="megatron.training.training:training_log",
-            build=wrap_with(_log_on_site, session),
-            why="one rank of the world prints the line of an iteration, so only its site sees it",
-            remove_when="Megatron knows sites",
-        ),
-    )
-
-
-def length_records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the record for runs on packed samples."""
-    return (
-        PatchRecord(
-            id="H15",
-            target="megatron.training.training:consume_seqlen_stats_in_iteration",
-            unneeded={"<0.18": "it counts no lengths of packed samples"},
-            build=wrap_with(_sum_lengths, session),
-            why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
-            "numbers of ranks: unequal stages find different sums, and a rank without lengths lets the others hang",
-            remove_when="the sum is taken over the ranks of one stage",
-        ),
-    )
-
-
-def iterator_records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records for what Megatron's loop does with iterators besides handing them to a step."""
-    return (
-        PatchRecord(
-            id="H19",
-            target="megatron.training.training:dummy_train_step",
-            build=wrap_with(_skip_step, session),
-            why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle "
-            "stage has none; it then shares a batch inside the stage in a way that need not be the script's",
-            remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
-        ),
-        PatchRecord(
-            id="H19b",
-            target="megatron.training.checkpointing:maybe_save_dataloader_state",
-            build=wrap_with(_save_loader),
-            why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
-            remove_when="it takes the first iterator of a list",
-        ),
-    )
-
-
-def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
-    """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator."""
-    if not session.is_active:
-        original(data_iterator)
-        return
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-    machine = get_rerun_state_machine()
-    # It keeps what a step has read, to read it again; so it must know where a step begins and ends.
-    while machine.should_run_forward_backward(data_iterator):
-        for iterator in _iterators(data_iterator):
-            for _ in range(get_num_microbatches()):
-                next(iterator)
-
-
-def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all."""
-    original(next(iter(_iterators(train_iterator)), None), *args, **kwargs)
-
-
-def _iterators(given: Any) -> list[Any]:
-    """Give the iterators of this rank's chunks that there are; Megatron hands over one, None, or a list."""
-    return [iterator for iterator in (given if isinstance(given, list) else [given]) if iterator is not None]
-
-
+@replaces(
+    "megatron.training.training:consume_seqlen_stats_in_iteration",
+    id="H15",
+    when=Moment.LIST,
+    unneeded={"<0.18": "it counts no lengths of packed samples"},
+    why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
+    "numbers of ranks: unequal stages find different sums, and a rank without lengths lets the others hang",
+    remove_when="the sum is taken over the ranks of one stage",
+)
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
     """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts."""
     if not session.is_active or session.planned.packed_length is None:
@@ -135,6 +47,54 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
     return (total, squares) if total else (None, None)
 
 
+@replaces(
+    "megatron.training.training:dummy_train_step",
+    id="H19",
+    when=Moment.LIST,
+    why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle stage "
+    "has none; it then shares a batch inside the stage in a way that need not be the script's",
+    remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
+)
+def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
+    """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator."""
+    if not session.is_active:
+        original(data_iterator)
+        return
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    # It keeps what a step has read, to read it again; so it must know where a step begins and ends.
+    while machine.should_run_forward_backward(data_iterator):
+        for iterator in _iterators(data_iterator):
+            for _ in range(get_num_microbatches()):
+                next(iterator)
+
+
+@replaces(
+    "megatron.training.checkpointing:maybe_save_dataloader_state",
+    id="H19b",
+    when=Moment.LIST,
+    why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
+    remove_when="it takes the first iterator of a list",
+)
+def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all."""
+    original(next(iter(_iterators(train_iterator)), None), *args, **kwargs)
+
+
+def _iterators(given: Any) -> list[Any]:
+    """Give the iterators of this rank's chunks that there are; Megatron hands over one, None, or a list."""
+    return [iterator for iterator in (given if isinstance(given, list) else [given]) if iterator is not None]
+
+
+@replaces(
+    "megatron.training.training:training_log",
+    id="S1",
+    when=Moment.SITES,
+    why="one rank of the world prints the line of an iteration, so only its site sees it",
+    remove_when="Megatron knows sites",
+)
 def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss."""
     from megatron.training.global_vars import get_args, get_timers
@@ -155,6 +115,14 @@ def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **k
     return original(*args, **kwargs)
 
 
+@replaces(
+    "megatron.training.training:build_train_valid_test_data_iterators",
+    id="U5b",
+    when=Moment.U_SHAPE,
+    why="it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; and it "
+    "calls the script's provider, which opens data, on every rank",
+    remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
+)
 def _build_iterators(session: Session, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
     """Run `build_train_valid_test_data_iterators` as often as the edge does; only there with the script's provider."""
     if session.planned.own.stage == 0:

@@ -22,15 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import vtp_plugin
 from tests.group_queries.recorder import refusing_unknown_callers
 from tests.hosts import counts_over_context
+from tests.mended import mend_wheel
 from tests.multiproc import experts
 from tests.multiproc.attentions import ATTENTIONS, layer_spec
 from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
 from tests.multiproc.gathered_attention import chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
-from vtp_plugin.hosts import find_host
-from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patching import apply_records
 from vtp_plugin.platform import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,9 +91,7 @@ def cpu_only() -> Iterator[None]:
     """Map torch.cuda onto the CPU and leave Megatron alone."""
     platform = detect("cpu")
     platform.install()
-    host, megatron = find_host()
-    # Without these the family's wheel does not train at all, such as 0.12 with the distributed optimizer.
-    applied = apply_records(load_host(host.name).platform_records(), megatron.version)
+    applied = mend_wheel()
     try:
         yield
     finally:

@@ -87,11 +87,12 @@ def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
     from vtp_plugin.api import _Holder
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.hosts import load_host
-    from vtp_plugin.patches.registry import module_records
+    from vtp_plugin.patches.moment import Moment
+    from vtp_plugin.patches.registry import declared_at
 
     vtp_plugin.apply(vtp_size_list="auto", device="cpu", bridges=True)
     session, host = _Holder.session, load_host(find_host()[0].name)
-    wanted = {record.id for record in module_records(session, host)}
+    wanted = {record.id for record in host.placed(declared_at(Moment.STAGES, host))}
     placed = [record.id for applied in session.applied for record in applied.records]
     assert wanted <= set(placed), (wanted, placed)
     activate(session, host)

@@ -11,9 +11,8 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor, validation
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from vtp_plugin.config import VtpConfig
 from vtp_plugin.patches.core.dist_checkpointing import validation as patch
-from vtp_plugin.session import Session
+from vtp_plugin.patching import declared
 
 ROWS, COLUMNS, NUM_LAYERS = 12, 5, 4
 
@@ -24,7 +23,7 @@ Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
 @pytest.fixture
 def check() -> dict[str, Check]:
     """Both replaced checks, by record id, built around Megatron's own."""
-    records = {record.id: record for record in patch.records(Session(VtpConfig(size_list=(1, 2), device="cpu")))}
+    records = {record.id: record.bound({}) for record in declared(patch)}
     return {
         "H8": records["H8"].build(validation._validate_sharding_for_key),
         "H8b": records["H8b"].build(validation._validate_objects_for_key),

@@ -581,9 +581,8 @@ from vtp_plugin.cli import main
 from vtp_plugin.patching.record import resolve_target
 before = resolve_target("megatron.core.parallel_state:initialize_model_parallel").value
 hook, kept = sys.excepthook, None
-records = utils.records
-utils.records = lambda session: tuple(
-    dataclasses.replace(record, versions=">=9", aliases=()) for record in records(session)
+utils._is_last.__vtp_declared__ = tuple(
+    dataclasses.replace(record, versions=">=9", aliases=()) for record in utils._is_last.__vtp_declared__
 )
 read = inspect.getsource
 inspect.getsource = lambda value: read(value) + "# changed" * (value.__name__ == "validate_args")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
+import string
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import ConfigError, PatchError
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.hosts import HOSTS, is_in
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.patches import registry
 from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
-from vtp_plugin.patching import Record
-from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.session import Session
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.registry import declared_at, list_moments
+from vtp_plugin.patching import Record, Writes, Written, declared
 
 NEWEST = HOSTS[-1].name
 OLDER = [host.name for host in HOSTS[:-1]]
@@ -28,17 +27,11 @@ OLDER = [host.name for host in HOSTS[:-1]]
 
 def records(name: str, *, is_u_shaped: bool = False, as_written: bool = False) -> dict[str, Record]:
     """Return the records of a family; as they are written, those that it does not need are among them."""
-    session = Session(VtpConfig(size_list=(1, 2), layerwise_disaggregated=is_u_shaped))
-    session.platform = CpuPlatform("of the test")
     host = load_host(name)
-    if as_written:
-        host.placed = lambda records: tuple(records)
-    found = (
-        *registry.argument_records(session, host, lambda: None),
-        *registry.platform_records(session, host),
-        *registry.module_records(session, host),
-        *registry.training_records(session, host),
-    )
+    config = VtpConfig(size_list=(1, 2), layerwise_disaggregated=is_u_shaped)
+    always = (Moment.COMMAND_LINE, Moment.PLATFORM, Moment.CPU, Moment.STAGES)
+    written = [record for moment in (*always, *list_moments(config)) for record in declared_at(moment, host)]
+    found = written if as_written else host.placed(written)
     assert len({record.id for record in found}) == len(found)
     return {record.id: record for record in found}
 
@@ -66,7 +59,7 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
     }
     unneeded = {record_id for record_id, record in written.items() if is_in(version, *record.unneeded)}
     assert unneeded == set(written) - set(here)
-    assert set(newest) - set(here) <= unneeded | {"H14", "H14b"}
+    assert set(newest) - set(here) <= unneeded
 
 
 @pytest.mark.parametrize(
@@ -94,11 +87,21 @@ def test_what_families_have_elsewhere_or_not_at_all(record_id: str, lies_in: dic
         assert (found and found.module) == (module and f"megatron.{module}"), name
 
 
-def test_a_write_cannot_move() -> None:
-    """Patches hold the record that they write through, so a copy with another target would be written by nobody."""
-    (write,) = [record for record in records(NEWEST).values() if record.target.endswith(":RankGenerator")]
-    with pytest.raises(PatchError, match="is a write, which cannot move"):
-        dataclasses.replace(write, targets={"<0.17": "megatron.core:x"})
+def test_a_write_lies_where_its_version_has_it() -> None:
+    """It is declared once for all versions, and written through the record that is bound to a run."""
+    moved = Written(
+        id="W1",
+        targets={"<0.17": "megatron.core:GONE", ">=0.17": "string:digits"},
+        when=Moment.LIST,
+        why="...",
+        remove_when="never",
+    )
+    writes, here = Writes(), moved.at("0.18")
+    assert here is not None
+    bound = here.bound({"writes": writes})
+    with writes[moved].during("01"):
+        assert string.digits == "01" and bound.is_written
+    assert string.digits == "0123456789" and bound.target == "string:digits"
 
 
 @pytest.mark.parametrize(
@@ -174,14 +177,15 @@ def test_a_model_without_the_layers_of_its_u_is_refused(
 
 @pytest.mark.parametrize("name", OLDER)
 def test_latent_attention_is_refused_where_it_was_not_run(name: str) -> None:
-    (record,) = multi_latent_attention.records(load_host(name))
+    host = load_host(name)
+    (record,) = host.placed(declared(multi_latent_attention))
 
     class Layer:
         def __init__(self, config: object) -> None:
             raise AssertionError("Megatron's constructor ran")
 
     with pytest.raises(ConfigError, match=f"multi_latent_attention with Megatron {name}; "):
-        record.build(Layer.__init__)(object(), None)
+        record.bound({"host": host}).build(Layer.__init__)(object(), None)
 
 
 def test_megatron_sees_another_world_and_nothing_else() -> None:

@@ -26,6 +26,7 @@ CALLED_BY_OTHERS = {
     "filter": "of a logging handler",
     "get_gtp_ranks": "of Megatron's rank generator",
 }
+DECLARING = {"replaces", "subclasses"}
 IN_EXAMPLES = {"parse_actions"}  # what examples in docstrings are written with
 OTHER_USERS = [path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
 
@@ -44,14 +45,23 @@ def definitions(source: str) -> Iterator[str]:
 
 
 def uses(source: str) -> Iterator[str]:
-    """Yield every name that is read, also as an attribute or as a word of its own in a text; imports do not count."""
+    """Yield every name that is read, also as an attribute or as a word of its own in a text; imports do not count.
+
+    Megatron calls what is declared to stand in for its own.
+    """
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.FunctionDef) and any(map(_is_declaration, node.decorator_list)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+
+
+def _is_declaration(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in DECLARING
 
 
 def unused(texts: dict[str, str], others: Iterable[str] = ()) -> list[str]:

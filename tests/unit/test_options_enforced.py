@@ -30,6 +30,8 @@ from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.registry import records_at
 from vtp_plugin.session import PlannedRun, Session
 
 MODEL = (
@@ -88,7 +90,7 @@ def start(
     session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
     monkeypatch.setattr(session.ranks, "agree", agree)
     monkeypatch.setattr(arguments, "open_store", lambda *where: None)
-    parse, validate = arguments.records(session, load_host(host_name()), lambda: None)
+    parse, validate = records_at(session, load_host(host_name()), Moment.COMMAND_LINE)[:2]
     try:
         validate.build(validated)(parse.build(parsed)())
     finally:

@@ -8,8 +8,9 @@ import pytest
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.patches import registry
 from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.registry import records_at
 from vtp_plugin.patches.training.global_vars import NoTokenizer
 from vtp_plugin.session import Session
 
@@ -21,7 +22,7 @@ from vtp_plugin.session import Session
 def test_edge_gets_all_of_a_batch(is_u_shaped: bool, first: bool, last: bool, pipeline_size: int) -> None:
     session = Session(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=is_u_shaped))
     # Among the records that apply before a script has imported anything.
-    records = registry.argument_records(session, load_host("0.19"), lambda: None)
+    records = records_at(session, load_host("0.19"), Moment.COMMAND_LINE)
     (record,) = [record for record in records if record.id == "U3"]
     asked: list[dict[str, Any]] = []
     record.build(lambda **kwargs: asked.append(kwargs))(

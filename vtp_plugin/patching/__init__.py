@@ -9,6 +9,7 @@ Words:
     place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).
     host: the package that is patched, here Megatron.
     target: what a record replaces or writes (``Target``).
+    declaration: a record as data beside the code that uses it; bound to a run, it can be applied (``Declared``).
     replacement: what stands there afterwards.
     rebind: give a place that holds the original the replacement.
     pin: digest of a source that a patch was written against.
@@ -18,17 +19,25 @@ Words:
 from __future__ import annotations
 
 from vtp_plugin.patching.applied import AppliedPatches
+from vtp_plugin.patching.declare import Declared, Replacement, Writes, Written, declared, replaces, subclasses
 from vtp_plugin.patching.engine import apply_records, rebuild
-from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, WriteRecord, format_status, wrap_with
+from vtp_plugin.patching.record import AnyRecord, PatchRecord, PatchStatus, Record, WriteRecord, format_status
 
 __all__ = [
+    "AnyRecord",
     "AppliedPatches",
+    "Declared",
     "PatchRecord",
     "PatchStatus",
     "Record",
+    "Replacement",
     "WriteRecord",
+    "Writes",
+    "Written",
     "apply_records",
+    "declared",
     "format_status",
     "rebuild",
-    "wrap_with",
+    "replaces",
+    "subclasses",
 ]

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground.undo import ABSENT, Item, Name, Place, UndoStack, namespace
 from vtp_plugin.hosts import SUPPORTED, check_range, is_in
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+AnyRecord = TypeVar("AnyRecord", bound="Record")
 _TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}", re.ASCII)
 
 
@@ -71,7 +72,7 @@ class Record:
         """
         return is_in(host_version, self.versions)
 
-    def at(self, host_version: str) -> Record | None:
+    def at(self: AnyRecord, host_version: str) -> AnyRecord | None:
         """Return the record with its target in this version; None where none is needed.
 
         Raises:
@@ -150,12 +151,6 @@ class WriteRecord(Record):
     """
 
     _undo: UndoStack = field(default_factory=UndoStack, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.targets:
-            # Patches hold the record that they write through: nobody would write through a copy with another target.
-            raise PatchError(f"patch {self.id} is a write, which cannot move; declare one for each range of versions")
-        Record.__post_init__(self)
 
     @property
     def is_written(self) -> bool:

@@ -21,6 +21,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError, PlanError
 from vtp_plugin.ground import log
 from vtp_plugin.options.derived import plan_layout
+from vtp_plugin.patching import Writes
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.nodes import gather_node_sizes
@@ -52,6 +53,7 @@ class Session:
         applied: sets of patches in the order of application.
         is_activated: the patches that depend on the command line are applied.
         has_bridges: the plugin's bridges are in the place of Megatron's.
+        writes: the names of Megatron and torch that patches may write.
         tensor_format: how tensors cross, by the model configuration; None before all ranks' were compared.
         audit: record of what crosses; None unless asked for, or before it begins.
         close_log: puts the logger back as it was; None before the plugin said anything.
@@ -73,6 +75,7 @@ class Session:
         self.applied: list[AppliedPatches] = []
         self.is_activated = False
         self.has_bridges = False
+        self.writes = Writes()
         self.tensor_format: TensorFormat | None = None
         self.audit: Audit | None = None
         self.embedding: weakref.ref[torch.nn.Parameter] | None = None

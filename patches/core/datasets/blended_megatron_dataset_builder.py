@@ -9,40 +9,23 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 _CLASS = "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    helpers = (
-        ("U9b", "_build_megatron_dataset_splits", _build_splits),
-        ("U9c", "build_generic_dataset", _build_generic),
-        ("U9d", "_build_megatron_datasets_parallel", _build_parallel),
-    )
-    return (
-        PatchRecord(
-            id="U9",
-            target=f"{_CLASS}.build",
-            build=wrap_with(_build),
-            why="rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud "
-            "does not know the paths",
-            remove_when="the builder takes a process group",
-        ),
-        *(
-            PatchRecord(
-                id=record_id,
-                target=f"{_CLASS}.{name}",
-                build=wrap_with(replacement),
-                why="it waits for the world; U9 needs it to work on the calling rank alone",
-                remove_when="with U9",
-            )
-            for record_id, name, replacement in helpers
-        ),
-    )
+_WHY = "it waits for the world; U9 needs it to work on the calling rank alone"
 
 
+@replaces(
+    f"{_CLASS}.build",
+    id="U9",
+    when=Moment.U_SHAPE,
+    why="rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud does not "
+    "know the paths",
+    remove_when="the builder takes a process group",
+)
 def _build(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
     """Run `BlendedMegatronDatasetBuilder.build` on rank 0, then on the other ranks of its stage."""
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -52,6 +35,7 @@ def _build(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
     return datasets if dist.get_rank() == 0 else original(builder)
 
 
+@replaces(f"{_CLASS}._build_megatron_dataset_splits", id="U9b", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
 def _build_splits(
     original: Callable[..., list[Any]],
     builder: Any,
@@ -64,6 +48,7 @@ def _build_splits(
     return original(builder, prefix, split, sizes, False)
 
 
+@replaces(f"{_CLASS}.build_generic_dataset", id="U9c", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
 def _build_generic(
     original: Callable[..., Any], cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
 ) -> Any:
@@ -71,6 +56,7 @@ def _build_generic(
     return original(cls, is_built_on_rank, False, *args)
 
 
+@replaces(f"{_CLASS}._build_megatron_datasets_parallel", id="U9d", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
 def _build_parallel(
     original: Callable[..., list[list[Any]]],
     builder: Any,

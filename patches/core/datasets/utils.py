@@ -5,22 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P1",
-            target="megatron.core.datasets.utils:compile_helpers",
-            build=wrap_with(_compile_if_missing),
-            why="the wheel ships the compiled helper but no Makefile; start-up calls make and exits",
-            remove_when="Megatron compiles only what is missing",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.datasets.utils:compile_helpers",
+    id="P1",
+    when=Moment.PLATFORM,
+    why="the wheel ships the compiled helper but no Makefile; start-up calls make and exits",
+    remove_when="Megatron compiles only what is missing",
+)
 def _compile_if_missing(original: Callable[[], None]) -> None:
     """Run `compile_helpers` only where the compiled helper is missing, as in a checkout of Megatron."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:

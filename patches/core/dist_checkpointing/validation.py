@@ -11,32 +11,19 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from vtp_plugin.boundary.spread import overlaps, volume
-from vtp_plugin.patching import PatchRecord, wrap_with
-from vtp_plugin.session import Session
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 _MODULE = "megatron.core.dist_checkpointing.validation"
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H8",
-            target=f"{_MODULE}:_validate_sharding_for_key",
-            build=wrap_with(_validate_sharding),
-            why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
-            remove_when="the check works on element coverage",
-        ),
-        PatchRecord(
-            id="H8b",
-            target=f"{_MODULE}:_validate_objects_for_key",
-            build=wrap_with(_validate_objects),
-            why="random states are stored on a (stage, tp) grid, whose width differs between stages",
-            remove_when="with H8",
-        ),
-    )
-
-
+@replaces(
+    f"{_MODULE}:_validate_sharding_for_key",
+    id="H8",
+    when=Moment.LIST,
+    why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
+    remove_when="the check works on element coverage",
+)
 def _validate_sharding(
     original: Callable[[Any], list[Exception]], rank_sharding: Sequence[tuple[int, Any]]
 ) -> list[Exception]:
@@ -64,6 +51,13 @@ def _box(shard: Any) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + length) for start, length in zip(shard.global_offset, lengths, strict=True))
 
 
+@replaces(
+    f"{_MODULE}:_validate_objects_for_key",
+    id="H8b",
+    when=Moment.LIST,
+    why="random states are stored on a (stage, tp) grid, whose width differs between stages",
+    remove_when="with H8",
+)
 def _validate_objects(
     original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
 ) -> list[Exception]:

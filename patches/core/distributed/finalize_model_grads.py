@@ -11,28 +11,23 @@ from megatron.core import parallel_state
 
 from vtp_plugin.patches.core.models.common.language_module.language_module import copies_embedding, embedding_stages
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import PlannedRun, Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H6",
-            target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-            build=wrap_with(_finalize, session, host),
-            why="it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient "
-            "over ranks of a pipeline group: the first hangs and the second mixes rows when stages differ",
-            remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
-            aliases=(
-                "megatron.core.distributed:finalize_model_grads",
-                "megatron.training.training:finalize_model_grads",
-            ),
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+    id="H6",
+    when=Moment.STAGES,
+    why="it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient over "
+    "ranks of a pipeline group: the first hangs and the second mixes rows when stages differ",
+    remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
+    aliases=(
+        "megatron.core.distributed:finalize_model_grads",
+        "megatron.training.training:finalize_model_grads",
+    ),
+)
 def _finalize(
     session: Session,
     host: MegatronHost,

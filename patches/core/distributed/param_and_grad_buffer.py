@@ -9,36 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Writes, Written, replaces
 
 _MODULE = "megatron.core.distributed.param_and_grad_buffer"
 
 
-def records() -> tuple[Record, ...]:
-    """Give the records of this module."""
-    coalescing, gather = (
-        WriteRecord(
-            id=f"P6{suffix}",
-            target=f"{_MODULE}:{name}",
-            why="the method looks this name up when it starts a gather; the sum of gradients does so too and must stay "
-            "as it is, so the name is set only while the method runs",
-            remove_when="with P6",
-        )
-        for suffix, name in (("b", "_coalescing_manager"), ("c", "dist_all_gather_func"))
-    )
-    return (
-        PatchRecord(
-            id="P6",
-            target=f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
-            build=wrap_with(_start, coalescing, gather),
-            why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write "
-            "into one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain "
-            "all-gather needs no heap",
-            remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
-        ),
-        coalescing,
-        gather,
-    )
+_WHY = (
+    "the method looks this name up when it starts a gather; the sum of gradients does so too and must stay as it is, "
+    "so the name is set only while the method runs"
+)
+_COALESCING = Written(
+    id="P6b", target=f"{_MODULE}:_coalescing_manager", when=Moment.CPU, why=_WHY, remove_when="with P6"
+)
+_GATHER = Written(id="P6c", target=f"{_MODULE}:dist_all_gather_func", when=Moment.CPU, why=_WHY, remove_when="with P6")
 
 
 class _Gathers:
@@ -61,10 +45,17 @@ class _Gathers:
             work.wait()
 
 
-def _start(
-    coalescing: WriteRecord, gather: WriteRecord, original: Callable[..., None], *args: Any, **kwargs: Any
-) -> None:
+@replaces(
+    f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
+    id="P6",
+    when=Moment.CPU,
+    why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write into "
+    "one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain all-gather needs no "
+    "heap",
+    remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
+)
+def _start(writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `_ParamAndGradBucketGroup.start_param_sync` with plain all-gathers in place of one coalesced one."""
     gathers = _Gathers()
-    with coalescing.during(gathers.manager), gather.during(gathers.gather):
+    with writes[_COALESCING].during(gathers.manager), writes[_GATHER].during(gathers.gather):
         original(*args, **kwargs)

@@ -9,50 +9,20 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P4",
-            target=f"{_CLASS}.state_dict",
-            build=wrap_with(_state_dict),
-            why="before the first step torch's Adam has no state yet, and the method asserts that all parameters have "
-            "taken the same number of steps: loading a checkpoint fails",
-            remove_when="Megatron reads the step of an optimizer without state as 0",
-        ),
-        PatchRecord(
-            id="P4b",
-            target=f"{_CLASS}.load_state_dict",
-            build=wrap_with(_load_state_dict),
-            why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, "
-            "then overwrites it with the step of the state that was there before; and in fp32 it writes into views of "
-            "leaves outside no_grad",
-            remove_when="every parameter gets a step tensor of its own, with the stored value",
-        ),
-        PatchRecord(
-            id="P4c",
-            target=f"{_CLASS}._set_main_param_and_optimizer_states",
-            build=wrap_with(_set_states),
-            why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per "
-            "parameter",
-            remove_when="Megatron leaves out what the checkpoint does not hold",
-        ),
-        PatchRecord(
-            id="P4d",
-            target=f"{_CLASS}.__init__",
-            build=wrap_with(_init),
-            why="every rank has an optimizer for experts with groups of their own where one stage has some; without "
-            "parameters it takes no steps, but its number of steps is stored for all stages",
-            remove_when="Megatron counts the steps of an optimizer without parameters, or stores none",
-        ),
-    )
-
-
+@replaces(
+    f"{_CLASS}.state_dict",
+    id="P4",
+    when=Moment.PLATFORM,
+    why="before the first step torch's Adam has no state yet, and the method asserts that all parameters have taken "
+    "the same number of steps: loading a checkpoint fails",
+    remove_when="Megatron reads the step of an optimizer without state as 0",
+)
 def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first."""
     if distrib_optimizer.HAVE_APEX_OR_TE:
@@ -63,16 +33,6 @@ def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> di
         return original(optimizer)
     with UndoStack().during(Name(optimizer, "optimizer"), _Stepped(adam)):
         return original(optimizer)
-
-
-def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on."""
-    original(optimizer, *args, **kwargs)
-    adam = optimizer.optimizer
-    if isinstance(adam, torch.optim.Optimizer) and _is_empty(adam):
-        for group in adam.param_groups:
-            group.setdefault("step", 0)
-        adam.register_step_post_hook(_count)
 
 
 def _is_empty(adam: torch.optim.Optimizer) -> bool:
@@ -107,6 +67,15 @@ def _begin(adam: torch.optim.Optimizer) -> None:
         state.setdefault("step", torch.tensor(0.0))
 
 
+@replaces(
+    f"{_CLASS}.load_state_dict",
+    id="P4b",
+    when=Moment.PLATFORM,
+    why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then "
+    "overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves "
+    "outside no_grad",
+    remove_when="every parameter gets a step tensor of its own, with the stored value",
+)
 def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
     """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own."""
     # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
@@ -124,6 +93,13 @@ def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state
             group["step"] = int(step)
 
 
+@replaces(
+    f"{_CLASS}._set_main_param_and_optimizer_states",
+    id="P4c",
+    when=Moment.PLATFORM,
+    why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter",
+    remove_when="Megatron leaves out what the checkpoint does not hold",
+)
 def _set_states(
     original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
@@ -133,3 +109,21 @@ def _set_states(
     step = next((state["step"] for state in optimizer.optimizer.state.values() if "step" in state), None)
     with torch.no_grad():
         original(optimizer, model_param, {"step": step, **tensors})
+
+
+@replaces(
+    f"{_CLASS}.__init__",
+    id="P4d",
+    when=Moment.PLATFORM,
+    why="every rank has an optimizer for experts with groups of their own where one stage has some; without "
+    "parameters it takes no steps, but its number of steps is stored for all stages",
+    remove_when="Megatron counts the steps of an optimizer without parameters, or stores none",
+)
+def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on."""
+    original(optimizer, *args, **kwargs)
+    adam = optimizer.optimizer
+    if isinstance(adam, torch.optim.Optimizer) and _is_empty(adam):
+        for group in adam.param_groups:
+            group.setdefault("step", 0)
+        adam.register_step_post_hook(_count)

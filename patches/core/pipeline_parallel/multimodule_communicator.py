@@ -20,7 +20,8 @@ from vtp_plugin.options.table.check import check_config
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import split_sizes
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import module_format
 from vtp_plugin.patches.core.pipeline_parallel.schedules import run_planned
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching.record import wrap_with
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.grad_sync import GradSync
 from vtp_plugin.runtime.step.links import ActivationLink, ChannelLink, GradientLink, Link, LinkId, ModuleLink

@@ -16,9 +16,10 @@ from megatron.core.utils import get_model_config
 from vtp_plugin.errors import refuse
 from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
-from vtp_plugin.patches.core.timers import StreamTorch, step_record
+from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, Record, WriteRecord, wrap_with
+from vtp_plugin.patching import PatchRecord, Record, Writes
+from vtp_plugin.patching.record import wrap_with
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator
 from vtp_plugin.runtime.step.executor import Compute, Inputs
 from vtp_plugin.runtime.step.grad_sync import GradSync
@@ -45,13 +46,11 @@ _COMMON = (
 
 def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records of this module."""
-    timers = step_record()
     return (
-        timers,
         PatchRecord(
             id="H10",
             target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            build=wrap_with(_choose, session, host, timers),
+            build=wrap_with(_choose, session, host, session.writes),
             why="training and evaluation both ask here for the function that runs a step; Megatron's own have no "
             "U-shape, and their 1F1B posts a receive only when it waits for it",
             remove_when="Megatron's schedules take an order of actions",
@@ -74,7 +73,7 @@ def records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
 def _choose(
     session: Session,
     host: MegatronHost,
-    timers: WriteRecord,
+    writes: Writes,
     original: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -86,7 +85,7 @@ def _choose(
         return stock
     if session.running.schedule_runner is None:
         return functools.partial(_run_stock, session, communicator, stock)
-    return functools.partial(_run_planned_step, timers, session, host)
+    return functools.partial(_run_planned_step, writes, session, host)
 
 
 def _forward_step(
@@ -120,9 +119,9 @@ def _run_stock(
     return stock(model=model, **arguments)
 
 
-def _run_planned_step(timers: WriteRecord, *args: Any, **kwargs: Any) -> list[Any]:
+def _run_planned_step(writes: Writes, *args: Any, **kwargs: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
-    with timers.during(StreamTorch()):
+    with waiting_for_computes(writes):
         return forward_backward(*args, **kwargs)
 
 

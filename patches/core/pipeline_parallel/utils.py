@@ -6,32 +6,27 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="U1",
-            target="megatron.core.pipeline_parallel.utils:is_pp_last_stage",
-            unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries"},
-            build=wrap_with(_is_last, session),
-            why="all that depends on the end of the model asks here: who builds the head, who turns its output into "
-            "fp32, who averages and reports the loss",
-            remove_when="Megatron has a placement of chunks that ends on another stage than the last",
-            aliases=(
-                "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
-                "megatron.core.pipeline_parallel.p2p_communication:is_pp_last_stage",
-                "megatron.core.pipeline_parallel.schedules:is_pp_last_stage",
-                "megatron.training.training:is_pp_last_stage",
-                "megatron.training.models.gpt:is_pp_last_stage",
-            ),
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
+    id="U1",
+    when=Moment.U_SHAPE,
+    unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries"},
+    why="all that depends on the end of the model asks here: who builds the head, who turns its output into fp32, who "
+    "averages and reports the loss",
+    remove_when="Megatron has a placement of chunks that ends on another stage than the last",
+    aliases=(
+        "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
+        "megatron.core.pipeline_parallel.p2p_communication:is_pp_last_stage",
+        "megatron.core.pipeline_parallel.schedules:is_pp_last_stage",
+        "megatron.training.training:is_pp_last_stage",
+        "megatron.training.models.gpt:is_pp_last_stage",
+    ),
+)
 def _is_last(session: Session, original: Callable[..., bool], pp_group: dist.ProcessGroup) -> bool:
     """Replace `is_pp_last_stage`: the model ends on the stage with the loss, which is the first in a U."""
     return dist.get_rank(pp_group) == session.planned.loss_stage

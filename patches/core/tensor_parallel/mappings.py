@@ -9,29 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 _MODULE = "megatron.core.tensor_parallel.mappings"
-
-
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P12",
-            target=f"{_MODULE}:_gather_along_first_dim",
-            build=wrap_with(_gather),
-            why="gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens",
-            remove_when="gloo gathers tensors of different sizes",
-        ),
-        PatchRecord(
-            id="P12b",
-            target=f"{_MODULE}:_reduce_scatter_along_first_dim",
-            build=wrap_with(_reduce_scatter),
-            why="as P12, on the way back",
-            remove_when="gloo scatters sums of different sizes",
-        ),
-    )
 
 
 def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -39,6 +20,13 @@ def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group() if group is None else group
 
 
+@replaces(
+    f"{_MODULE}:_gather_along_first_dim",
+    id="P12",
+    when=Moment.CPU,
+    why="gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens",
+    remove_when="gloo gathers tensors of different sizes",
+)
 def _gather(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,
@@ -59,6 +47,13 @@ def _gather(
     return torch.cat([box[:size] for box, size in zip(boxes, sizes, strict=True)])
 
 
+@replaces(
+    f"{_MODULE}:_reduce_scatter_along_first_dim",
+    id="P12b",
+    when=Moment.CPU,
+    why="as P12, on the way back",
+    remove_when="gloo scatters sums of different sizes",
+)
 def _reduce_scatter(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,

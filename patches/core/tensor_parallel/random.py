@@ -6,24 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.platform.cpu import CpuPlatform
 
 
-def records(platform: CpuPlatform) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P2",
-            target="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-            build=wrap_with(_fork, platform),
-            why="on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker "
-            "switches the device's; without this, tensor-parallel ranks would draw equal shards",
-            remove_when="Megatron's tracker knows the CPU",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+    id="P2",
+    when=Moment.CPU,
+    why="on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker switches "
+    "the device's; without this, tensor-parallel ranks would draw equal shards",
+    remove_when="Megatron's tracker knows the CPU",
+)
 @contextmanager
 def _fork(
     platform: CpuPlatform, original: Callable[..., AbstractContextManager[None]], *args: Any, **kwargs: Any

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.hosts import capability
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 
-def records(host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    if not host.can("latent_attention"):
-        return (
-            PatchRecord(
-                id="H14c",
-                target=f"{_MODULE}:MultiLatentAttention.__init__",
-                build=wrap_with(_refuse, host.name),
-                why="its gradient depends on the size of the stage, and was mended in Megatron 0.19 only",
-                remove_when="latent attention was run with this Megatron",
-            ),
-        )
-    common = {
-        "build": wrap_with(_project),
-        "unneeded": {"<0.19": "it has no such method; H14c refuses latent attention"},
-        "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
-        "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
-        "than stages of one",
-        "remove_when": "Megatron sums the gradient of `k_pos_emb` over the tensor-parallel ranks",
-    }
-    return (
-        PatchRecord(id="H14", target=f"{_MODULE}:MLASelfAttention._qkv_down_projection", **common),
-        PatchRecord(id="H14b", target=f"{_MODULE}:FusedMLASelfAttention._qkv_down_projection", **common),
-    )
+_LATENT: Final[Mapping[str, Any]] = {
+    "when": Moment.STAGES,
+    "unneeded": {"<0.19": "it has no such method; H14c refuses latent attention"},
+    "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
+    "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
+    "than stages of one",
+    "remove_when": "Megatron sums the gradient of `k_pos_emb` over the tensor-parallel ranks",
+}
 
 
+@replaces(f"{_MODULE}:MLASelfAttention._qkv_down_projection", id="H14", **_LATENT)
+@replaces(f"{_MODULE}:FusedMLASelfAttention._qkv_down_projection", id="H14b", **_LATENT)
 def _project(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]], layer: Any, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,13 +61,23 @@ def _project(
     return queries, keys
 
 
-def _refuse(name: str, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+@replaces(
+    f"{_MODULE}:MultiLatentAttention.__init__",
+    id="H14c",
+    when=Moment.STAGES,
+    unneeded=dict.fromkeys(capability("latent_attention").versions, "H14 and H14b mend it"),
+    why="its gradient depends on the size of the stage, and was mended in Megatron 0.19 only",
+    remove_when="latent attention was run with this Megatron",
+)
+def _refuse(
+    host: MegatronHost, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Refuse to build latent attention.
 
     Raises:
         ConfigError: always.
     """
     raise ConfigError(
-        f"multi_latent_attention with Megatron {name}; on stages of different sizes it was run with Megatron 0.19 "
+        f"multi_latent_attention with Megatron {host.name}; on stages of different sizes it was run with Megatron 0.19 "
         "only; use that, or give every stage the same sizes"
     )

@@ -6,23 +6,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P3",
-            target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            build=wrap_with(_new),
-            why="it refuses sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it "
-            "only lacks the mark by which Megatron sums the weights' gradients over the stage",
-            remove_when="WrappedTorchNorm supports sequence parallelism",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    id="P3",
+    when=Moment.CPU,
+    why="it refuses sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it only "
+    "lacks the mark by which Megatron sums the weights' gradients over the stage",
+    remove_when="WrappedTorchNorm supports sequence parallelism",
+)
 def _new(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `WrappedTorchNorm.__new__` as without sequence parallelism, then mark the weights as sequence-parallel."""
     if not config.sequence_parallel:

@@ -6,27 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="U4",
-            target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-            unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which U5 carries"},
-            build=wrap_with(keep_full_chunks, session, host),
-            why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading "
-            "fails",
-            remove_when="with U1",
-            aliases=("megatron.training.models:build_virtual_pipeline_stages",),
-        ),
-    )
-
-
-def keep_full_chunks(
+@replaces(
+    "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+    id="U4",
+    when=Moment.U_SHAPE,
+    unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which U5 carries"},
+    why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails",
+    remove_when="with U1",
+    aliases=("megatron.training.models:build_virtual_pipeline_stages",),
+)
+@replaces(
+    "megatron.training.training:get_model",
+    id="U5",
+    when=Moment.U_SHAPE,
+    why="as U4, for scripts with a model provider",
+    remove_when="with U1",
+)
+def _keep_full_chunks(
     session: Session, host: MegatronHost, original: Callable[..., list[Any]], *args: Any, **kwargs: Any
 ) -> list[Any]:
     """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud."""

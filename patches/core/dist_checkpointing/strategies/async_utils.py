@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 # How long threads of gloo may take to let go of tensors: they need the interpreter's lock, and much less than this.
 _WAIT_S = 0.2
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H17",
-            target="megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
-            build=wrap_with(_start, sys.version_info[:2]),
-            why="it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of "
-            "gloo frees the tensor of a collective that has just ended, and all ranks wait for it for ever",
-            remove_when="Python 3.11 is no longer supported",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
+    id="H17",
+    when=Moment.LIST,
+    why="it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of gloo frees "
+    "the tensor of a collective that has just ended, and all ranks wait for it for ever",
+    remove_when="Python 3.11 is no longer supported",
+)
 def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `schedule_async_call` when no thread of gloo is between two states.
 

@@ -9,24 +9,18 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="U13",
-            target="megatron.core.dist_checkpointing.strategies.fully_parallel:"
-            "distribute_main_replicas_with_precomputed_distribution",
-            build=wrap_with(_distribute),
-            why="it shares out what replicas save by the names of tensors, and a rank saves all that it holds under "
-            "a name; the edge holds a tied embedding twice, and saving a tensor twice is refused",
-            remove_when="it chooses one tensor, not one rank",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.fully_parallel:distribute_main_replicas_with_precomputed_distribution",
+    id="U13",
+    when=Moment.U_SHAPE,
+    why="it shares out what replicas save by the names of tensors, and a rank saves all that it holds under a name; "
+    "the edge holds a tied embedding twice, and saving a tensor twice is refused",
+    remove_when="it chooses one tensor, not one rank",
+)
 def _distribute(original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
     """Run `distribute_main_replicas_with_precomputed_distribution`, then let this rank save nothing twice."""
     original(sharded_state_dict, *args, **kwargs)

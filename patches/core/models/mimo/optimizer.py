@@ -9,7 +9,8 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patching.record import wrap_with
 from vtp_plugin.session.surroundings import Surroundings
 
 

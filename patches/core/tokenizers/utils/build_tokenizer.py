@@ -6,26 +6,21 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H3",
-            targets={
-                "<0.17": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
-                ">=0.17": "megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
-            },
-            build=wrap_with(_pad, session),
-            why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
-            remove_when="the padded vocabulary is computed from all stages",
-        ),
-    )
-
-
+@replaces(
+    targets={
+        "<0.17": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
+        ">=0.17": "megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
+    },
+    id="H3",
+    when=Moment.LIST,
+    why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
+    remove_when="the padded vocabulary is computed from all stages",
+)
 def _pad(
     session: Session, original: Callable[..., int], orig_vocab_size: int, args: Any, logging_enabled: bool = True
 ) -> int:

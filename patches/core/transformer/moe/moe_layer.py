@@ -7,25 +7,19 @@ from typing import Any
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H13",
-            target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-            build=wrap_with(_init, session, host),
-            why="it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own "
-            "elsewhere: optimizers would differ between the stages, and a checkpoint of one could not be read by "
-            "another",
-            remove_when="Megatron gives experts an optimizer of their own in every layout",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+    id="H13",
+    when=Moment.LIST,
+    why="it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own "
+    "elsewhere: optimizers would differ between the stages, and a checkpoint of one could not be read by another",
+    remove_when="Megatron gives experts an optimizer of their own in every layout",
+)
 def _init(
     session: Session,
     host: MegatronHost,

@@ -10,27 +10,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import PlannedRun, Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H11",
-            targets={
-                "<0.18": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
-                ">=0.18": "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
-            },
-            build=wrap_with(_sync, session, host),
-            why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no "
-            "averages",
-            remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",
-        ),
-    )
-
-
+@replaces(
+    targets={
+        "<0.18": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
+        ">=0.18": "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+    },
+    id="H11",
+    when=Moment.LIST,
+    why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no averages",
+    remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",
+)
 def _sync(session: Session, host: MegatronHost, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace `MoEMetricsTracker._sync_metrics`: inside the stage first, then over the stages."""
     if not session.is_active and session.planned.platform.name != "cpu":

@@ -7,24 +7,19 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="P11",
-            target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-            build=wrap_with(_move),
-            why="it turns tensors of a device into arrays and leaves those of the CPU as they are, which torch's "
-            "all_to_all_single does not take as sizes",
-            remove_when="it gives arrays for tensors on the CPU too",
-            aliases=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    id="P11",
+    when=Moment.CPU,
+    why="it turns tensors of a device into arrays and leaves those of the CPU as they are, which torch's "
+    "all_to_all_single does not take as sizes",
+    remove_when="it gives arrays for tensors on the CPU too",
+    aliases=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
+)
 def _move(original: Callable[..., Any], tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
     """Run `maybe_move_tensor_to_cpu`; a tensor that is there already becomes an array, too."""
     moved = original(tensor, as_numpy, *args, **kwargs)

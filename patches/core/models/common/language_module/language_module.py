@@ -12,25 +12,19 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground import log
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
-def records(session: Session, host: MegatronHost) -> tuple[PatchRecord, ...]:
-    """Give the records of this module."""
-    return (
-        PatchRecord(
-            id="H7",
-            target="megatron.core.models.common.language_module.language_module:"
-            "LanguageModule.setup_embeddings_and_output_layer",
-            build=wrap_with(_setup, session, host),
-            why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where "
-            "a model meets its groups, so a configuration made for another stage is refused here",
-            remove_when="with H6",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+    id="H7",
+    when=Moment.STAGES,
+    why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where a model "
+    "meets its groups, so a configuration made for another stage is refused here",
+    remove_when="with H6",
+)
 def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
     """Run `setup_embeddings_and_output_layer`, then give the other copies of the word embedding the first one's values.
 

@@ -8,24 +8,19 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.patching import PatchRecord, wrap_with
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
 
 
-def records() -> tuple[PatchRecord, ...]:
-    """Give the record that lifts an assertion of MimoModel."""
-    return (
-        PatchRecord(
-            id="B3",
-            target="megatron.core.models.mimo.model.base:MimoModel._attach_modality_split_sizes",
-            build=wrap_with(_attach),
-            why="it asserts that the encoder has no more replicas than the language model where samples have different "
-            "numbers of tokens; our bridge sends them along",
-            remove_when="Megatron's bridge takes such samples in fan-in",
-            versions=">=0.19,<0.20",
-        ),
-    )
-
-
+@replaces(
+    "megatron.core.models.mimo.model.base:MimoModel._attach_modality_split_sizes",
+    id="B3",
+    when=Moment.BRIDGES,
+    why="it asserts that the encoder has no more replicas than the language model where samples have different "
+    "numbers of tokens; our bridge sends them along",
+    remove_when="Megatron's bridge takes such samples in fan-in",
+    versions=">=0.19,<0.20",
+)
 def _attach(
     original: Callable[..., None], model: Any, output: torch.Tensor, input_ids: torch.Tensor | None, encoder_name: str
 ) -> None:

@@ -1,0 +1,18 @@
+"""What a family's wheel needs to train at all, also without the plugin, such as 0.12 with the distributed optimizer."""
+
+from __future__ import annotations
+
+import sys
+
+from vtp_plugin.hosts import find_host
+from vtp_plugin.patching import AppliedPatches, apply_records, declared
+
+
+def mend_wheel() -> AppliedPatches:
+    """Apply the records that only this family of Megatron needs on any platform."""
+    from vtp_plugin.patches.hosts import load_host
+    from vtp_plugin.patches.moment import Moment
+
+    family, megatron = find_host()
+    found = [record for name in load_host(family.name).modules for record in declared(sys.modules[name])]
+    return apply_records([record.bound({}) for record in found if record.when is Moment.PLATFORM], megatron.version)
