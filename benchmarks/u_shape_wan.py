@@ -27,15 +27,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.u_shape_wan_plot import OURS, REFERENCE, draw
+from benchmarks.u_shape_wan_plot import draw
+from benchmarks.u_shape_wan_results import OURS, REFERENCE, Row
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
@@ -52,40 +52,6 @@ MBIT = 1000.0
 SHAPE = (64, 1, 1024)
 LATENCIES = (0.0, 0.5, 1.0, 2.0, 4.0)
 TARGETS = {1.0: 1.05, 2.0: 1.10, 4.0: 1.20}  # of our own step at L = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One order over one line.
-
-    Attributes:
-        order: OURS or REFERENCE.
-        num_stages: P.
-        num_microbatches: m.
-        latency: L, in t_f.
-        in_flight: Most microbatches in flight, by stage.
-        lookahead: For how many computes ahead receives are posted.
-        simulated_s: Time of a step, simulated.
-        steps_s: The measured ones.
-        planned_kept: Most activations kept at a time, by virtual stage, as planned.
-        measured_kept: As counted.
-    """
-
-    order: str
-    num_stages: int
-    num_microbatches: int
-    latency: float
-    in_flight: tuple[int, ...]
-    lookahead: int
-    simulated_s: float
-    steps_s: tuple[float, ...]
-    planned_kept: tuple[int, ...]
-    measured_kept: tuple[int, ...]
-
-    @property
-    def median_s(self) -> float:
-        """The measured time that counts."""
-        return statistics.median(self.steps_s)
 
 
 def main() -> None:

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from benchmarks import svg
+from benchmarks.u_shape_wan_results import OURS, REFERENCE, Row
 
-if TYPE_CHECKING:
-    from benchmarks.u_shape_wan import Row
-
-OURS, REFERENCE = "ours", "reference"
 _COLOURS = {REFERENCE: "#4a80c4", OURS: "#d9730d"}
 _MEANINGS = {
     OURS: "the plugin's planned order",

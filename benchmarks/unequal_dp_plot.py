@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, floor
-from typing import TYPE_CHECKING
 
 from benchmarks import svg
-
-if TYPE_CHECKING:
-    from benchmarks.unequal_dp import Result
+from benchmarks.unequal_dp_results import Result
 
 NUM_STAGES, NUM_REPLICAS = 3, 4  # of what is drawn
 # Mode, whether split saves a tenth; stroke and meaning.

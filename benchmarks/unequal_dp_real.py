@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.unequal_dp import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
+from benchmarks.unequal_dp_results import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.schedule.cost.costs import Costs, split_costs

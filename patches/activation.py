@@ -25,15 +25,14 @@ def begin(session: Session, host: MegatronHost) -> None:
     if session.config.bridges:
         _require_bridges(host)
         records += (*platform_records(session, host), *records_at(session, host, Moment.STAGES, Moment.BRIDGES))
-        session.has_bridges = True
+        session.applied.begin_bridges()
     _put(session, host, records)
 
 
 def activate(session: Session, host: MegatronHost) -> None:
     """Apply the records that depend on the list, which is now known or known to be missing; idempotent."""
-    if session.is_activated:
+    if not session.applied.begin_list():
         return
-    session.is_activated = True
     has_list, is_mapped = session.config.size_list is not None, session.choose_platform().name == "cpu"
     wants_bridges = bool(session.config.bridges) and not session.has_bridges
     if not (has_list or wants_bridges or is_mapped):
@@ -49,7 +48,7 @@ def activate(session: Session, host: MegatronHost) -> None:
     if wants_bridges:
         _require_bridges(host)
         moments += (Moment.BRIDGES,)
-        session.has_bridges = True
+        session.applied.begin_bridges()
     earlier = tuple(session.applied)
     _put(session, host, (*records, *records_at(session, host, *moments)))
     if has_list:
@@ -80,7 +79,7 @@ def _require_bridges(host: MegatronHost) -> None:
 def _put(session: Session, host: MegatronHost, records: tuple[Record, ...]) -> None:
     """Apply a set of records, and let MindSpeed put it in place again whenever it does so with its own."""
     applied = apply_records(records, find_host()[1].version)
-    session.applied.append(applied)
+    session.applied.add(applied)
     if host.mindspeed is not None:
         host.mindspeed.keep(applied)
-        session.on_revert = host.mindspeed.forget
+        session.applied.before_revert(host.mindspeed.forget)

@@ -6,7 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 from vtp_plugin.config import VtpConfig
@@ -15,7 +14,6 @@ from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Declared, Record, declared
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.session import Session
-from vtp_plugin.session.surroundings import Surroundings
 
 PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
@@ -77,22 +75,11 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
 belongs to, and a run loads only what it uses."""
 
 
-def declared_at(moment: Moment, host: MegatronHost, session: Any = None) -> tuple[Declared, ...]:
+def declared_at(moment: Moment, host: MegatronHost) -> tuple[Declared, ...]:
     """List what is declared for a moment: by the modules of this family, then by those that all families share."""
     shared = (f"{__package__}.{name}" for name in MODULES[moment])
     modules = map(importlib.import_module, (*host.modules, *shared))
-    made = [host.exchange_record(session)] if moment is Moment.STAGES and hasattr(host, "exchange_record") else []
-    found = (record for module in modules for record in _declared(module, host, session))
-    return (*made, *(record for record in found if getattr(record, "when", moment) == moment))
-
-
-# Until the modules of the pipeline declare theirs.
-def _declared(module: Any, host: MegatronHost, session: Any) -> Any:
-    if not hasattr(module, "records"):
-        return declared(module)
-    session = session or SimpleNamespace(writes=None)
-    taken = {"schedules": (session, host), "model_groups": (session,)}
-    return module.records(*taken.get(module.__name__.rpartition(".")[2], (Surroundings(lambda: session),)))
+    return tuple(record for module in modules for record in declared(module) if record.when == moment)
 
 
 def records_at(
@@ -114,11 +101,7 @@ def records_at(
         "activate": activate,
         "python": sys.version_info[:2],
     }
-    return tuple(
-        record.bound(given) if isinstance(record, Declared) else record
-        for moment in moments
-        for record in host.placed(declared_at(moment, host, session))
-    )
+    return tuple(record.bound(given) for moment in moments for record in host.placed(declared_at(moment, host)))
 
 
 def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,42 @@ def broken_rules(module: str, source: str) -> list[str]:
     imports = list(_imports(module, ast.parse(source)))
     lines = [line for item in imports for line in (*_broken_by(part, item), *_broken_in_part(module, item))]
     return [f"{module}:{line}" for line in lines]
+
+
+def circles(modules: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the modules that need each other, by imports of any kind: also inside functions, or for types alone.
+
+    Args:
+        modules: dotted names and sources, as :func:`sources` yields them.
+
+    >>> circles([("a", "import b"), ("b", "def f(): from c import x"), ("c", "from a import y"), ("d", "import a")])
+    [['a', 'b', 'c']]
+    """
+    texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
+    needed = {name: _modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
+    reached = {name: _reached(name, needed) for name in needed}
+    joined = {tuple(sorted({name, *(other for other in reached[name] if name in reached[other])})) for name in needed}
+    return sorted(list(names) for names in joined if len(names) > 1)
+
+
+def _modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:
+    needed: set[str] = set()
+    for item in _imports(name, ast.parse(source)):
+        parts = {f"{item.module}.{each}" for each in item.names} & set(known)
+        # What is no module of its own is defined in the package.
+        is_all = item.names and len(parts) == len(item.names)
+        needed |= parts if is_all else parts | ({item.module} & set(known))
+    return needed
+
+
+def _reached(start: str, needed: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    left = [start]
+    while left:
+        new = needed[left.pop()] - found
+        found |= new
+        left += new
+    return found
 
 
 def _broken_by(part: str, item: Import) -> Iterator[str]:

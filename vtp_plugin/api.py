@@ -189,14 +189,12 @@ def _apply(request: VtpConfig) -> None:
 
     refuse_late()
     host = load_host(family.name)
-    session = Session(request)
-    session.watch_failures = _hook().install
-    session.platform = _Holder.platform
+    # The device before the command line is parsed, which then says the same.
+    asked = merge(request, {"device": peek_device(sys.argv)}) if host.needs_device_first else request
+    session = Session(asked, platform=_Holder.platform, watch_failures=_hook().install)
     if host.mindspeed is None:
         _Holder.watch = ImportWatch(before_adaptor=_refuse_adaptor)
     if host.needs_device_first:
-        # Before the command line is parsed, which then says the same.
-        session.config = merge(request, {"device": peek_device(sys.argv)})
         session.choose_platform()
     # Held before anything can fail: revert() can then clean up what that leaves.
     _Holder.session, _Holder.request = session, request
@@ -232,13 +230,10 @@ def revert() -> None:
         return
     session.ranks.stop()
     session.release()
-    session.on_revert()
-    for applied in reversed(session.applied):
-        applied.revert()
+    session.applied.revert()
     if session.platform is not None:
         session.platform.uninstall()
-    if session.close_log is not None:
-        session.close_log()
+    session.close_log()
 
 
 def status() -> tuple[PatchStatus, ...]:

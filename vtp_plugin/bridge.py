@@ -9,11 +9,15 @@ gets them by ``vtp_plugin.apply(bridges=True)``. Names are looked up when they a
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.api import current_session
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError
 from vtp_plugin.hosts import capability, find_host
+
+if TYPE_CHECKING:
+    from vtp_plugin.session import Session
 
 _NAMES = (
     "BridgeCommunicator",
@@ -41,26 +45,35 @@ def __dir__() -> list[str]:
     return list(_NAMES)
 
 
+def _session() -> Session:
+    """Return the applied plugin; where a script takes the bridges without ``apply()``, one that patches nothing."""
+    from vtp_plugin.platform import detect
+    from vtp_plugin.session import Session
+
+    # With its platform, it maps nothing of torch.
+    return current_session() or Session(VtpConfig(), platform=detect("auto"))
+
+
 # Two uses of the name must give one class.
 @functools.cache
 def _stage_comm_grid() -> type:
+    from vtp_plugin.patches.core.model_groups import known
     from vtp_plugin.session.stage_comm_grid import StageCommGrid
-    from vtp_plugin.session.surroundings import Surroundings
 
-    names = {"__module__": __name__, "__doc__": StageCommGrid.__doc__, "surroundings": Surroundings(current_session)}
+    asked = {"get_session": staticmethod(_session), "know_group": staticmethod(known)}
+    names = {"__module__": __name__, "__doc__": StageCommGrid.__doc__, **asked}
     return type("StageCommGrid", (StageCommGrid,), names)
 
 
 def _find(name: str) -> Any:
     from vtp_plugin.patches.core.models.mimo.comm import colocated_communicator
     from vtp_plugin.patches.core.pipeline_parallel import bridge_communicator
-    from vtp_plugin.session.surroundings import Surroundings
 
     if name == "StageCommGrid":
         return _stage_comm_grid()
     modules = {"BridgeCommunicator": bridge_communicator, "ColocatedBridgeCommunicator": colocated_communicator}
     if name in modules:
-        return modules[name].current_class(Surroundings(current_session))
+        return modules[name].current_class(_session)
     if name in ("BridgeDirection", "SliceInfo"):
         return getattr(colocated_communicator.colocated_communicator, name)  # Megatron's module, which defines them
     return getattr(bridge_communicator, name)

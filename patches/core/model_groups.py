@@ -4,38 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
-from vtp_plugin.patching import Record, WriteRecord
-from vtp_plugin.session import Session
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import Writes, Written
 
-_TABLES = ("_pg_map", "_pg_group_ranks")
-
-
-def records(session: Session) -> tuple[Record, ...]:
-    """Give the records of torch's tables, and let the session write them."""
-    backends, members = (
-        WriteRecord(
-            id=f"H4f{number}",
-            target=f"torch.distributed.distributed_c10d:{name}",
-            why="an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and "
-            "Megatron for its ranks",
-            remove_when="with H4",
-        )
-        for number, name in enumerate(_TABLES, start=1)
+_BACKENDS, _MEMBERS = (
+    Written(
+        id=f"H4f{number}",
+        target=f"torch.distributed.distributed_c10d:{name}",
+        when=Moment.STAGES,
+        why="an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and "
+        "Megatron for its ranks",
+        remove_when="with H4",
     )
-
-    session.know_group = partial(_know, backends, members)
-    return backends, members
+    for number, name in enumerate(("_pg_map", "_pg_group_ranks"), start=1)
+)
 
 
 @contextmanager
-def _know(
-    backends: WriteRecord, members: WriteRecord, group: dist.ProcessGroup, ranks: Sequence[int], like: dist.ProcessGroup
-) -> Iterator[None]:
+def known(writes: Writes, group: dist.ProcessGroup, ranks: Sequence[int], like: dist.ProcessGroup) -> Iterator[None]:
+    """Let torch know a group that it did not make, inside a ``with`` block.
+
+    Args:
+        writes: of the run.
+        group: that torch did not make.
+        ranks: its ranks, in their order.
+        like: a group with the same backend.
+    """
     places = {rank: place for place, rank in enumerate(ranks)}
-    with backends.during(_pg_map[like], key=group), members.during(places, key=group):
+    with writes[_BACKENDS].during(_pg_map[like], key=group), writes[_MEMBERS].during(places, key=group):
         yield

@@ -17,6 +17,7 @@ from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.share import share_of_experts, share_of_model, share_of_world
 from vtp_plugin.options.derived import check_call
+from vtp_plugin.patches.core.model_groups import known
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Writes, Written, replaces
@@ -187,7 +188,7 @@ def _make_groups(
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
-    session.known_groups.callback(close_groups, _not_kept(made))
+    session.ending.callback(close_groups, _not_kept(made))
     if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
         _unite_replicas(session, writes)
     return pipeline_groups
@@ -225,7 +226,7 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
     layout = planned.layout
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     leaders_group = open_leaders_group(layout, planned.platform, planned.config.timeout_s)
-    session.known_groups.callback(close_leaders_group, leaders_group, planned.platform)
+    session.ending.callback(close_leaders_group, leaders_group, planned.platform)
     make = functools.partial(
         ModelGroup,
         stage_leader=layout.leader(planned.own.stage),
@@ -237,7 +238,7 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
     )
     whole.shares = whole_experts.shares = shares
     for group in (whole, shares, whole_experts):
-        session.known_groups.enter_context(session.know_group(group, group.ranks, stage_group))
+        session.ending.enter_context(known(session.writes, group, group.ranks, stage_group))
     groups = (whole, shares, whole_experts, whole_experts)
     for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):

@@ -285,12 +285,12 @@ def _communicate(
     **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
     """Replace `_communicate`: exchange with both neighbours over channels, where there are any."""
-    communicator = session.running.communicator if session.is_running else None
-    if communicator is None:
+    pipeline = session.pipelines.own
+    if pipeline is None or pipeline.communicator is None:
         return original(config=config, **options)
 
     def begin() -> TensorFormat:
         # H10 has begun the step, unless a script calls Megatron's schedules past get_forward_backward_func().
-        return session.tensor_format or tensor_format(session, config)
+        return pipeline.form or tensor_format(session, pipeline, config)
 
-    return exchange(session, communicator, config, begin, **options)
+    return exchange(pipeline, config, begin, **options)

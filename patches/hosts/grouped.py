@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +24,8 @@ from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.u_layers import layout_of
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
 from vtp_plugin.patches.hosts.base import MegatronHost
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import subclasses
 from vtp_plugin.session import Session
 
 
@@ -38,23 +38,26 @@ def edge_alone() -> AbstractContextManager[None]:
     return UndoStack().during(Name(args, "pipeline_model_parallel_size"), 1)
 
 
+@subclasses(
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
+    id="H5",
+    when=Moment.STAGES,
+    why="both schedules build it by this name; all nine public methods go through the one that a subclass overrides, "
+    "so timers, list handling and return types stay Megatron's",
+    remove_when="every entry point of Megatron takes a communicator",
+    aliases=(
+        "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
+        "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
+        "megatron.training.training:P2PCommunicator",
+    ),
+)
+def _over_channels(session: Session, original: type) -> type:
+    """Make the communicator whose traffic goes over the session's channels."""
+    return communicator_class(session, original)
+
+
 class GroupedHost(MegatronHost):
     """A family whose functions take a collection of process groups."""
-
-    def exchange_record(self, session: Session) -> PatchRecord:
-        return PatchRecord(
-            id="H5",
-            target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
-            build=functools.partial(communicator_class, session),
-            why="both schedules build it by this name; all nine public methods go through the one that a subclass "
-            "overrides, so timers, list handling and return types stay Megatron's",
-            remove_when="every entry point of Megatron takes a communicator",
-            aliases=(
-                "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
-                "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
-                "megatron.training.training:P2PCommunicator",
-            ),
-        )
 
     def is_whole_pipeline(
         self, pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None

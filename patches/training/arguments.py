@@ -142,7 +142,7 @@ def _validate(
         store = open_store(args.rank, args.world_size, timeout_s)
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
-    session.has_arguments = True
+    session.learn(has_arguments=True)
     if session.is_active:
         # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
         from vtp_plugin.patches.training.checkpointing import require_common_folder
@@ -242,7 +242,7 @@ def _validate_uniform(
 def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
     given = session.config
-    session.config = read_flags(args, given, host.declared_flags)
+    session.ask(read_flags(args, given, host.declared_flags))
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
     if session.is_activated and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(

@@ -102,7 +102,7 @@ def _has_own_groups() -> bool:
     from vtp_plugin.api import _Holder
 
     session = _Holder.session
-    return session is not None and (session.is_active or bool(session.modules))
+    return session is not None and (session.is_active or any(one.plan.ends.are_bridged for one in session.pipelines))
 
 
 def _kind_of(group: Any) -> str | None:

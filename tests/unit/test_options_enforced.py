@@ -32,7 +32,7 @@ from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.registry import records_at
-from vtp_plugin.session import PlannedRun, Session
+from vtp_plugin.session import Pipeline, Session
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "8", "--seq-length", "8"),
@@ -49,6 +49,7 @@ OF_ARGUMENTS = refusing((*RULES, *OLDER_RULES, *MINDSPEED_RULES))
 # What a run of MindSpeed has besides, in the rows that ask whether there is one.
 MINDSPEED = {"attention_mask_type": "causal"}
 CANDIDATES = (True, "8", 8, ["8"], 1, "on", 2.0)
+PLATFORM: Any = SimpleNamespace(name="cpu", backend="gloo")
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +87,14 @@ def start(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setattr(sys, "argv", ["script.py", "--vtp-size-list", "1,2", *lists.split(), *MODEL, *flags])
-    session = Session(VtpConfig(device="cpu"))
-    session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
+    session = Session(VtpConfig(device="cpu"), platform=PLATFORM)
     monkeypatch.setattr(session.ranks, "agree", agree)
     monkeypatch.setattr(arguments, "open_store", lambda *where: None)
     parse, validate = records_at(session, load_host(host_name()), Moment.COMMAND_LINE)[:2]
     try:
         validate.build(validated)(parse.build(parsed)())
     finally:
-        if session.close_log is not None:
-            session.close_log()
+        session.close_log()
 
 
 def asked_for(parser: argparse.ArgumentParser, rule: OptionRule) -> tuple[list[str], dict[str, object], object]:
@@ -153,11 +152,13 @@ def test_a_run_without_such_an_option_reaches_megatrons_checks(monkeypatch: pyte
 
 def planned_session(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Session:
     """Give a session as before its first step, with no other rank to compare with."""
-    session = Session(VtpConfig(size_list=(1, 2), device="cpu", **options))
-    session.platform = SimpleNamespace(name="cpu", backend="gloo")  # type: ignore[assignment]
+    session = Session(VtpConfig(size_list=(1, 2), device="cpu", **options), platform=PLATFORM)
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
-    monkeypatch.setattr(PlannedRun, "check_model_config", lambda *arguments: None)
-    monkeypatch.setattr(session, "agree_on_formats", lambda read: read())
+    plan = session.planned.pipeline(num_chunks=1)
+    pipeline = Pipeline(plan=plan, stage_group=None, pipeline_groups=(), agree=lambda state: None)
+    monkeypatch.setattr(Pipeline, "check_model_config", lambda *arguments: None)
+    monkeypatch.setattr(pipeline, "agree_on_formats", lambda read: read())
+    session.pipelines.add(pipeline)
     return session
 
 
@@ -178,21 +179,21 @@ def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRu
     session = planned_session(monkeypatch, schedule="planned" if is_planned else "stock")
     situation = "a planned schedule" if is_planned else "--vtp-size-list 1,2"
     with pytest.raises(ConfigError) as caught:
-        tensor_format(session, model_config(**in_use(rule)))
+        tensor_format(session, session.running, model_config(**in_use(rule)))
     assert str(caught.value) == f"{rule.option} with {situation}; {rule.reason}; {rule.way_out}"
 
 
 @pytest.mark.parametrize("rule", refusing(STEP_RULES), ids=lambda rule: rule.option)
 def test_a_planned_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
-    from vtp_plugin.patches.core.pipeline_parallel import schedules
+    from vtp_plugin.patches.core.pipeline_parallel.planned_step import run_step
+    from vtp_plugin.patches.core.pipeline_parallel.schedules import OwnCourse
 
     session = planned_session(monkeypatch, schedule="planned")
+    course = OwnCourse(session=session, host=load_host(host_name()))
     step = {"forward_step_func": print, "data_iterator": None, "num_microbatches": 2, "seq_length": 8}
     chunk = SimpleNamespace(config=model_config())
     with pytest.raises(ConfigError) as caught:
-        schedules.forward_backward(
-            session, load_host(host_name()), model=[chunk], micro_batch_size=1, **step, **in_use(rule)
-        )
+        run_step(course, model=[chunk], micro_batch_size=1, **step, **in_use(rule))
     assert str(caught.value) == f"{rule.option} with a planned schedule; {rule.reason}; {rule.way_out}"
 
 
@@ -200,8 +201,9 @@ def test_ring_exchange_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyP
     """Scripts on megatron.core alone have no flag."""
     from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 
+    session = planned_session(monkeypatch)
     with pytest.raises(ConfigError, match=r"^config\.use_ring_exchange_p2p; .* no ring exchange; leave it out$"):
-        tensor_format(planned_session(monkeypatch), model_config(use_ring_exchange_p2p=True))
+        tensor_format(session, session.running, model_config(use_ring_exchange_p2p=True))
 
 
 def rules_of(test: Callable[..., None]) -> list[OptionRule]:

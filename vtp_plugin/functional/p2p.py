@@ -328,14 +328,15 @@ def _receive(
 
 def _format(session: Session, config: Any, tensor: torch.Tensor | None = None) -> TensorFormat:
     """Return the format of the tensors that cross, never coalesced; all ranks compare it in their first call."""
+    pipeline = session.running
 
     def read() -> tuple[TensorFormat, ...]:
         if config is not None:
-            form = read_format(session, config)
+            form = read_format(session, pipeline, config)
         else:
             assert tensor is not None
-            form = session.tensor_format or TensorFormat(dtype=tensor.dtype, width=tensor.shape[-1])
+            form = pipeline.form or TensorFormat(dtype=tensor.dtype, width=tensor.shape[-1])
         # A first send has no configuration that could say so, and both ends must do the same.
         return (dataclasses.replace(form, is_batched=False),)
 
-    return session.agree_on_formats(read)[0]
+    return pipeline.agree_on_formats(read)[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Protocol
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.grid import RankGrid
@@ -224,3 +225,35 @@ class StageRanks:
         )
         last = self.rank_offset + self.size - 1
         return f"tp {','.join(map(str, layout.tp_sizes))}{rest} on ranks {self.rank_offset} to {last}"
+
+
+class Grid(Protocol):
+    """What is read of Megatron's ``HyperCommGrid``."""
+
+    dim_names: Sequence[str]
+    shape: Sequence[int]
+    rank_offset: int
+
+
+def layout_of_grid(grid: Grid | StageRanks) -> PipelineLayout:
+    """Return the stages of a module.
+
+    Raises:
+        ConfigError: the ranks of a stage do not follow each other.
+
+    >>> from types import SimpleNamespace
+    >>> grid = SimpleNamespace(dim_names=["tp", "dp", "pp"], shape=[2, 1, 2], rank_offset=4)
+    >>> layout_of_grid(grid).tp_sizes, layout_of_grid(grid).leader(1)
+    ((2, 2), 6)
+    """
+    if isinstance(grid, StageRanks):
+        return grid.layout
+    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+    used = [name for name in grid.dim_names if sizes[name] > 1]
+    if sizes.get("pp", 1) > 1 and used != [name for name in _NAMES if name in used]:
+        raise ConfigError(
+            f"a grid with the dimensions {', '.join(used)}; a planned schedule needs the ranks of a stage next to each "
+            "other: give the dimensions in the order tp, cp, dp, pp"
+        )
+    stage = StageGrid(*(sizes.get(name, 1) for name in _INSIDE))
+    return PipelineLayout((stage,) * sizes.get("pp", 1), first_rank=grid.rank_offset)

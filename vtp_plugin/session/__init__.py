@@ -1,18 +1,23 @@
 """The applied plugin in three states: asked for (``Session.config``), planned, running.
 
-:class:`Session` holds the state; ``planned`` and ``running`` say what is known from when on. What all ranks do together
-outside the pipeline is done by ``ranks``, and ``request`` and ``statement`` say what they compare.
+:class:`Session` holds the state; ``planned``, ``pipeline_plan`` and ``pipeline`` say what is known from when on. What
+all ranks do together outside the pipelines is done by ``ranks``, and ``request`` and ``statement`` say what they
+compare.
 
 Words:
     request: what this rank was asked for, before any layout is known.
     statement: what ranks compare: the request, then the plan.
     planned: the layout is known; running: the channels are open.
+    start: from a plan to the end of its groups; a process may have several, one after another (``Start``).
+    pipeline: stages that work together on one part of a model: the run's own, or that of a module (``Pipeline``).
+    joints: what joins a rank's stage of a module with other stages and other modules (``Joints``).
+    ends: what joins the first and the last stage of a pipeline, or other modules before and after it (``Ends``).
 """
 
 from __future__ import annotations
 
+from vtp_plugin.session.pipeline import Pipeline
 from vtp_plugin.session.planned import PlannedRun
-from vtp_plugin.session.running import RunningPipeline
 from vtp_plugin.session.session import Session
 
-__all__ = ["PlannedRun", "RunningPipeline", "Session"]
+__all__ = ["Pipeline", "PlannedRun", "Session"]

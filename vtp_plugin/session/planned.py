@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
@@ -26,6 +28,8 @@ from vtp_plugin.options.derived import (
     transport_rules,
 )
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.schedule.order.placement import place_workers
+from vtp_plugin.session.pipeline_plan import Ends, PipelinePlan
 from vtp_plugin.session.statement import digest_of, state_run
 
 
@@ -42,6 +46,8 @@ class PlannedRun:
         log_interval_steps: training steps from one line about real and planned times to the next.
         packed_length: tokens of a row of packed samples; None without them.
         notes: lines that the start-up summary ends with.
+        has_arguments: it follows from arguments that megatron.training has validated, and lasts as long as they do;
+            otherwise the end of a start forgets it.
     """
 
     config: VtpConfig
@@ -52,6 +58,7 @@ class PlannedRun:
     log_interval_steps: int = 100
     packed_length: int | None = None
     notes: tuple[str, ...] = ()
+    has_arguments: bool = False
 
     def check(self) -> None:
         """Refuse stages that do not fit together.
@@ -83,12 +90,6 @@ class PlannedRun:
     def loss_stage(self) -> int:
         """Stage that computes the loss."""
         return 0 if self.config.layerwise_disaggregated else self.layout.num_stages - 1
-
-    @property
-    def gradient_share(self) -> float:
-        """Copies of this rank's weights (cp * dp) over those of the stage with the loss, whose average counts."""
-        here, loss = self.layout.stages[self.own.stage], self.layout.stages[self.loss_stage]
-        return here.cp * here.dp / (loss.cp * loss.dp)
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -124,6 +125,52 @@ class PlannedRun:
         """Return the site of a rank; the empty string where all are at one."""
         return stage_sites(self.config, self.layout.num_stages)[self.layout.stage_of(rank)]
 
+    def pipeline(self, *, num_chunks: int, embedding_stages: Sequence[int] | None = None) -> PipelinePlan:
+        """Plan the run's own pipeline, once it is known how the model is cut.
+
+        Args:
+            num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
+            embedding_stages: those that may hold a copy of the word embedding; None for the ends.
+
+        Raises:
+            ConfigError: no placement of so many chunks fits the stages.
+        """
+        config, layout, replicas = self.config, self.layout, self.replicas
+        num_stages, is_u_shaped = layout.num_stages, config.layerwise_disaggregated
+        placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
+        if config.num_rings > 1 and num_chunks != config.num_rings + 1:
+            raise ConfigError(
+                f"--vtp-encoder-layer-list with {num_chunks} model chunks: the edge has {config.num_rings + 1}; give "
+                f"initialize_model_parallel virtual_pipeline_model_parallel_size={config.num_rings + 1}"
+            )
+        # On the edge of a U the copies are together.
+        is_tied = not (self.has_stock_ends or is_u_shaped or num_stages == 1)
+        orders = None
+        if self.is_active and config.has_planned_schedule and num_stages > 1:
+            steps = self.log_interval_steps
+            orders = read_schedule_options(config, num_stages, self.tensor_bytes, report_interval_steps=steps)
+        is_ring = placement.num_vstages > num_stages
+        rules = self.transport_rules
+        return PipelinePlan(
+            layout=layout,
+            ends=Ends(
+                are_bridged=False,
+                are_stock=self.has_stock_ends,
+                loss_stage=self.loss_stage,
+                tied_stages=tuple(embedding_stages or (0, num_stages - 1)) if is_tied else (),
+            ),
+            placement=placement,
+            replicas=replicas,
+            boundaries=pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=replicas.mode)
+            if self.is_active
+            else (),
+            context=self.option_context,
+            is_active=self.is_active,
+            is_sharded=self.is_sharded,
+            orders=orders,
+            packed_length=self.packed_length if is_u_shaped else None,
+        )
+
     def statement(self) -> dict[str, object]:
         """Say what this rank is about to run; every rank must say the same."""
         return state_run(self.config, self.layout, self.platform.name)
@@ -150,30 +197,3 @@ class PlannedRun:
     def option_context(self) -> OptionContext:
         """What Megatron's options are checked against."""
         return option_context(self.config, self.layout, device=self.platform.name)
-
-    def check_model_config(self, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
-        """Refuse a model configuration that was made for another stage's sizes; see :func:`check_sizes`."""
-        check_sizes(self.layout, self.own.stage, tensor_model_parallel_size, context_parallel_size)
-
-
-def check_sizes(
-    layout: PipelineLayout, stage: int, tensor_model_parallel_size: int, context_parallel_size: int
-) -> None:
-    """Refuse a model configuration that was made for another stage's sizes.
-
-    Raises:
-        ConfigError: the configuration does not say its stage's size.
-    """
-    own_size = layout.tp_sizes[stage]
-    if tensor_model_parallel_size != own_size:
-        raise ConfigError(
-            f"the model's config says tensor_model_parallel_size={tensor_model_parallel_size}, but stage "
-            f"{stage} has {own_size}; build the config with "
-            "parallel_state.get_tensor_model_parallel_world_size()"
-        )
-    own_cp = layout.cp_sizes[stage]
-    if len(set(layout.cp_sizes)) > 1 and context_parallel_size != own_cp:
-        raise ConfigError(
-            f"the model's config says context_parallel_size={context_parallel_size}, but stage {stage} "
-            f"has {own_cp}; build the config with parallel_state.get_context_parallel_world_size()"
-        )

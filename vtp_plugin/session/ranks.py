@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.runtime.life.startup import Agreement
-from vtp_plugin.runtime.life.store import connect_again
+from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
 from vtp_plugin.runtime.step.measure import Report, share_reports
+
+Agree = Callable[[Callable[[], Mapping[str, object]]], None]
+"""Runs a function on some ranks, and returns only if it states the same on all of them."""
+
+_WAY_OUT_OF_MODULES = "give both modules tensors of one type, hidden size and sequence length (comm_dtype, dim_mapping)"
 
 
 class AllRanks:
@@ -27,7 +35,8 @@ class AllRanks:
 
     Attributes:
         monitor: keeps the time; None before the ranks have agreed, and after the end.
-        disclosure: what this rank may tell the others; the least of it while nobody knows how many sites there are.
+        disclosure: what this rank may tell the others; the least of it while nobody knows how many sites there are, see
+            :meth:`disclose`.
     """
 
     def __init__(self, timeout_s: Callable[[], float], finish: Callable[[], None]) -> None:
@@ -41,6 +50,15 @@ class AllRanks:
     def store(self) -> dist.Store | None:
         """What reaches all ranks; None before :meth:`join`."""
         return None if self._agreement is None else self._agreement.store
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to wait for another rank."""
+        return self._timeout_s()
+
+    def disclose(self, disclosure: Disclosure) -> None:
+        """Note what this rank may tell the others from now on."""
+        self.disclosure = disclosure
 
     def meet(self, environment: Mapping[str, str], prepare: Callable[[], Mapping[str, object]]) -> None:
         """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were asked.
@@ -107,6 +125,29 @@ class AllRanks:
             )
             self.monitor.start()
             atexit.register(self.stop)
+
+    def agreement(self, name: str, members: Sequence[int] | None = None) -> Agree:
+        """Return a function that compares statements over some ranks, each of which calls it at the same point.
+
+        A rank need not state every value that another rank states.
+
+        Args:
+            name: of what is compared.
+            members: ranks of modules, which need not have met before; None for all ranks of the run.
+        """
+        if members is None:
+            return functools.partial(self.agree, name, is_partial=True)
+        # Rounds are counted for each rank: bridges of other ranks must not come between.
+        digest = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()[:16]
+        among = Agreement(
+            part_of(self.store or _get_default_store(), Topic.BRIDGES, digest),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=self._timeout_s,
+            members=tuple(members),
+            way_out=_WAY_OUT_OF_MODULES,
+        )
+        return functools.partial(among.settle, name, is_partial=True)
 
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         """Make one text of all ranks' reports, on rank 0, and return it on all."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.session.statement import state_request
@@ -50,7 +51,7 @@ def may_name_sites(words: Sequence[str]) -> bool:
 
 def _settle_disclosure(session: Session) -> None:
     config = session.config
-    session.ranks.disclosure = Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors)
+    session.ranks.disclose(Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
 
 
 def agree_on_request(
@@ -86,8 +87,27 @@ def agree_on_request(
     _settle_disclosure(session)
 
 
+def watch_for_modules(session: Session) -> None:
+    """Watch over the other ranks from a module's first groups on; all ranks of the world call this at the same point.
+
+    With a list of sizes they watch each other anyway, from Megatron's first groups on. A script that takes bridges
+    without ``apply()`` watches nobody.
+
+    Raises:
+        ConfigError: a rank was asked for something else.
+        PeerError: a rank did not come within the timeout.
+    """
+    is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    is_watched = session.ranks.store is not None or session.config.size_list is not None
+    if is_alone or is_watched or not session.is_applied:
+        return
+    session.watch_failures()
+    sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    agree_on_request(session, _get_default_store(), lambda: None, **sizes)
+
+
 def learn_site(session: Session, rank: int) -> None:
     """Note the site of this rank, for what it tells the others; once the layout is known."""
     if session.is_planned and session.config.sites:
         site = session.config.sites[session.planned.layout.stage_of(rank)]
-        session.ranks.disclosure = replace(session.ranks.disclosure, site=site)
+        session.ranks.disclose(replace(session.ranks.disclosure, site=site))

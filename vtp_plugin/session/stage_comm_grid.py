@@ -6,18 +6,19 @@ replicas of every stage anew, as at a bridge: each has its even share of the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
+from vtp_plugin.patching import Writes
 from vtp_plugin.runtime.wire.model_group import ModelGroup
 from vtp_plugin.runtime.wire.process_groups import close_groups
-from vtp_plugin.session.modules import close_module, open_module
-from vtp_plugin.session.surroundings import Surroundings
+from vtp_plugin.session.request import watch_for_modules
+from vtp_plugin.session.session import Session
 
 
 class StageCommGrid(StageRanks):
@@ -34,7 +35,9 @@ class StageCommGrid(StageRanks):
         backend: of the groups; None is the world's.
     """
 
-    surroundings: ClassVar[Surroundings]
+    # What the subclass is made with.
+    get_session: Callable[[], Session]
+    know_group: Callable[[Writes, dist.ProcessGroup, Sequence[int], dist.ProcessGroup], AbstractContextManager[None]]
 
     def __init__(self, stages: Sequence[Sequence[int]], rank_offset: int = 0, backend: str | None = None) -> None:
         """Describe the grid.
@@ -49,8 +52,8 @@ class StageCommGrid(StageRanks):
             RuntimeError: torch.distributed is not initialised, or the grid does not fit the world.
         """
         super().__init__(stages, rank_offset)
-        session = self.surroundings.session
-        if session is None or not session.has_bridges:
+        session = self.get_session()
+        if not session.has_bridges:
             raise ConfigError(
                 "StageCommGrid needs the plugin's communicator between stages; call vtp_plugin.apply(bridges=True) "
                 "first"
@@ -62,7 +65,7 @@ class StageCommGrid(StageRanks):
                 f"the grid {self.describe()} does not fit a world of {dist.get_world_size()} ranks: make it smaller or "
                 "start more processes"
             )
-        self._modules, self._know_group = session.modules, session.know_group
+        self._session = session
         self._known_groups = ExitStack()
         self.shape = self.shape_at(dist.get_rank())
         self.backend = backend
@@ -115,9 +118,7 @@ class StageCommGrid(StageRanks):
 
     def destroy(self) -> None:
         """End all groups and channels of this rank."""
-        own_pipeline = self._pgs.pop(_PP, None)
-        if own_pipeline is not None:
-            close_module(self._modules, own_pipeline)
+        self._session.close_module(self._pgs.pop(_PP, None))
         self._known_groups.close()
         groups = [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]
         close_groups(group for group in groups if not isinstance(group, ModelGroup))
@@ -146,7 +147,7 @@ class StageCommGrid(StageRanks):
             whole_stage_group=whole_stage,
             leaders_group=leaders,
         )
-        self._known_groups.enter_context(self._know_group(group, group.ranks, whole_stage))
+        self._known_groups.enter_context(self.know_group(self._session.writes, group, group.ranks, whole_stage))
         return group
 
     def _create_pipelines(self, ranks: Sequence[Sequence[int]], options: Any) -> dist.ProcessGroup | None:
@@ -158,12 +159,9 @@ class StageCommGrid(StageRanks):
             group = dist.new_group(list(pipeline), backend=self.backend, **options)
             if isinstance(group, dist.ProcessGroup):
                 self._pipelines.append(group)
-        self.surroundings.watch()
-        module = open_module(self.layout, self.surroundings, stage_group=self._pgs[_TP])
-        if module is None:
-            return None
-        self._modules[self._pipelines[0]] = module
-        return self._pipelines[0]
+        watch_for_modules(self._session)
+        self._session.open_module(self.layout, stage_group=self._pgs[_TP], pipeline_groups=tuple(self._pipelines))
+        return next(iter(self._pipelines), None)
 
 
 _TP, _PP = (("base", frozenset({name})) for name in ("tp", "pp"))

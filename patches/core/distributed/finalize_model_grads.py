@@ -13,7 +13,7 @@ from vtp_plugin.patches.core.models.common.language_module.language_module impor
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
-from vtp_plugin.session import PlannedRun, Session
+from vtp_plugin.session import Pipeline, Session
 
 
 @replaces(
@@ -40,21 +40,27 @@ def _finalize(
     """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it."""
     session.finish_step()
     groups = kwargs.get("pg_collection", args[0] if args else None)
-    if session.modules and getattr(groups, "pp", None) in session.modules:
-        # Of a module with stages of different sizes; nothing is tied in it.
-        original(model, None, *args, **kwargs)
-        if num_tokens is not None:
-            _divide_by_tokens(model, num_tokens, groups.dp_cp, groups.mp)
-        return
-    if not session.is_planned or session.planned.has_stock_ends:
+    pipeline = session.pipelines.of(getattr(groups, "pp", None))
+    if pipeline is None or pipeline.plan.ends.are_stock:
         original(model, num_tokens, *args, **kwargs)
         return
-    original(model, None, **host.without_ends(*args, **kwargs))
-    if num_tokens is None:
-        _scale_as_loss_stage(session.planned, model)
+    if pipeline.plan.ends.are_bridged:
+        # Nothing is tied in it, and the caller's groups are those of its grid.
+        original(model, None, *args, **kwargs)
     else:
-        _divide_by_tokens(model, num_tokens, host.token_group(), parallel_state.get_model_parallel_group())
-    _sum_tied_gradients(session, host, model)
+        original(model, None, **host.without_ends(*args, **kwargs))
+    if num_tokens is None:
+        _scale_as_loss_stage(pipeline, model)
+    else:
+        _divide_by_tokens(model, num_tokens, *_token_groups(pipeline, host, groups))
+    _sum_tied_gradients(pipeline, host, model)
+
+
+def _token_groups(pipeline: Pipeline, host: MegatronHost, groups: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the group of this stage's replicas, and that of the ranks that hold the model once."""
+    if pipeline.plan.ends.are_bridged:
+        return groups.dp_cp, groups.mp
+    return host.token_group(), parallel_state.get_model_parallel_group()
 
 
 def _divide_by_tokens(
@@ -82,26 +88,26 @@ def _divide_by_tokens(
         chunk.scale_gradients(scale)  # pyright: ignore[reportCallIssue]
 
 
-def _scale_as_loss_stage(planned: PlannedRun, model: list[torch.nn.Module]) -> None:
+def _scale_as_loss_stage(pipeline: Pipeline, model: list[torch.nn.Module]) -> None:
     """Divide the sum of the gradients by the number of replicas of the stage with the loss.
 
     Megatron has divided it by the number of this stage's replicas.
     """
-    share = planned.gradient_share
+    share = pipeline.gradient_share
     if share != 1.0:
         for chunk in model:
             chunk.scale_gradients(share)  # pyright: ignore[reportCallIssue]
 
 
-def _sum_tied_gradients(session: Session, host: MegatronHost, model: list[torch.nn.Module]) -> None:
+def _sum_tied_gradients(pipeline: Pipeline, host: MegatronHost, model: list[torch.nn.Module]) -> None:
     """Add up the gradients of all copies of the word embedding, if the model has several."""
-    tied = session.running.tied_weight
+    tied = pipeline.tied_weight
     if tied is not None:
         chunk = model[0] if tied.is_first else model[-1]
-        stages = embedding_stages(session, host, _bare(chunk))
+        stages = embedding_stages(pipeline.plan.layout.num_stages, host, _bare(chunk))
         if len(stages) > 1 and tied.stage in stages and (gradient := _tied_gradient(chunk)) is not None:
             tied.sum_gradients(gradient, stages)
-    elif session.config.layerwise_disaggregated and session.planned.own.stage == 0:
+    elif pipeline.plan.context.is_u_shaped and pipeline.stage == 0:
         # In two rings the first chunk is the encoder's.
         ends = [gradient for chunk in model if (gradient := _tied_gradient(chunk)) is not None]
         if len(ends) == 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,13 @@ from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_rank
 from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import subclasses
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.bridges.opening import BridgeGroups, open_bridge, open_bridge_groups
 from vtp_plugin.runtime.bridges.separate import Bridge
-from vtp_plugin.session.surroundings import Surroundings
+from vtp_plugin.session import Session
+from vtp_plugin.session.request import watch_for_modules
 
 
 class _Grid:
@@ -36,19 +38,19 @@ class _Grid:
         return self._grid._gen_rank_enum(["cp" if name == "context" else name for name in dims])
 
 
-def current_class(surroundings: Surroundings) -> type:
+def current_class(get_session: Callable[[], Session]) -> type:
     """Return our bridge: the one that stands in Megatron's place, or else a new subclass of Megatron's."""
     found = bridge_communicator.BridgeCommunicator
-    return found if found.__module__ == __name__ else bridge_class(surroundings, found)
+    return found if found.__module__ == __name__ else bridge_class(get_session, found)
 
 
 # Two uses of the name must give one class.
 @functools.cache
-def bridge_class(surroundings: Surroundings, original: type) -> type:
+def bridge_class(get_session: Callable[[], Session], original: type) -> type:
     """Make the subclass that sends between two modules of any grids over the plugin's channels."""
     # Messages show Megatron's name; the module says whose class it is.
     names = {"__qualname__": original.__qualname__, "__module__": __name__, "__doc__": _OverChannels.__doc__}
-    return type(original.__name__, (_OverChannels, original), {**names, "surroundings": surroundings})
+    return type(original.__name__, (_OverChannels, original), {**names, "get_session": staticmethod(get_session)})
 
 
 class _OverChannels:
@@ -69,7 +71,7 @@ class _OverChannels:
     """
 
     # What the subclass is made with, and what Megatron's constructor sets.
-    surroundings: Surroundings
+    get_session: Callable[[], Session]
     comm_dtype: torch.dtype | None
     current_rank: int
     dim_mapping: dict[str, int]
@@ -103,7 +105,8 @@ class _OverChannels:
         grids = (src_grid, dest_grid)
         ranges = [range(grid.rank_offset, grid.rank_offset + grid.size) for grid in grids]
         require_disjoint(*ranges)
-        self.surroundings.watch()
+        self._session = self.get_session()
+        watch_for_modules(self._session)
         groups: tuple[BridgeGroups, ...] = ()
         if ranges[0] != ranges[1]:
             ends = [
@@ -118,8 +121,8 @@ class _OverChannels:
             groups = open_bridge_groups(
                 BridgeSpec.between(name, *ends, num_dims=tensor_ndim),
                 cache=self._bridge_pg_cache,
-                platform=self.surroundings.platform(),
-                timeout_s=self.surroundings.timeout_s(),
+                platform=self._session.choose_platform(),
+                timeout_s=self._session.ranks.timeout_s,
             )
         base: Any = super()
         base.__init__(
@@ -167,9 +170,9 @@ class _OverChannels:
         forward, backward = open_bridge(
             groups,
             stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
-            platform=self.surroundings.platform(),
-            monitor=self.surroundings.monitor(),
-            audit=self.surroundings.audit(),
+            platform=self._session.choose_platform(),
+            monitor=self._session.ranks.monitor,
+            audit=self._session.open_audit(self.current_rank),
         )
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
         return Bridge(
@@ -179,7 +182,7 @@ class _OverChannels:
             dtype=self.comm_dtype or torch.get_default_dtype(),
             fixed_shape=fixed_shape,
             has_gradient=has_gradient,
-            agree=self.surroundings.agreement(
+            agree=self._session.ranks.agreement(
                 f"the first message of the {spec.name.partition(',')[0]}", spec.participants
             ),
         )
@@ -275,20 +278,19 @@ class _OverChannels:
         return self.vtp_bridge if self.current_rank in ranks else None
 
 
-def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
-    """Give the record that puts our bridge in the place of Megatron's."""
-    return (
-        PatchRecord(
-            id="B1",
-            target="megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
-            build=functools.partial(bridge_class, surroundings),
-            why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a "
-            "subclass sends every overlap over its own link",
-            remove_when="Megatron's bridge takes a communicator as its pipelines do",
-            versions=">=0.19,<0.20",
-            aliases=("megatron.core.pipeline_parallel.multimodule_communicator:BridgeCommunicator",),
-        ),
-    )
+@subclasses(
+    "megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
+    id="B1",
+    when=Moment.BRIDGES,
+    why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a subclass "
+    "sends every overlap over its own link",
+    remove_when="Megatron's bridge takes a communicator as its pipelines do",
+    versions=">=0.19,<0.20",
+    aliases=("megatron.core.pipeline_parallel.multimodule_communicator:BridgeCommunicator",),
+)
+def _in_this_run(session: Session, original: type) -> type:
+    """Make the subclass that belongs to the applied plugin."""
+    return bridge_class(lambda: session, original)
 
 
 def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> BridgeEnd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,32 +10,28 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import option_context
 from vtp_plugin.options.table.check import check_config
-from vtp_plugin.runtime.step.communicator import PipelineCommunicator
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.session import Session
-from vtp_plugin.session.modules import ModulePipeline
-from vtp_plugin.session.planned import check_sizes
+from vtp_plugin.session import Pipeline, Session
 
 
-def tensor_format(session: Session, config: Any) -> TensorFormat:
-    """Read from Megatron's configuration how tensors cross; the first time all ranks compare it.
+def tensor_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:
+    """Read from Megatron's configuration how tensors cross in a pipeline; the first time its ranks compare it.
 
     Raises:
         ConfigError, PatchError: as :func:`tensor_formats`.
     """
-    return tensor_formats(session, [config])[0]
+    return tensor_formats(session, pipeline, [config])[0]
 
 
 def tensor_formats(
-    session: Session, configs: Sequence[Any], check: Callable[[], None] = lambda: None
+    session: Session, pipeline: Pipeline, configs: Sequence[Any], check: Callable[[], None] = lambda: None
 ) -> tuple[TensorFormat, ...]:
     """Read from the configurations of a U's rings how tensors cross in each; the first time all ranks compare them.
 
     Args:
         session: the applied plugin.
+        pipeline: in which they cross.
         configs: of what crosses in every ring, one for all other pipelines.
         check: a further check; it raises ConfigError.
 
@@ -46,53 +43,34 @@ def tensor_formats(
     def read() -> tuple[TensorFormat, ...]:
         # Inside the comparison: if one rank refuses here, the others learn why and do not wait for it.
         check()
-        return tuple(read_format(session, config) for config in configs)
+        return tuple(read_format(session, pipeline, config) for config in configs)
 
-    return session.agree_on_formats(read)
+    return pipeline.agree_on_formats(read)
 
 
-def read_format(session: Session, config: Any) -> TensorFormat:
+def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:
     """Read from a configuration how tensors cross, without a comparison; errors as of :func:`tensor_formats`."""
     session.refuse_originals("config.finalize_model_grads_func", config.finalize_model_grads_func)
-    session.planned.check_model_config(config.tensor_model_parallel_size, config.context_parallel_size)
-    form = _checked_format(config, session.planned.option_context)
-    if form.has_variable_shapes and session.planned.replicas.is_split:
+    plan = pipeline.plan
+    if plan.ends.are_bridged and config.virtual_pipeline_model_parallel_size is not None:
         raise ConfigError(
-            "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
-            "replicas, which must be equally long; use multiplex"
+            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} in a module with "
+            f"stages of tp {plan.sizes}: its channels lead from stage to stage, not from the last one to the "
+            "first; leave it out"
         )
-    return form
-
-
-def module_format(session: Session, module: ModulePipeline, config: Any) -> TensorFormat:
-    """Read how tensors cross between the stages of a module; the first time its ranks compare it.
-
-    Raises:
-        ConfigError: the configuration is wrong or asks for several chunks a stage, or ranks differ.
-    """
-
-    def read() -> TensorFormat:
-        if config.virtual_pipeline_model_parallel_size is not None:
-            raise ConfigError(
-                f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} in a module with "
-                f"stages of tp {module.sizes}: its channels lead from stage to stage, not from the last one to the "
-                "first; leave it out"
-            )
-        check_sizes(module.layout, module.stage, config.tensor_model_parallel_size, config.context_parallel_size)
-        device = session.choose_platform().name
-        return _checked_format(config, option_context(session.config, module.layout, device=device))
-
-    return module.tensor_format(read)
-
-
-def _checked_format(config: Any, context: OptionContext) -> TensorFormat:
-    refuse(check_config(config, context))
+    pipeline.check_model_config(config)
+    refuse(check_config(config, plan.context))
     if config.use_ring_exchange_p2p:
         raise ConfigError("config.use_ring_exchange_p2p; the plugin's channels have no ring exchange; leave it out")
     # Families before 0.19 have no stage that holds multi-token prediction alone.
     # In a U the edge holds it, which Megatron takes for a stage before the last one; there it ends with the loss.
-    is_standalone = getattr(config, "mtp_standalone", False) and not context.is_u_shaped
+    is_standalone = getattr(config, "mtp_standalone", False) and not plan.context.is_u_shaped
     has_variable_shapes = config.variable_seq_lengths or is_standalone
+    if has_variable_shapes and plan.replicas.is_split and not plan.ends.are_bridged:
+        raise ConfigError(
+            "variable_seq_lengths does not work with --vtp-dp-mode split: one microbatch joins samples of several "
+            "replicas, which must be equally long; use multiplex"
+        )
     return TensorFormat(
         dtype=config.pipeline_dtype,
         src_sharded=config.sequence_parallel,
@@ -104,8 +82,7 @@ def _checked_format(config: Any, context: OptionContext) -> TensorFormat:
 
 
 def exchange(
-    session: Session,
-    communicator: PipelineCommunicator,
+    pipeline: Pipeline,
     config: Any,
     begin: Callable[[], TensorFormat],
     *,
@@ -119,8 +96,7 @@ def exchange(
     """Exchange with both neighbours over channels; arguments and result as of Megatron's `_communicate`.
 
     Args:
-        session: the applied plugin.
-        communicator: of this rank.
+        pipeline: of this rank, over channels.
         config: of the model.
         begin: returns how the tensors of this step cross, and begins the step unless that is done.
         tensor_send_next: activation for the next stage.
@@ -133,7 +109,9 @@ def exchange(
     Raises:
         ConfigError: Megatron's schedules do not fit the stages, or what is received is not known.
     """
-    if session.is_planned and not session.planned.replicas.is_equal:
+    communicator, plan = pipeline.communicator, pipeline.plan
+    assert communicator is not None
+    if not plan.ends.are_bridged and not plan.replicas.is_equal:
         raise ConfigError(
             "Megatron's schedules do not fit stages of different data-parallel sizes; run each step with the function "
             "that get_forward_backward_func() returns"
@@ -162,11 +140,8 @@ def communicator_class(session: Session, original: type) -> type:
 
         def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
             super().__init__(pp_group, config)
-            self._vtp_module = session.modules.get(pp_group)
-            if self._vtp_module is not None:
-                self._vtp = self._vtp_module.communicator
-            else:
-                self._vtp = session.running.communicator if session.is_running else None
+            found = session.pipelines.of(pp_group)
+            self._vtp = None if found is None or found.communicator is None else found
             self._vtp_format: TensorFormat | None = None
 
         def _communicate(
@@ -175,16 +150,13 @@ def communicator_class(session: Session, original: type) -> type:
             """Exchange with both neighbours over channels; arguments and result as of Megatron's method."""
             if self._vtp is None:
                 return super()._communicate(**options)
-            return exchange(session, self._vtp, self.config, self._begin, **options)
+            return exchange(self._vtp, self.config, functools.partial(self._begin, self._vtp), **options)
 
-        def _begin(self) -> TensorFormat:
+        def _begin(self, pipeline: Pipeline) -> TensorFormat:
             if self._vtp_format is None:
                 # All ranks compare the format. A script may call the constructor on some ranks only.
-                if self._vtp_module is not None:
-                    self._vtp_format = module_format(session, self._vtp_module, self.config)
-                else:
-                    self._vtp_format = tensor_format(session, self.config)
-                self._vtp.start_step()
+                self._vtp_format = tensor_format(session, pipeline, self.config)
+                pipeline.start_step()
             return self._vtp_format
 
     # Messages show Megatron's name; the module says whose class it is.

@@ -92,6 +92,11 @@ class ScheduleRunner:
         """Number of model chunks on this rank's stage."""
         return len(self.placement.vstages(self._stage))
 
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the first chunk of this rank's stage takes only samples."""
+        return not self.placement.predecessors(self.placement.vstages(self._stage)[0])
+
     def schedule(
         self, num_microbatches: int, *, forward_only: bool, group_size: int | None, batch: int | None = None
     ) -> Schedule:

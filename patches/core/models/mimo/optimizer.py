@@ -9,29 +9,21 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patching import PatchRecord
-from vtp_plugin.patching.record import wrap_with
-from vtp_plugin.session.surroundings import Surroundings
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
 
 
-def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
-    """Give the record that checks the averages."""
-    return (
-        PatchRecord(
-            id="B4",
-            target="megatron.core.models.mimo.optimizer:get_mimo_optimizer",
-            build=wrap_with(_check_averages, surroundings),
-            why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder "
-            "with other replicas than the language model they would be wrong by a factor, silently",
-            remove_when="Megatron refuses it",
-            versions=">=0.19,<0.20",
-        ),
-    )
-
-
-def _check_averages(
-    surroundings: Surroundings, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any
-) -> Any:
+@replaces(
+    "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
+    id="B4",
+    when=Moment.BRIDGES,
+    why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder with "
+    "other replicas than the language model they would be wrong by a factor, silently",
+    remove_when="Megatron refuses it",
+    versions=">=0.19,<0.20",
+)
+def _check_averages(session: Session, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `get_mimo_optimizer`, once all ranks know that the modules' gradients fit together.
 
     Raises:
@@ -65,7 +57,7 @@ def _check_averages(
     members = sorted(
         {rank for grid in grids.values() for rank in range(grid.rank_offset, grid.rank_offset + grid.size)}
     )
-    surroundings.agreement("the optimizer of the modules", members)(check)
+    session.ranks.agreement("the optimizer of the modules", members)(check)
     return original(mimo_model, *args, **kwargs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
-from vtp_plugin.session import Session
+from vtp_plugin.session import Pipeline, Session
 
 
 @replaces(
@@ -33,38 +32,37 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     is_u_shaped = session.config.layerwise_disaggregated
     if is_u_shaped:
         refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config, session.config.num_rings))
-    module = session.modules.get(chunk.pp_group) if session.modules else None
-    if module is not None and copies_embedding(chunk):
-        raise ConfigError(
-            f"several stages of a module hold the word embedding, and stages of tp {module.sizes} hold different "
-            "slices of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
-        )
-    if session.is_planned:
-        session.planned.check_model_config(chunk.config.tensor_model_parallel_size, chunk.config.context_parallel_size)
+    pipeline = session.pipelines.of(getattr(chunk, "pp_group", None))
+    if pipeline is not None:
+        if pipeline.plan.ends.are_bridged and copies_embedding(chunk):
+            raise ConfigError(
+                f"several stages of a module hold the word embedding, and stages of tp {pipeline.plan.sizes} hold "
+                "different slices of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
+            )
+        pipeline.check_model_config(chunk.config)
     original(chunk)
-    if not copies_embedding(chunk):
+    if pipeline is None or not copies_embedding(chunk):
         return
-    if session.is_planned and getattr(chunk, "mtp_process", False):
-        _note_prediction(session, host)
+    if getattr(chunk, "mtp_process", False):
+        _note_prediction(pipeline, host)
     if is_u_shaped:
-        _tie_chunks(session, chunk)
-    elif session.is_running and not session.planned.has_stock_ends and _holds_copy(chunk):
-        stages = embedding_stages(session, host, chunk)
-        refuse(_problems_of_copies(session, host, stages, chunk))
-        tied = session.running.tied_weight
-        if tied is not None and len(stages) > 1:
+        _tie_chunks(pipeline, chunk)
+    elif not pipeline.plan.ends.are_stock and _holds_copy(chunk):
+        stages = embedding_stages(pipeline.plan.layout.num_stages, host, chunk)
+        refuse(_problems_of_copies(pipeline, host, stages, chunk))
+        if pipeline.tied_weight is not None and len(stages) > 1:
             weight = chunk.shared_embedding_or_output_weight()
             with torch.no_grad():
                 # As in Megatron, which may have drawn the values on the host.
-                weight.data = weight.data.to(session.planned.platform.device())
-                tied.copy_from_first(weight.data, stages)
+                weight.data = weight.data.to(session.choose_platform().device())
+                pipeline.tied_weight.copy_from_first(weight.data, stages)
 
 
-def _note_prediction(session: Session, host: MegatronHost) -> None:
+def _note_prediction(pipeline: Pipeline, host: MegatronHost) -> None:
     """Warn, on the first rank of the stage that predicts, of what depends on its size in Megatron itself."""
-    layout, own = session.planned.layout, session.planned.own
-    note = host.note_of_prediction(layout.tp_sizes[own.stage])
-    if note and not layout.is_uniform and dist.get_rank() == layout.rank_of(own.stage, 0):
+    layout, stage = pipeline.plan.layout, pipeline.stage
+    note = host.note_of_prediction(layout.tp_sizes[stage])
+    if note and not layout.is_uniform and dist.get_rank() == layout.rank_of(stage, 0):
         log.warning(note)
 
 
@@ -74,15 +72,14 @@ def copies_embedding(model: Any) -> bool:
     return bool(shares or getattr(getattr(model, "config", None), "mtp_num_layers", None))
 
 
-def embedding_stages(session: Session, host: MegatronHost, model: Any) -> list[int]:
+def embedding_stages(num_stages: int, host: MegatronHost, model: Any) -> list[int]:
     """List the stages that hold the word embedding: the first one, and those with a copy.
 
     Args:
-        session: the applied plugin, with a plan.
+        num_stages: of the pipeline.
         host: the family of the Megatron that runs.
         model: a model chunk of this rank.
     """
-    num_stages = session.planned.layout.num_stages
     if not copies_embedding(model):
         return [0]
     last = [num_stages - 1] if model.share_embeddings_and_output_weights else []
@@ -94,16 +91,16 @@ def _holds_copy(chunk: Any) -> bool:
     return chunk.pre_process or getattr(chunk, "mtp_process", False) or is_output
 
 
-def _problems_of_copies(session: Session, host: MegatronHost, stages: list[int], chunk: Any) -> Iterator[str]:
+def _problems_of_copies(pipeline: Pipeline, host: MegatronHost, stages: list[int], chunk: Any) -> Iterator[str]:
     """Say why the copies of the word embedding cannot be kept equal, or what leaves prediction cannot be read."""
-    tied, sizes = session.running.tied_weight, session.planned.layout.tp_sizes
+    tied, sizes = pipeline.tied_weight, pipeline.plan.layout.tp_sizes
     if len(stages) > 1 and (tied is None or not tied.reaches(stages)):
         yield (
             f"stages {', '.join(map(str, stages))} hold the word embedding; the plugin, as Megatron, keeps it equal on "
             "the first and the last one only unless told otherwise; give initialize_model_parallel, or pretrain, a "
             "get_embedding_ranks that returns those of all"
         )
-    if getattr(chunk, "mtp_process", False) and session.planned.own.stage == 0 and not chunk.pre_process:
+    if getattr(chunk, "mtp_process", False) and pipeline.stage == 0 and not chunk.pre_process:
         yield (
             "multi-token prediction in another chunk of stage 0 than the embedding; its copy would not be summed; put "
             "m into another stage, such as the last one"
@@ -117,12 +114,12 @@ def _problems_of_copies(session: Session, host: MegatronHost, stages: list[int],
         )
 
 
-def _tie_chunks(session: Session, chunk: Any) -> None:
+def _tie_chunks(pipeline: Pipeline, chunk: Any) -> None:
     """Give the edge's last chunk the word embedding of its first one, which is built before it."""
     if chunk.pre_process:
-        session.embedding = weakref.ref(chunk.shared_embedding_or_output_weight())
+        pipeline.remember_embedding(chunk.shared_embedding_or_output_weight())
     elif chunk.post_process:
-        embedding = session.embedding() if session.embedding is not None else None
+        embedding = pipeline.embedding
         if embedding is None:
             raise ConfigError(
                 "the edge's last model chunk was built before its first one, whose word embedding it shares; build the "

@@ -14,24 +14,26 @@ from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirectio
 from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
-from vtp_plugin.patching import PatchRecord
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import subclasses
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.bridges.colocated import ColocatedBridge
-from vtp_plugin.session.surroundings import Surroundings
+from vtp_plugin.session import Session
+from vtp_plugin.session.request import watch_for_modules
 
 
-def current_class(surroundings: Surroundings) -> type:
+def current_class(get_session: Callable[[], Session]) -> type:
     """Return our bridge: the one that stands in Megatron's place, or else a new subclass of Megatron's."""
     found = colocated_communicator.ColocatedBridgeCommunicator
-    return found if found.__module__ == __name__ else colocated_class(surroundings, found)
+    return found if found.__module__ == __name__ else colocated_class(get_session, found)
 
 
 # Two uses of the name must give one class.
 @functools.cache
-def colocated_class(surroundings: Surroundings, original: type) -> type:
+def colocated_class(get_session: Callable[[], Session], original: type) -> type:
     """Make the subclass that also takes what Megatron's class refuses."""
     names = {"__qualname__": original.__qualname__, "__module__": __name__, "__doc__": _Colocated.__doc__}
-    return type(original.__name__, (_Colocated, original), {**names, "surroundings": surroundings})
+    return type(original.__name__, (_Colocated, original), {**names, "get_session": staticmethod(get_session)})
 
 
 class _Colocated:
@@ -52,7 +54,7 @@ class _Colocated:
     """
 
     # What the subclass is made with, and what Megatron's methods set.
-    surroundings: Surroundings
+    get_session: Callable[[], Session]
     src_dp_size: int
     dest_dp_size: int
     src_tp_size: int
@@ -83,7 +85,8 @@ class _Colocated:
         self.src_module_name, self.dest_module_name = src_module_name, dest_module_name
         self.dim_mapping = dim_mapping or {"b": 0, "s": 1, "h": 2}
         self.current_rank = dist.get_rank()
-        self.extended = self.surroundings.takes_wider() if extended is None else extended
+        self._session = self.get_session()
+        self.extended = self._session.config.bridges == "extended" if extended is None else extended
         names_spread = (src_sequence, dest_sequence, src_sharded, dest_sharded) != ("whole", "whole", False, False)
         if names_spread and not self.extended:
             raise ConfigError(
@@ -127,17 +130,17 @@ class _Colocated:
         name = f"{self.src_module_name} -> {self.dest_module_name}"
         spec = BridgeSpec.between(name, src, dst, num_dims=num_dims)
         ranks = sorted(src.members)
-        self.surroundings.watch()
+        watch_for_modules(self._session)
         self.gather_group_ranks = [ranks]
         group = dist.new_group(ranks)
         if self.current_rank not in ranks:
             return
         self.gather_pg = group
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"]) if num_dims == 3 else (0, 1, 2)
-        run = self.surroundings
+        run, audit = self._session, self._session.open_audit(self.current_rank)
         axes = BatchAxes(num_dims=num_dims, order=order)
         self._vtp = ColocatedBridge(
-            spec, group, axes, run.platform(), run.monitor(), run.audit(), has_fixed_shape=self.has_fixed_shape
+            spec, group, axes, run.choose_platform(), run.ranks.monitor, audit, has_fixed_shape=self.has_fixed_shape
         )
 
     def _is_refused(self) -> bool:
@@ -178,17 +181,16 @@ class _Colocated:
         return self._vtp.communicate(tensor, split_sizes(tensor))
 
 
-def records(surroundings: Surroundings) -> tuple[PatchRecord, ...]:
-    """Give the record that puts our colocated bridge in the place of Megatron's."""
-    return (
-        PatchRecord(
-            id="B2",
-            target="megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator",
-            build=functools.partial(colocated_class, surroundings),
-            why="its constructor refuses context parallelism and sizes that do not divide, and its method slices; a "
-            "subclass moves any spread to any other",
-            remove_when="Megatron's class takes any pair of grids",
-            versions=">=0.19,<0.20",
-            aliases=("megatron.core.models.mimo.model.base:ColocatedBridgeCommunicator",),
-        ),
-    )
+@subclasses(
+    "megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator",
+    id="B2",
+    when=Moment.BRIDGES,
+    why="its constructor refuses context parallelism and sizes that do not divide, and its method slices; a subclass "
+    "moves any spread to any other",
+    remove_when="Megatron's class takes any pair of grids",
+    versions=">=0.19,<0.20",
+    aliases=("megatron.core.models.mimo.model.base:ColocatedBridgeCommunicator",),
+)
+def _in_this_run(session: Session, original: type) -> type:
+    """Make the subclass that belongs to the applied plugin."""
+    return colocated_class(lambda: session, original)

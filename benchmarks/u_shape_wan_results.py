@@ -1,0 +1,42 @@
+"""What ``benchmarks/u_shape_wan.py`` measures: one row for each order over each line."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+OURS, REFERENCE = "ours", "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One order over one line.
+
+    Attributes:
+        order: OURS or REFERENCE.
+        num_stages: P.
+        num_microbatches: m.
+        latency: L, in t_f.
+        in_flight: Most microbatches in flight, by stage.
+        lookahead: For how many computes ahead receives are posted.
+        simulated_s: Time of a step, simulated.
+        steps_s: The measured ones.
+        planned_kept: Most activations kept at a time, by virtual stage, as planned.
+        measured_kept: As counted.
+    """
+
+    order: str
+    num_stages: int
+    num_microbatches: int
+    latency: float
+    in_flight: tuple[int, ...]
+    lookahead: int
+    simulated_s: float
+    steps_s: tuple[float, ...]
+    planned_kept: tuple[int, ...]
+    measured_kept: tuple[int, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The measured time that counts."""
+        return statistics.median(self.steps_s)

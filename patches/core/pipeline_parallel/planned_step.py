@@ -1,0 +1,221 @@
+"""One planned step by Megatron's functions: of the run's own pipeline, or of several modules as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from vtp_plugin.runtime.step.executor import Inputs
+from vtp_plugin.runtime.step.grad_sync import GradSync
+from vtp_plugin.runtime.step.links import Link, LinkId
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.schedule.order.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """Arguments of what Megatron's ``get_forward_backward_func`` returns."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: Any = None
+    pg_collection: Any = None
+    force_all_reduce: bool | None = False
+
+    @property
+    def chunks(self) -> list[Any]:
+        """Model chunks of this rank."""
+        return chunks_of(self.model)
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the model; that of its first chunk."""
+        return get_model_config(self.chunks[0])
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What says the shape of an activation."""
+        return {
+            "seq_length": self.seq_length,
+            "micro_batch_size": self.micro_batch_size,
+            "decoder_seq_length": self.decoder_seq_length,
+        }
+
+
+class Passes(Protocol):
+    """A forward and a backward by Megatron's functions, which take what crosses in the form that the model gives it."""
+
+    def forward(
+        self, *, chunk: int, input_tensor: Inputs, is_last_stage: bool, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the forward of a chunk; ``options`` are the other arguments of Megatron's function.
+
+        Returns:
+            Output (or loss), and the number of tokens in the loss.
+        """
+        ...
+
+    def backward(
+        self,
+        chunk: int,
+        activation: Inputs,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last_stage: bool,
+    ) -> Inputs:
+        """Run the backward of a chunk, and return the gradient of the activation, or of each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one step runs by.
+
+    Attributes:
+        schedule: the orders of all workers.
+        links: of this rank.
+        passes: a forward and a backward by Megatron's functions.
+        finalize_options: keywords of ``finalize_model_grads_func``, besides chunks and number of tokens.
+    """
+
+    schedule: Schedule
+    links: Mapping[LinkId, Link]
+    passes: Passes
+    finalize_options: Mapping[str, Any]
+
+
+class Course(Protocol):
+    """What planned steps run over."""
+
+    @property
+    def runner(self) -> ScheduleRunner:
+        """Runs the schedules."""
+        ...
+
+    def plan(self, call: StepCall) -> StepPlan:
+        """Plan a step, once all ranks know that they can run it."""
+        ...
+
+
+@dataclass(kw_only=True)
+class _Compute:
+    """Forward and backward of this rank's chunks, as the executor calls them."""
+
+    call: StepCall
+    config: Any
+    chunks: list[Any]
+    iterators: list[Any]
+    schedule: Schedule
+    passes: Passes
+    sync: GradSync
+    num_tokens: torch.Tensor
+    reports: list[Any] = field(default_factory=list[Any])
+
+    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
+        placement, call = self.schedule.placement, self.call
+        chunk = placement.chunk(action.vstage)
+        # Replicas take turns, and Megatron counts only the microbatches of this rank.
+        microbatch = action.microbatch // placement.num_replicas[placement.stages[action.vstage]]
+        self.sync.before_forward(chunk)
+        output, num_tokens = self.passes.forward(
+            chunk=chunk,
+            input_tensor=activation,
+            is_last_stage=self._is_last_stage(action),
+            forward_step_func=call.forward_step_func,
+            data_iterator=self.iterators[chunk],
+            model=self.chunks[chunk],
+            num_microbatches=call.num_microbatches,
+            forward_data_store=self.reports,
+            config=self.config,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=schedules.check_first_val_step(
+                call.first_val_step, self.schedule.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+        )
+        self.num_tokens += num_tokens
+        return output
+
+    def backward(
+        self,
+        action: Action,
+        activation: Inputs,
+        output: torch.Tensor,
+        gradient: torch.Tensor | None,
+        *,
+        is_last: bool,
+    ) -> Inputs:
+        chunk = self.schedule.placement.chunk(action.vstage)
+        with self.sync.backward(chunk, is_last=is_last):
+            return self.passes.backward(chunk, activation, output, gradient, is_last_stage=self._is_last_stage(action))
+
+    def release(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def _is_last_stage(self, action: Action) -> bool:
+        return action.vstage == self.schedule.placement.num_vstages - 1
+
+
+def run_step(course: Course, **arguments: Any) -> list[Any]:
+    """Run one step as planned, and let Megatron finish the gradients.
+
+    Args:
+        course: what it runs over.
+        arguments: those of what Megatron's ``get_forward_backward_func`` returns.
+
+    Returns:
+        What the loss function reported.
+    """
+    call = StepCall(**arguments)
+    # Before anything else: the ranks compare their configurations here, so if one refuses its own, all stop.
+    plan = course.plan(call)
+    chunks, config, runner = call.chunks, call.config, course.runner
+    compute = _Compute(
+        call=call,
+        config=config,
+        chunks=chunks,
+        iterators=runner.iterators(call.data_iterator),
+        schedule=plan.schedule,
+        passes=plan.passes,
+        sync=GradSync(config, chunks, forward_only=call.forward_only, is_first_stage=runner.is_first_stage),
+        num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+    )
+    with _timed(config):
+        with compute.sync.step():
+            runner.run(plan.schedule, plan.links, compute)
+        if config.finalize_model_grads_func is not None and not call.forward_only:
+            num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(chunks, num_tokens, **plan.finalize_options)
+    return compute.reports
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """Return the chunks of a model, which Megatron hands over alone or as a list."""
+    return model if isinstance(model, list) else [model]
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Measure a step with Megatron's timer."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()

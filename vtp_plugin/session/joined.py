@@ -1,0 +1,159 @@
+"""Several modules with grids of their own, joined for steps in one planned order: who sends to whom, and over what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.layout.channel import ChannelId, Direction
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.derived import ScheduleOptions, option_context
+from vtp_plugin.options.table.check import check_config
+from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.step.links import (
+    ActivationLink,
+    ChannelLink,
+    GradientLink,
+    Link,
+    LinkId,
+    ModuleLink,
+    SplitSizes,
+)
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
+from vtp_plugin.schedule.order.modules import ModulePlacement, place_modules
+from vtp_plugin.session.pipeline import Pipeline
+from vtp_plugin.session.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedModules:
+    """This rank's part of several modules, for all steps.
+
+    Attributes:
+        runner: runs the planned steps.
+        links: of this rank.
+        name: module of this rank.
+        inputs: modules whose outputs its stage takes, in the order of the placement.
+    """
+
+    runner: ScheduleRunner
+    links: Mapping[LinkId, Link]
+    name: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joints:
+    """What joins this rank's stage with others.
+
+    Attributes:
+        name: module of this rank.
+        stage: of this rank in its module.
+        pipeline: of the module; None where it has one stage.
+        form: how tensors cross in that pipeline.
+        before: bridges from other modules, by their names.
+        after: bridges to other modules.
+        split_sizes: reads from a tensor how many tokens each of its samples has.
+    """
+
+    name: str
+    stage: int
+    pipeline: Pipeline | None
+    form: TensorFormat | None
+    before: Mapping[str, Bridge]
+    after: Sequence[Bridge]
+    split_sizes: SplitSizes
+
+
+def plan_modules(
+    session: Session,
+    read: Callable[[], Mapping[str, PipelineLayout]],
+    topology: Mapping[str, Sequence[str]],
+    own: Sequence[str],
+    config: Any,
+) -> ModulePlacement:
+    """Plan who sends to whom, and compare it over all ranks.
+
+    Args:
+        session: the applied plugin.
+        read: gives the stages of every module.
+        topology: by module, those that take its output.
+        own: modules of this rank.
+        config: of this rank's model.
+
+    Raises:
+        ConfigError: there is no order for such modules, or a configuration asks for what does not work.
+    """
+    found: list[ModulePlacement] = []
+
+    def prepare() -> Mapping[str, object]:
+        layouts = read()
+        placed = place_modules({name: one.num_stages for name, one in layouts.items()}, topology)
+        if len(own) != 1:
+            raise ConfigError(
+                f"this rank holds {len(own)} modules; a planned schedule needs modules on "
+                "ranks of their own: use Megatron's schedule (leave schedule='planned' out)"
+            )
+        if session.config.in_flight is not None:
+            check_in_flight(session.config.in_flight, placed.placement.num_stages)
+        if not config.variable_seq_lengths:
+            raise ConfigError("variable_seq_lengths=False; modules have tensors of different shapes: set it to True")
+        context = option_context(session.config, layouts[own[0]], device=session.choose_platform().name)
+        refuse(check_config(config, context))
+        found.append(placed)
+        return {"stages of the modules": str(placed.first_stages), "order": str(placed.placement.successors)}
+
+    session.ranks.agree("planning of the modules", prepare)
+    return found[0]
+
+
+def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> JoinedModules:
+    """Join the links of this rank.
+
+    Args:
+        session: the applied plugin.
+        placed: the stages of all modules.
+        joints: what joins this rank's stage with others.
+    """
+    stage = placed.first_stages[joints.name] + joints.stage
+    in_flight = by_stage(session.config.in_flight, placed.placement.num_stages)
+    options = ScheduleOptions(costs=None, in_flight=in_flight)
+    runner = ScheduleRunner(placed.placement, stage, session.ranks, session.choose_platform(), options)
+    return JoinedModules(
+        runner=runner,
+        links=_links(placed, joints, stage),
+        name=joints.name,
+        inputs=placed.inputs(stage),
+    )
+
+
+def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, Link]:
+    """Give this rank's links: channels inside its module, bridges to others."""
+    links: dict[LinkId, Link] = {}
+    communicator = None if joints.pipeline is None else joints.pipeline.communicator
+    for way, ends, direction in (
+        ("recv_prev", (stage - 1, stage), Direction.FORWARD),
+        ("send_prev", (stage - 1, stage), Direction.BACKWARD),
+        ("send_next", (stage, stage + 1), Direction.FORWARD),
+        ("recv_next", (stage, stage + 1), Direction.BACKWARD),
+    ):
+        if communicator is not None and joints.form is not None and communicator.reaches(way):
+            link = ModuleLink(ChannelLink(communicator.channel(way), joints.form))
+            links[ChannelId.between(*ends, direction), ends[0]] = link
+    by_source = {placed.module_of(before): before for before in placed.placement.predecessors(stage)}
+    for source, bridge in joints.before.items():
+        links.update(_bridge_links(bridge, (by_source[source], stage), joints.split_sizes))
+    for bridge in joints.after:
+        links.update(_bridge_links(bridge, (stage, placed.placement.successors[stage]), joints.split_sizes))
+    return links
+
+
+def _bridge_links(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[LinkId, Link]:
+    return {
+        (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationLink(bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientLink(bridge, split_sizes),
+    }
