@@ -1,0 +1,86 @@
+"""Toys: small changes, kept as patches, that show that the recipes of docs/architecture.md name all files they need.
+
+A toy is applied to a copy of the repository. It touches the files that its recipe names, and trains there.
+
+    python -m tests.toys.renew unpack NAME    # makes a copy, out/toys/NAME; what does not fit is in *.rej there
+    python -m tests.toys.renew pack NAME      # writes tests/toys/NAME.patch from it
+
+So a patch that does not fit any more is renewed: unpack it, follow the recipe where it did not fit, pack it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.multiproc.core_cases import Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    """A change that is no part of the project.
+
+    Attributes:
+        name: of its patch.
+        recipe: heading of its recipe, below "How to add".
+        does: what it adds.
+        case: what is trained with it; the uniform run is that of two stages of one rank.
+        job: trains it: a function of the copy.
+        options: of ``apply()``, beside the case's.
+        says: a line of the start-up summary.
+        tests: of the house, which hold in the copy; those that the patch adds run, too.
+    """
+
+    name: str
+    recipe: str
+    does: str
+    case: Case
+    job: str = "tests.toys.jobs:train"
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    says: str
+    tests: tuple[str, ...]
+
+
+HOUSE = (
+    "tests/unit/test_docs.py",
+    "tests/unit/test_docs_text.py",
+    "tests/unit/test_house.py",
+    "tests/unit/test_imports.py",
+    "tests/unit/test_nothing_unused.py",
+    "tests/unit/test_words.py",
+    "tests/unit/test_writes.py",
+)
+_SMALL = {"sizes": (1, 2), "num_steps": 1, "num_microbatches": 2}
+TOYS = (
+    Toy(
+        name="option",
+        recipe="An option",
+        does="--vtp-leaders-only: between all stages only leaders talk",
+        case=Case(**_SMALL),
+        options={"leaders_only": True},
+        says="boundary 0->1: rank0 (asked for)",
+        tests=("tests/unit/test_config.py", "tests/unit/test_statement.py"),
+    ),
+    Toy(
+        name="transport",
+        recipe="A transport",
+        does="--vtp-transport direct: each rank gets its parts from those that answer for them, with no collective",
+        case=Case(**_SMALL, transport="direct"),
+        says="boundary 0->1: direct (asked for)",
+        tests=(
+            "tests/unit/test_boundary.py",
+            "tests/unit/test_config.py",
+            "tests/property/test_boundary_properties.py",
+        ),
+    ),
+    Toy(
+        name="model_feature",
+        recipe="A model feature",
+        does="a weight of which every stage has a copy (has_cond_embedder)",
+        case=Case(**_SMALL, is_drawn=True, wants_weights=True),
+        job="tests.multiproc.test_conditions:train",
+        says="boundary 0->1: ",
+        tests=("tests/unit/test_options.py",),
+    ),
+)
+BY_NAME = {toy.name: toy for toy in TOYS}

@@ -1,0 +1,40 @@
+"""What a rank does with a toy: it leaves the project's own modules and takes those of the copy."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def in_copy(root: str, target: str, kwargs: dict[str, Any]) -> Any:
+    """Call a function of a copy, in a process that has imported the project's and that ends with the job."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vtp_plugin", "tests")]:
+        del sys.modules[name]
+    sys.path.insert(0, root)
+    module, _, function = target.partition(":")
+    found = getattr(importlib.import_module(module), function)(**kwargs)
+    import vtp_plugin
+
+    assert Path(vtp_plugin.__file__).is_relative_to(root)
+    return found
+
+
+def train(case: Any, options: dict[str, Any], trainer: Any = None) -> tuple[Any, str]:
+    """Train a case on this rank; return what it saw, and what the plugin said."""
+    from tests.multiproc import core_job
+    from tests.pool import init_gloo
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vtp_plugin").addHandler(handler)
+    init_gloo()
+    with core_job.applied(case, force=False, **options), core_job.model_parallel(case):
+        found = (trainer or core_job.Trainer)(case)
+        try:
+            return found.run(), "\n".join(said)
+        finally:
+            found.close()
