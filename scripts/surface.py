@@ -15,9 +15,17 @@ Listed are, without the file, so that what has moved is not lost:
     case        one of a list of cases in the tests
     assertion   what an assert or a pytest.raises in the tests says, names without what stands before their dots
 
-What stands several times is lost when it stands less often. ``tests/surface_gone.json`` says why something is gone and,
-where something took its place, what: entries of the same kinds, which must exist. An entry of that file that is not
-gone any more is an error too.
+What stands several times is lost when it stands less often. ``tests/surface_gone.json`` is a list of reasons:
+
+    why         in a sentence
+    gone        what is lost, one by one
+    like        patterns of what is lost; each must find something
+    becomes     what to replace, pattern by pattern, in what is lost like that, to get what stands for it now: that must
+                stand more often than before, or the loss has no reason
+    now         what took the place; it must exist
+
+Patterns are regular expressions; one of ``like`` fits the whole entry. A reason for what is not gone any more is an
+error, too.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,13 +275,41 @@ def _missing(before: list[Entry], now: list[Entry]) -> Entry:
     return (gone or before)[0]
 
 
+def alike(reason: dict[str, Any], gone: Iterable[str], more: Mapping[str, int]) -> dict[str, set[str]]:
+    """List what the patterns of a reason explain; those that find nothing are there, too.
+
+    Args:
+        reason: one of the file's.
+        gone: the keys of what is lost.
+        more: how much more often than before each entry stands now.
+
+    >>> reason = {"like": ["name: .*copy.*", "flag: .*"], "becomes": {"copy": "team"}}
+    >>> alike(reason, ["name: copy_of", "name: num_copy"], {"name: team_of": 1})
+    {'name: .*copy.*': {'name: copy_of'}, 'flag: .*': set()}
+    """
+    found: dict[str, set[str]] = {pattern: set() for pattern in reason.get("like", ())}
+    for key in gone:
+        new = key
+        for pattern, replacement in reason.get("becomes", {}).items():
+            new = re.sub(pattern, replacement, new)
+        for pattern in found:
+            if re.fullmatch(pattern, key) and ("becomes" not in reason or more.get(new, 0) > 0):
+                found[pattern].add(key)
+    return found
+
+
 def problems(before: list[Entry], now: list[Entry], reasons: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what is lost without a reason, and what is wrong with the reasons."""
     gone = {entry.key: entry for entry in lost(before, now)}
-    here = {entry.key for entry in now}
-    explained = {key for reason in reasons for key in reason["gone"]}
+    more = Counter(entry.key for entry in now)
+    here = set(more)
+    more.subtract(entry.key for entry in before)
+    explained: set[str] = set()
     for reason in reasons:
-        yield from (f"explained, but not gone: {key}" for key in reason["gone"] if key not in gone)
+        found = alike(reason, gone, more)
+        explained |= {*reason.get("gone", ()), *(key for keys in found.values() for key in keys)}
+        yield from (f"explains nothing: {pattern}" for pattern, keys in found.items() if not keys)
+        yield from (f"explained, but not gone: {key}" for key in reason.get("gone", ()) if key not in gone)
         yield from (f"said to stand in the place of others, but is not there: {key}"
                     for key in reason.get("now", ()) if key not in here)  # fmt: skip
     kinds = defaultdict(list)
@@ -319,10 +355,11 @@ def main() -> int:
             print(f"{entry.key}    [{entry.where}]")
         return 0
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else []
-    found = list(problems(at_revision(chosen.revision), in_working_tree(), reasons))
+    before, now = at_revision(chosen.revision), in_working_tree()
+    found = list(problems(before, now, reasons))
     print("\n".join(found))
-    explained = sum(len(reason["gone"]) for reason in reasons)
-    print(f"{len(found)} lost or wrong since {chosen.revision}; {explained} gone with a reason", file=sys.stderr)
+    said = f"{len(found)} lost or wrong since {chosen.revision}; {len(lost(before, now))} gone in all"
+    print(f"{said}, for {len(reasons)} reasons", file=sys.stderr)
     return bool(found)
 
 

@@ -120,6 +120,23 @@ def test_reasons() -> None:
     ]
 
 
+def test_reasons_by_pattern() -> None:
+    now = entries(PRODUCT.replace("lid", "cover"), TESTS.replace("lid", "cover"))
+    lost = {entry.key for entry in surface.lost(entries(), now)}
+    assert len(lost) == 7
+    moved = {"why": "another name", "like": [r"\w+: .*\blid\b.*", "test: .*", "case: .*"], "becomes": {"lid": "cover"}}
+    assert list(surface.problems(entries(), now, [moved])) == []
+    # What is said to have come must be there, and must not have been there before.
+    wrong = {**moved, "becomes": {"lid": "Box"}}
+    assert len(list(surface.problems(entries(), now, [wrong]))) == len(lost) + len(wrong["like"])
+    assert list(surface.problems(entries(), now, [{**moved, "like": [".*", "flag: .*"]}])) == [
+        "explains nothing: flag: .*"
+    ]
+    gone = {"why": "gone with what it refused", "like": [".*"]}
+    assert list(surface.problems(entries(), now, [gone])) == []
+    assert list(surface.problems(entries(), entries(), [gone])) == ["explains nothing: .*"]
+
+
 def test_its_examples() -> None:
     found = doctest.testmod(surface)
     assert found.attempted > 0 and not found.failed
