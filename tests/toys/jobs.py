@@ -30,7 +30,9 @@ def train(case: Any, options: dict[str, Any], trainer: Any = None) -> tuple[Any,
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vtp_plugin").addHandler(handler)
+    logger = logging.getLogger("vtp_plugin")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # it has a handler, so the plugin leaves its level as it is
     init_gloo()
     with core_job.applied(case, force=False, **options), core_job.model_parallel(case):
         found = (trainer or core_job.Trainer)(case)
