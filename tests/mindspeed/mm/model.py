@@ -1,0 +1,134 @@
+"""A tiny Qwen2.5-VL as the JSON files of MindSpeed-MM describe it, and the flags of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.mindspeed.mm import samples
+
+VISION_LAYERS, TEXT_LAYERS = 2, 4
+FLAGS = shlex.split(f"""
+    --use-mcore-models --tokenizer-type NullTokenizer --vocab-size {samples.VOCABULARY}
+    --make-vocab-size-divisible-by 1 --seq-length {samples.SEQUENCE} --micro-batch-size 2
+    --normalization RMSNorm --use-fused-rmsnorm --swiglu --use-fused-swiglu --no-masked-softmax-fusion
+    --no-bias-swiglu-fusion --no-gradient-accumulation-fusion --lr 1e-3 --lr-decay-style constant --weight-decay 0
+    --clip-grad 1.0 --train-iters 5 --seed 42 --num-workers 0 --log-interval 1 --eval-interval 100 --eval-iters 0
+    --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0
+""")
+
+
+def write_files(folder: Path, vision: Sequence[int], text: Sequence[int], *, is_bf16: bool = False) -> list[str]:
+    """Write the JSON files and return the flags that name them.
+
+    Args:
+        folder: where to.
+        vision: layers of the vision tower, per stage.
+        text: layers of the language model, per stage.
+        is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
+    """
+    model = _model(list(vision), list(text), is_bf16)
+    tree = Path(os.environ["VTP_MINDSPEED_MM"])
+    tool = json.loads((tree / "mindspeed_mm" / "tools" / "tools.json").read_text())
+    tool["profile"]["profile_type"] = "dynamic"  # the other kind asks torch_npu's profiler even when it is off
+    for name, content in {"model": model, "data": _DATA, "tool": tool}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
+    return [word for name in ("model", "data", "tool") for word in (f"--mm-{name}", str(folder / f"{name}.json"))]
+
+
+def _model(vision: list[int], text: list[int], is_bf16: bool) -> dict[str, Any]:
+    precision = {"bf16": is_bf16, "params_dtype": "bf16" if is_bf16 else "fp32"}
+    return {
+        "model_id": "qwen2_5vl",
+        "img_context_token_id": samples.PICTURE,
+        "vision_start_token_id": samples.VISION_START,
+        "image_encoder": {
+            "vision_encoder": {**_VISION, **precision, "pipeline_num_layers": vision},
+            "vision_projector": {**_PROJECTOR, **precision},
+        },
+        "text_decoder": {**_TEXT, **precision, "pipeline_num_layers": text},
+        "text_encoder": None,
+        "video_encoder": None,
+    }
+
+
+_VISION = {
+    "model_id": "qwen2vit",
+    "num_layers": VISION_LAYERS,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "llm_hidden_size": 32,
+    "gated_linear_unit": True,
+    "num_attention_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "in_channels": 3,
+    "patch_size": 2,
+    "spatial_merge_size": samples.MERGE,
+    "temporal_patch_size": 2,
+    "layernorm_epsilon": 1e-06,
+    "normalization": "RMSNorm",
+    "fp16": False,
+    "activation_func": "silu",
+    "freeze": False,
+    "use_fused_rotary_pos_emb": False,
+    "post_layer_norm": False,
+    "intermediate_size": 48,
+    "tokens_per_second": 2,
+    "window_attn_size": 8,
+    "fullatt_block_indexes": [1],
+    "attention_mask_type": "general",
+}
+_PROJECTOR = {
+    "model_id": "lnmlp",
+    "num_layers": 1,
+    "gated_linear_unit": False,
+    "bias_activation_fusion": False,
+    "add_bias_linear": True,
+    "input_size": 32,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "activation_func": "gelu",
+    "freeze": False,
+    "layernorm_epsilon": 1e-06,
+    "normalization": "RMSNorm",
+}
+_TEXT = {
+    "model_id": "qwen2_5_lm",
+    "num_layers": TEXT_LAYERS,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "seq_length": samples.SEQUENCE,
+    "max_position_embeddings": 128,
+    "vocab_size": samples.VOCABULARY,
+    "rope_theta": 1000000.0,
+    "untie_embeddings_and_output_weights": True,
+    "disable_bias_linear": True,
+    "attention_dropout": 0.0,
+    "init_method_std": 0.01,
+    "hidden_dropout": 0.0,
+    "position_embedding_type": "mrope",
+    "normalization": "RMSNorm",
+    "activation_func": "silu",
+    "use_fused_rotary_pos_emb": False,
+    "attention_softmax_in_fp32": True,
+    "parallel_output": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "mrope_section": [2, 3, 3],
+    "rope_scaling": None,
+    "gated_linear_unit": True,
+    "layernorm_epsilon": 1e-06,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "use_remove_padding": False,
+}
+_DATA = {
+    "dataset_param": {"dataset_type": "huggingface", "preprocess_parameters": {}, "basic_parameters": {}},
+    "dataloader_param": {"dataloader_mode": "sampler"},
+}

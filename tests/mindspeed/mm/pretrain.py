@@ -1,0 +1,126 @@
+"""Runs MindSpeed-MM's own ``pretrain_vlm.py``, unmodified, on a CPU: stand-ins first, then the script.
+
+``VTP_MINDSPEED_MM`` names the tree. Started as it is, only torch.cuda is mapped onto the CPU; started by
+``python -m vtp_plugin run`` that has happened already, and the plugin is applied where the script imports the adaptor.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.mindspeed.mm import samples
+from tests.mindspeed.mm.standins import AfterImport, install_operators, npu_is_a_device, replace_constants
+from tests.mindspeed.mm.weights import fill
+from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.platform.probe import is_cpu_mapping_installed
+
+DIGITS = 7
+NORM_AT = 7  # among the arguments of training_log() after the losses
+POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
+IDS_IN_ITS_CODE = {151655: samples.PICTURE, 151656: samples.VIDEO}
+
+
+def give_made_samples(data: Any) -> None:
+    """Replace the data set, which needs a tokenizer and a processor of pictures."""
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    def build_dataset(param: Any) -> samples.MadeSamples:
+        return samples.MadeSamples()
+
+    def build_dataloader(dataset: samples.MadeSamples, **kwargs: Any) -> samples.Loader:
+        replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        return samples.Loader(dataset, get_args().micro_batch_size, replica, replicas)
+
+    data.build_mm_dataset, data.build_mm_dataloader = build_dataset, build_dataloader
+
+
+def find_small_ids(module: Any) -> None:
+    """Let the positions of pictures be found by ids of a small vocabulary."""
+    replace_constants(module.qwen2_5_vl_get_rope_index, dict(IDS_IN_ITS_CODE))
+
+
+def allow_fp32(module: Any) -> None:
+    """Lift the assertion that M-RoPE needs bf16: equality in fp32 can be tight."""
+    forward = module.MMGPTModel.forward
+
+    def forward_in_fp32(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.config.bf16 = True
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.config.bf16 = False
+
+    if "--bf16" not in sys.argv:
+        module.MMGPTModel.forward = forward_in_fp32
+
+
+def start_from_one_set_of_weights(module: Any) -> None:
+    """Fill every model, whatever part of it this rank holds, from one set of weights."""
+    from megatron.core import mpu
+
+    build = module.VLMModel.__init__
+
+    def build_and_fill(self: Any, config: Any) -> None:
+        vision, text = config.image_encoder.vision_encoder, config.text_decoder
+        lists = {"image_encoder.encoder.": vision.pipeline_num_layers, "text_decoder.": text.pipeline_num_layers}
+        build(self, config)
+        starts = {name: sum(layers[: self.pp_rank]) for name, layers in lists.items()}
+        fill(self, mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), starts)
+
+    module.VLMModel.__init__ = build_and_fill
+    if "--bf16" not in sys.argv:
+        # The script looks for the model behind two wrappers; without bf16 there is one.
+        module.VLMModel.module = property(_Behind)
+
+
+class _Behind:
+    """What the script asks the model for, as if it were behind one wrapper more."""
+
+    def __init__(self, model: Any) -> None:
+        self.add_image_encoder, self.image_encoder = model.add_image_encoder, model.image_encoder
+
+
+def print_all_digits(module: Any) -> None:
+    """Print losses and norms with more digits than the three of the log, from the rank that logs."""
+    log = module.training_log
+
+    def training_log(loss_dict: Any, *args: Any) -> Any:
+        print_last = module.print_rank_last
+        losses = {key: float(value) for key, value in loss_dict.items()}
+        norm = args[7]
+        print_last(
+            f"exact loss: {losses.get('loss', float('nan')):.{DIGITS}E} | exact norm: {float(norm):.{DIGITS}E} |"
+        )
+        return log(loss_dict, *args)
+
+    module.training_log = training_log
+
+
+def main() -> None:
+    """Prepare, and run the script as its own main."""
+    if not is_cpu_mapping_installed():
+        CpuPlatform("this script").install()
+    install_operators()
+    AfterImport(
+        {
+            "mindspeed_mm.data": give_made_samples,
+            POSITIONS: find_small_ids,
+            "mindspeed_mm.models.common.mm_gpt_model": allow_fp32,
+            "mindspeed_mm.models.vlm_model": start_from_one_set_of_weights,
+            "mindspeed_mm.training": print_all_digits,
+        },
+        around={POSITIONS: npu_is_a_device},
+    )
+    script = Path(os.environ["VTP_MINDSPEED_MM"]) / "pretrain_vlm.py"
+    sys.argv[0] = str(script)
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
