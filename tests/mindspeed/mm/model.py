@@ -18,7 +18,7 @@ FLAGS = shlex.split(f"""
     --normalization RMSNorm --use-fused-rmsnorm --swiglu --use-fused-swiglu --no-masked-softmax-fusion
     --no-bias-swiglu-fusion --no-gradient-accumulation-fusion --lr 1e-3 --lr-decay-style constant --weight-decay 0
     --clip-grad 1.0 --train-iters 5 --seed 42 --num-workers 0 --log-interval 1 --eval-interval 100 --eval-iters 0
-    --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0
+    --distributed-backend gloo --attention-dropout 0 --hidden-dropout 0 --transformer-impl local
 """)
 
 
