@@ -1,4 +1,4 @@
-"""The made samples of the lane of MindSpeed-MM hold what the lane is to show."""
+"""The made samples for MindSpeed-MM hold what its tests are to show."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def rotary_mul(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 def install_operators() -> None:
     """Give the stand-in for torch_npu the operators and modules that MindSpeed-MM uses."""
-    # The stand-in for the package is on the path of this lane only.
+    # The stand-in for the package is on the path of these runs only.
     npu: Any = __import__("torch_npu")
     npu.npu_rms_norm, npu.npu_swiglu, npu.npu_rotary_mul = rms_norm, swiglu, rotary_mul
     npu.npu.config = SimpleNamespace(allow_internal_format=True)
