@@ -1,9 +1,9 @@
 """Apply, report and revert replacements of a host package's objects, driven by records.
 
-A replacement reaches the target itself. In all loaded modules except ours it also reaches the names, class attributes,
-default arguments and :func:`functools.partial` objects that hold the same object, when records are applied and at each
-later :meth:`AppliedPatches.rebind`. It does not reach closures, containers, and attributes of other objects:
-:attr:`AppliedPatches.unreached` names what was seen there.
+A replacement reaches the target itself. When records are applied, and at each later :meth:`AppliedPatches.rebind`, it
+also reaches what holds the same object by a name: the names of loaded modules that know the host, and the class
+attributes, default arguments and :func:`functools.partial` objects behind them. It does not reach closures, containers,
+and attributes of other objects: :attr:`AppliedPatches.unreached` names what a detector has seen there.
 
 Words:
     place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).

@@ -7,16 +7,17 @@ import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground.undo import ABSENT, Name, UndoStack, namespace
+from vtp_plugin.patching.detector import detect
+from vtp_plugin.patching.names import Hit, find, held, shown_module
 from vtp_plugin.patching.objects import MARKER, attributes, chain, describe
 from vtp_plugin.patching.record import PatchRecord, PatchStatus, Record, Target, WriteRecord
-from vtp_plugin.patching.search import Hit, find, held, shown_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +117,19 @@ class AppliedPatches:
         self.undo.put(hit.place, hit.new)
         self.places.append((patch, hit))
 
-    def find_places(self) -> Iterator[tuple[Patch, Hit]]:
-        """Look for the originals, and yield the places that are to hold a replacement and do not yet."""
-        swaps = [pair for patch in self.patches for pair in patch.swaps]
-        hits, self.stays = find(swaps)
+    def find_places(self) -> list[tuple[Patch, Hit]]:
+        """List the places that hold an original by a name, and are to hold its replacement."""
+        of, known = self._by_original(), self._known()
+        hits = find(self._swaps(), self.host.owns)
+        return [(of[hit.of], hit) for hit in hits if hit.place.key not in known]
+
+    def detect(self) -> None:
+        """Find what else holds an original, for :attr:`unreached`; nothing is changed."""
+        self.stays = detect(self._swaps())
         if self.stays:
             # Garbage is not worth a report.
             gc.collect()
-            hits, self.stays = find(swaps)
-        of, known = self._by_original(), self._known()
-        yield from ((of[hit.of], hit) for hit in hits if hit.place.key not in known)
+            self.stays = detect(self._swaps())
 
     def rebind(self) -> None:
         """Look for the originals once more, and replace them where modules have taken them since."""
@@ -133,6 +137,7 @@ class AppliedPatches:
             # Some owners refuse to be changed, such as a class with its own __setattr__. The original stays there.
             with contextlib.suppress(Exception):
                 self.put(patch, hit)
+        self.detect()
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
@@ -207,6 +212,9 @@ class AppliedPatches:
         now = patch.hit.place.get()
         return now is patch.new or any(now is new for new in self.rebuilt)
 
+    def _swaps(self) -> list[tuple[object, object]]:
+        return [pair for patch in self.patches for pair in patch.swaps]
+
     def _by_original(self) -> dict[int, Patch]:
         return {id(old): patch for patch in self.patches for old, _ in patch.swaps}
 
@@ -217,7 +225,7 @@ class AppliedPatches:
         """Find what holds a replacement now; each hit says what original belongs there."""
         pairs = [(patch, pair) for patch in self.patches for pair in _pairs(patch.new, patch.target.value)]
         of = {id(new): patch for patch, (new, _) in pairs}
-        return [(of[hit.of], hit) for hit in find(pair for _, pair in pairs)[0]]
+        return [(of[hit.of], hit) for hit in find((pair for _, pair in pairs), self.host.owns)]
 
     def _status(self, record: Record, patch: Patch | None, found: Sequence[tuple[Patch, Hit]]) -> PatchStatus:
         places = [hit for other, hit in found if other is patch and hit.place.key != other.hit.place.key]

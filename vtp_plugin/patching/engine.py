@@ -13,9 +13,9 @@ from types import MethodType
 from typing import Any
 
 from vtp_plugin.patching.applied import AppliedPatches, Host, Patch
+from vtp_plugin.patching.names import is_own, named_among, shown_module
 from vtp_plugin.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
-from vtp_plugin.patching.search import is_own, named_among, shown_module
 
 
 def apply_records(
@@ -203,8 +203,8 @@ def _check_new(patches: Sequence[Patch], host: Host) -> None:
 
 
 def _set_all(applied: AppliedPatches) -> None:
-    """Set every target and its aliases; on a failure in the host restore what was set."""
-    aliases = list(applied.find_places())
+    """Set every target and its aliases, and detect what is left; on a failure in the host restore what was set."""
+    aliases = applied.find_places()
     targets = {patch.hit.place.key: (patch, patch.hit) for patch in applied.patches}
     places = [*targets.values(), *(found for found in aliases if found[1].place.key not in targets)]
     try:
@@ -215,8 +215,8 @@ def _set_all(applied: AppliedPatches) -> None:
                 if applied.host.owns(hit.module):
                     reason = f"setting {hit.where} fails with {error!r}; choose another seam"
                     applied.host.fail(patch.record, reason, error)
-                # Another package that refuses to be changed is no reason to fail: status() names it.
-                applied.stays.append((id(patch.target.value), hit.where))
+                # Another package that refuses to be changed is no reason to fail: it is detected, and named.
+        applied.detect()
     except BaseException:
         applied.undo.undo()
         raise
