@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.hosts import capability
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.table.check import refusals
+from vtp_plugin.options.table.rule import OptionRule
+from vtp_plugin.options.table.versions import CALL_RULES, RING_RULES, ULayers
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
 from vtp_plugin.patching import AnyRecord
@@ -35,16 +38,6 @@ class RouterMetric(NamedTuple):
     mean_group: dist.ProcessGroup | None
     is_averaged: bool
     is_whole: bool
-
-
-def has_router_losses(options: object) -> bool:
-    """Tell whether routers add losses to that of the model, by Megatron's arguments or a model's configuration.
-
-    >>> has_router_losses(argparse.Namespace(moe_aux_loss_coeff=[0.0, 0.1], moe_z_loss_coeff=None))
-    True
-    """
-    found = (getattr(options, name, None) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"))
-    return any(any(value) if isinstance(value, list) else bool(value) for value in found)
 
 
 class MegatronHost(ABC):
@@ -89,7 +82,25 @@ class MegatronHost(ABC):
         if self.can("named_aliases"):
             return tuple(here)
         # The search finds those of any family by identity.
-        return tuple(dataclasses.replace(record, aliases=()) if record.aliases else record for record in here)
+        return tuple(replace(record, aliases=()) if record.aliases else record for record in here)
+
+    def refusals(
+        self, rules: tuple[OptionRule, ...], options: object, context: OptionContext | None = None
+    ) -> tuple[str, ...]:
+        """Say what of some rows this version does not do, one line for each.
+
+        Args:
+            rules: as of ``vtp_plugin.options.table.versions``.
+            options: what has their attributes.
+            context: the stages; None before there are any.
+        """
+        here = replace(context or OptionContext(tp_sizes=()), version=self.version, forced=True)
+        return refusals(rules, options, here)
+
+    def refusals_of_call(self, options: Mapping[str, Any], num_rings: int) -> tuple[str, ...]:
+        """Say what of a call of `initialize_model_parallel` does not work beside a list of sizes, and so many rings."""
+        context = OptionContext(tp_sizes=(), num_rings=num_rings)
+        return self.refusals((*CALL_RULES, *RING_RULES), argparse.Namespace(**options), context)
 
     def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
         """Yield what routers have noted for the log, by the arguments of the function that H11 replaces."""
@@ -140,8 +151,8 @@ class MegatronHost(ABC):
         """
 
     @abstractmethod
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
-        """Say why a model would not get the layers of a U-shaped pipeline.
+    def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
+        """Put together what a model says of the layers of a U-shaped pipeline, for ``LAYER_RULES``.
 
         Args:
             layers: as for :meth:`written_layers`; None where the plugin was not told.
@@ -250,35 +261,3 @@ class MegatronHost(ABC):
                 "would wait for it; leave --async-save out"
             )
             yield f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} {why}"
-
-    def problems_of_experts(self, layout: PipelineLayout, options: object) -> Iterable[str]:
-        """Say why this family cannot train a mixture of experts on these stages.
-
-        Args:
-            layout: the stages.
-            options: Megatron's arguments, or the configuration of a model; both use these names.
-        """
-        if layout.is_uniform:
-            return
-        if not self.can("experts"):
-            yield (
-                f"experts with Megatron {self.name}; on stages of different sizes they were run with Megatron 0.12, "
-                "0.16 and 0.19 only; use one of these, or give every stage the same sizes"
-            )
-        shares = {tp * cp for tp, cp in zip(layout.tp_sizes, layout.cp_sizes, strict=True)}
-        is_per_token = has_router_losses(options) and getattr(options, "calculate_per_token_loss", False)
-        if is_per_token and len(shares) > 1 and not self.can("router_losses_per_token"):
-            yield (
-                f"--calculate-per-token-loss with losses of routers; Megatron {self.name} counts these by the tokens "
-                "of one rank, so stages of another size would train with other losses; leave it out, or set "
-                "--moe-aux-loss-coeff and --moe-z-loss-coeff to 0"
-            )
-
-    def problems_of_rings(self, num_rings: int) -> Iterable[str]:
-        """Say why this family cannot train a U-shaped pipeline of so many rings."""
-        if num_rings > 1 and not self.can("two_rings"):
-            yield f"--vtp-encoder-layer-list with Megatron {self.name}: two rings were run with 0.19 only; use that"
-
-    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
-        """Say what of the call of `initialize_model_parallel` does not work beside a list of sizes."""
-        return ()

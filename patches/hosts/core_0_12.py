@@ -18,10 +18,9 @@ from megatron.core.utils import get_model_type
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import layers_of_chunk
+from vtp_plugin.options.table.versions import LAYER_RULES, ULayers
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
-from vtp_plugin.patches.hosts.base import has_router_losses
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
 from vtp_plugin.patches.moment import Moment
@@ -30,11 +29,6 @@ from vtp_plugin.runtime.wire.model_group import ModelGroup
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 
-_ENCODERS = (
-    "encoder_tensor_model_parallel_size",
-    "encoder_pipeline_model_parallel_size",
-    "pipeline_model_parallel_split_rank",
-)
 _GONE = "Megatron 0.12 is no longer supported"
 _CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"
 
@@ -71,17 +65,8 @@ class Host(OlderHost):
         # For the checks only: the chunks' layers come from U10 and U11, which know the list.
         return UndoStack().during(Name(args, "num_virtual_stages_per_pipeline_rank"), 2)
 
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
-        if layers is None:
-            yield (
-                "Megatron 0.12 has no layouts of the pipeline, so the plugin must know the layers of a U; give "
-                "num_layer_list to apply(), such as [1, 3, 3, 1]"
-            )
-        elif sum(layers) != config.num_layers:
-            yield (
-                f"num_layer_list {','.join(map(str, layers))} has {sum(layers)} layers, the model's config "
-                f"num_layers={config.num_layers}; make both equal"
-            )
+    def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
+        return ULayers(layers=None if layers is None else tuple(layers), num_layers=config.num_layers)
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -128,15 +113,6 @@ class Host(OlderHost):
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
         return parallel_state.get_data_parallel_group()
 
-    def problems_of_experts(self, layout: PipelineLayout, options: object) -> Iterable[str]:
-        yield from super().problems_of_experts(layout, options)
-        if has_router_losses(options) and len(set(layout.cp_sizes)) > 1:
-            yield (
-                "losses of routers with stages of different context-parallel sizes; Megatron 0.12 divides these losses "
-                "by the stage's size; give every stage the same one, or set --moe-aux-loss-coeff and "
-                "--moe-z-loss-coeff to 0"
-            )
-
     def note_of_prediction(self, tp_size: int) -> str:
         if tp_size == 1:
             return ""
@@ -156,11 +132,6 @@ class Host(OlderHost):
                 "--no-ckpt-fully-parallel-save (the same list can load it then), or --no-save-optim"
             )
 
-    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
-        for name in _ENCODERS:
-            if options.get(name):
-                yield f"{name}={options[name]} is not supported with vtp_size_list; leave it out"
-
 
 @replaces(
     "megatron.core.fp8_utils:quantize_param_shard",
@@ -179,7 +150,7 @@ def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args:
 def _own_layers(session: Session, host: Host, config: Any) -> range:
     """List the layers of the chunk that Megatron asks for: it keeps its number in a global."""
     layers = session.config.num_layer_list
-    refuse(host.problems_of_layers(layers, config))
+    refuse(host.refusals(LAYER_RULES, host.u_layers(layers, config)))
     assert layers is not None
     chunk: int = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
     return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=chunk)

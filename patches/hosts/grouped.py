@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.u_layers import layout_of
+from vtp_plugin.options.table.versions import ULayers
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
 from vtp_plugin.patches.hosts.base import MegatronHost
 from vtp_plugin.patches.moment import Moment
@@ -93,18 +94,14 @@ class GroupedHost(MegatronHost):
         args.pipeline_model_parallel_layout = layout_of(layers, num_predicting=num_predicting, num_rings=num_rings)
         return contextlib.nullcontext()
 
-    def problems_of_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> Iterable[str]:
+    def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
         found = config.pipeline_model_parallel_layout
-        if found is None:
-            yield (
-                "the model's config has no pipeline_model_parallel_layout, so Megatron would share out the layers as "
-                "in an interleaved pipeline; set it, such as 'Et|ttt|ttt|tL||'"
-            )
-        elif layers is not None:
-            num_predicting = getattr(config, "mtp_num_layers", None) or 0
-            text = layout_of(layers, num_predicting=num_predicting, num_rings=num_rings)
-            if PipelineParallelLayerLayout.from_str(text, len(layers) - 1).layout != found.layout:
-                yield f"the model's config has another pipeline_model_parallel_layout; set {text!r}"
+        if layers is None or found is None:
+            return ULayers(layers=layers and tuple(layers), found=found)
+        num_predicting = getattr(config, "mtp_num_layers", None) or 0
+        text = layout_of(layers, num_predicting=num_predicting, num_rings=num_rings)
+        wanted = PipelineParallelLayerLayout.from_str(text, len(layers) - 1).layout
+        return ULayers(layers=tuple(layers), text=text, wanted=wanted, found=found.layout)
 
     def forward_step(
         self, *, chunk: int, num_chunks: int, is_last_stage: bool, is_first_microbatch: bool, **options: Any
@@ -134,10 +131,6 @@ class GroupedHost(MegatronHost):
         if options.get("is_pipeline_first_stage") and options.get("is_pipeline_last_stage"):
             options["pipeline_model_parallel_size"] = 1
         return contextlib.nullcontext()
-
-    def problems_of_groups(self, options: Mapping[str, Any]) -> Iterable[str]:
-        if options.get("rank_offset", 0) != 0:
-            yield f"rank_offset={options['rank_offset']} is not supported with vtp_size_list; leave it at 0"
 
     def tensor_shape(self, *, groups: Any, config: Any, model: Any, **sizes: Any) -> tuple[int, ...]:
         (shape,) = schedules.get_tensor_shapes(config=config, tp_group=groups.tp, cp_group=groups.cp, **sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from vtp_plugin.options.checks.u_layers import check_u_layers
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
+from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -261,7 +263,7 @@ def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace)
     refuse(
         (
             *check_u_layers(layers, text, session.config.encoder_layer_list),
-            *host.problems_of_rings(session.config.num_rings),
+            *host.refusals(RING_RULES, args, session.planned.option_context),
         )
     )
     option = "--num-layer-list"
@@ -279,11 +281,12 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         ConfigError: an option or a size of the model does not fit the list.
     """
     layout, replicas = session.planned.layout, session.planned.replicas
+    context = dataclasses.replace(session.planned.option_context, version=host.version)
     refuse(
         (
-            *check_run(args, session.planned.option_context, replicas),
+            *check_run(args, context, replicas),
             *host.problems_of_saving(args, layout.tp_sizes, device=session.planned.platform.name),
-            *(host.problems_of_experts(layout, args) if args.num_experts else ()),
+            *(host.refusals(EXPERT_RULES, args, context) if args.num_experts else ()),
         )
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))

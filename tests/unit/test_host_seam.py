@@ -14,6 +14,9 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.hosts import HOSTS, is_in
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.context import OptionContext
+from vtp_plugin.options.derived import option_context
+from vtp_plugin.options.table.versions import EXPERT_RULES, LAYER_RULES
 from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.hosts.seen_torch import SeenTorch
@@ -34,6 +37,10 @@ def records(name: str, *, is_u_shaped: bool = False, as_written: bool = False) -
     found = written if as_written else host.placed(written)
     assert len({record.id for record in found}) == len(found)
     return {record.id: record for record in found}
+
+
+def context(layout: PipelineLayout) -> OptionContext:
+    return option_context(VtpConfig(size_list=layout.tp_sizes), layout)
 
 
 @pytest.mark.parametrize("name", [NEWEST, *OLDER])
@@ -171,7 +178,8 @@ def test_a_model_without_the_layers_of_its_u_is_refused(
         from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
         config = {"pipeline_model_parallel_layout": PipelineParallelLayerLayout.from_str(text, 2)}
-    problems = " | ".join(load_host(name).problems_of_layers(layers, SimpleNamespace(**config)))
+    host = load_host(name)
+    problems = " | ".join(host.refusals(LAYER_RULES, host.u_layers(layers, SimpleNamespace(**config))))
     assert (words in problems) if words else not problems
 
 
@@ -199,8 +207,8 @@ def test_megatron_sees_another_world_and_nothing_else() -> None:
 def test_experts_are_refused_where_they_were_not_run(name: str) -> None:
     host, unequal = load_host(name), PipelineLayout.from_sizes((1, 2), world_size=3)
     uniform, options = PipelineLayout.from_sizes((2, 2), world_size=4), argparse.Namespace(moe_aux_loss_coeff=0.1)
-    assert not list(host.problems_of_experts(uniform, options))
-    problems = list(host.problems_of_experts(unequal, options))
+    assert not host.refusals(EXPERT_RULES, options, context(uniform))
+    problems = host.refusals(EXPERT_RULES, options, context(unequal))
     assert len(problems) == (name in ("0.17", "0.18")) and all(f"Megatron {name};" in problem for problem in problems)
 
 
@@ -219,15 +227,15 @@ def test_router_losses_per_token_are_refused_where_they_depend_on_sizes(
     name: str, options: dict[str, object], is_refused: bool
 ) -> None:
     host, args = load_host(name), argparse.Namespace(**options, calculate_per_token_loss=True)
-    problems = list(host.problems_of_experts(PipelineLayout.from_sizes((1, 2), world_size=3), args))
+    problems = host.refusals(EXPERT_RULES, args, context(PipelineLayout.from_sizes((1, 2), world_size=3)))
     assert [problem.partition(" with ")[0] for problem in problems] == ["--calculate-per-token-loss"] * is_refused
     replicas = PipelineLayout.from_sizes((1, 1), world_size=3, dp=(2, 1))
-    assert not list(host.problems_of_experts(replicas, args))
+    assert not host.refusals(EXPERT_RULES, args, context(replicas))
 
 
 @pytest.mark.parametrize("name", ["0.12", "0.16", NEWEST])
 def test_router_losses_with_other_contexts_are_refused_with_0_12(name: str) -> None:
     layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
     args = argparse.Namespace(moe_z_loss_coeff=1e-3, calculate_per_token_loss=False)
-    problems = list(load_host(name).problems_of_experts(layout, args))
+    problems = load_host(name).refusals(EXPERT_RULES, args, context(layout))
     assert len(problems) == (name == "0.12") and all("context-parallel sizes; Megatron 0.12" in x for x in problems)

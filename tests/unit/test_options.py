@@ -33,6 +33,7 @@ from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
 from vtp_plugin.options.table.show import format_markdown, format_table
+from vtp_plugin.options.table.versions import VERSION_RULES
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}
@@ -291,11 +292,14 @@ def test_rows_are_complete_and_distinct() -> None:
 def test_printed_tables_hold_every_row() -> None:
     blocks = [block.splitlines() for block in format_table().split("\n\n")]
     markdown = format_markdown().splitlines()
-    for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES):
+    for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES):
         shown_by = rule.evidence or f"way out: {rule.way_out}"
-        (block,) = [block for block in blocks if block[0] == f"{rule.verdict}:" and f"    {rule.option}" in block]
+        (versions,) = [text for text in rule.versions if not text.startswith(">=0.20")] or [""]
+        title = f"{rule.verdict} with Megatron {versions}:" if versions else f"{rule.verdict}:"
+        (block,) = [block for block in blocks if block[0] == title and f"    {rule.option}" in block]
         assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")
-        assert f"| `{rule.option}` | {rule.verdict} | {rule.reason} | {shown_by} |" in markdown
+        cells = (f"`{rule.option}`", str(rule.verdict), versions or "all", rule.reason, shown_by.replace("|", r"\|"))
+        assert f"| {' | '.join(cells)} |" in markdown
     assert max(len(line) for block in blocks for line in block) <= 100
 
 

@@ -23,12 +23,21 @@ from tests.oracles import megatron_arguments
 from tests.unit.test_options import SPELLINGS, VALUES, find_action
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.hosts import HOSTS
 from vtp_plugin.options import table
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
 from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
+from vtp_plugin.options.table.versions import (
+    CALL_RULES,
+    EXPERT_RULES,
+    LAYER_RULES,
+    RING_RULES,
+    VERSION_RULES,
+    ULayers,
+)
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.registry import records_at
@@ -68,6 +77,7 @@ def start(
     flags: list[str],
     sizes: tuple[str, int],
     put: dict[str, object] | None = None,
+    host: str = "",
 ) -> None:
     """Parse and validate as one rank of a run does; the store that joins the ranks is left out."""
     from vtp_plugin.patches.training import arguments
@@ -90,11 +100,17 @@ def start(
     session = Session(VtpConfig(device="cpu"), platform=PLATFORM)
     monkeypatch.setattr(session.ranks, "agree", agree)
     monkeypatch.setattr(arguments, "open_store", lambda *where: None)
-    parse, validate = records_at(session, load_host(host_name()), Moment.COMMAND_LINE)[:2]
+    parse, validate = records_at(session, load_host(host or host_name()), Moment.COMMAND_LINE)[:2]
     try:
         validate.build(validated)(parse.build(parsed)())
     finally:
         session.close_log()
+
+
+def family_for(rule: OptionRule) -> str:
+    """Name a family that a rule is about: the one that is here, else the first."""
+    names = [host.name for host in HOSTS if rule.is_about(host.first)]
+    return host_name() if host_name() in names else names[0]
 
 
 def asked_for(parser: argparse.ArgumentParser, rule: OptionRule) -> tuple[list[str], dict[str, object], object]:
@@ -136,7 +152,7 @@ def test_a_run_is_refused(
     if rule.verdict is Verdict.REFUSED_U_SHAPED:
         flags += ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
     with pytest.raises(ConfigError) as caught:
-        start(monkeypatch, megatron, flags, sizes, put)
+        start(monkeypatch, megatron, flags, sizes, put, family_for(rule))
     lines = str(caught.value).split(" | ")
     # An option that is refused for two reasons is named once, with the first that applies.
     ends = {f"; {other.reason}; {other.way_out}" for other in OF_ARGUMENTS if other.option == rule.option}
@@ -197,6 +213,71 @@ def test_a_planned_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: Option
     assert str(caught.value) == f"{rule.option} with a planned schedule; {rule.reason}; {rule.way_out}"
 
 
+def refuse_experts(monkeypatch: pytest.MonkeyPatch, megatron: Any, rule: OptionRule) -> None:
+    flags = ["--num-experts", "4", "--transformer-impl", "local", "--moe-z-loss-coeff", "1e-3"]
+    flags += ["--calculate-per-token-loss"] if rule.attribute == "calculate_per_token_loss" else []
+    sizes = ("--vtp-cp-list 1,2", 5) if "context-parallel" in rule.option else ("", 3)
+    start(monkeypatch, megatron, flags, sizes, host=family_for(rule))
+
+
+def refuse_rings(monkeypatch: pytest.MonkeyPatch, megatron: Any, rule: OptionRule) -> None:
+    flags = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
+    start(monkeypatch, megatron, [*flags, rule.option, "1,1,1"], ("", 3), host=family_for(rule))
+
+
+def refuse_a_call(monkeypatch: pytest.MonkeyPatch, megatron: Any, rule: OptionRule) -> None:
+    from vtp_plugin.patches.core import parallel_state
+
+    session = Session(VtpConfig(size_list=(1, 2), device="cpu"))
+    parallel_state._plan(session, load_host(family_for(rule)), {rule.option: 2}, 3)
+
+
+def refuse_layers(monkeypatch: pytest.MonkeyPatch, megatron: Any, rule: OptionRule) -> None:
+    from vtp_plugin.patches.core.models.common.language_module import language_module
+
+    told = None if rule.option == "a U without num_layer_list" else (1, 1, 1)
+    session = Session(VtpConfig(size_list=(1, 2), layerwise_disaggregated=True, num_layer_list=told))
+    is_other = rule.option == "config.pipeline_model_parallel_layout of another model"
+    found = SimpleNamespace(layout=[]) if is_other else None
+    config = SimpleNamespace(num_layers=4, pipeline_model_parallel_layout=found)
+    language_module._setup(session, load_host(family_for(rule)), print, SimpleNamespace(config=config))
+
+
+@pytest.mark.parametrize(
+    ("refuse", "rule"),
+    [
+        *((refuse_experts, rule) for rule in EXPERT_RULES),
+        *((refuse_rings, rule) for rule in RING_RULES),
+        *((refuse_a_call, rule) for rule in CALL_RULES),
+        *((refuse_layers, rule) for rule in LAYER_RULES),
+    ],
+    ids=lambda value: value.option if isinstance(value, OptionRule) else value.__name__,
+)
+def test_a_family_refuses(
+    monkeypatch: pytest.MonkeyPatch, megatron: Any, refuse: Callable[..., None], rule: OptionRule
+) -> None:
+    """Where only some versions refuse, a run with such a version goes through the same place."""
+    seen: list[OptionRule] = []
+    say = OptionRule.say
+    monkeypatch.setattr(OptionRule, "say", lambda self, *rest: seen.append(self) or say(self, *rest))
+    with pytest.raises(ConfigError) as caught:
+        refuse(monkeypatch, megatron, rule)
+    assert rule in seen and "{" not in str(caught.value)
+    assert rule.way_out.replace("that of the list", "'Et|t|tL|'") in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in VERSION_RULES if rule.versions], ids=lambda rule: rule.option)
+def test_no_other_family_refuses(rule: OptionRule) -> None:
+    about = {host.name for host in HOSTS if rule.is_about(host.first)}
+    assert about and about < {host.name for host in HOSTS}
+    context = OptionContext(tp_sizes=(1, 2), cp_sizes=(1, 2), num_rings=2, forced=True)
+    given = SimpleNamespace(**{"moe_z_loss_coeff": 1e-3, "calculate_per_token_loss": True, rule.attribute: 2})
+    args = ULayers(layers=None) if rule in LAYER_RULES else given
+    for host in HOSTS:
+        refused = rule.refuses(args, replace(context, version=host.first))
+        assert refused <= (host.name in about)
+
+
 def test_ring_exchange_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts on megatron.core alone have no flag."""
     from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
@@ -209,7 +290,8 @@ def test_ring_exchange_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyP
 def rules_of(test: Callable[..., None]) -> list[OptionRule]:
     """Give the rows that a test here is run with."""
     marks: list[pytest.Mark] = getattr(test, "pytestmark", [])
-    return [rule for mark in marks if mark.name == "parametrize" for rule in mark.args[1]]
+    values = [value for mark in marks if mark.name == "parametrize" for value in mark.args[1]]
+    return [value[-1] if isinstance(value, tuple) else value for value in values]
 
 
 def all_refusals() -> dict[tuple[str, str], OptionRule]:
@@ -223,7 +305,12 @@ def all_refusals() -> dict[tuple[str, str], OptionRule]:
 
 
 def without_test(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    tests = (test_a_run_is_refused, test_a_first_step_is_refused, test_a_planned_step_is_refused)
+    tests = (
+        test_a_run_is_refused,
+        test_a_first_step_is_refused,
+        test_a_planned_step_is_refused,
+        test_a_family_refuses,
+    )
     seen = {(rule.option, rule.verdict.value) for test in tests for rule in rules_of(test)}
     return sorted(set(rows) - seen)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vtp_plugin.hosts import family_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionContext:
     """The run that Megatron's options are checked against.
 
     Attributes:
-        tp_sizes: Tensor-parallel size of every stage, in pipeline order, at least one, all positive.
+        tp_sizes: Tensor-parallel size of every stage, in pipeline order, all positive; empty before there are stages.
         cp_sizes: Context-parallel size of every stage; empty for 1 on all stages.
         dp_sizes: Data-parallel size of every stage; empty for one size on all stages.
         ep_sizes: Expert-parallel size of every stage; empty for 1 on all stages.
@@ -21,6 +23,7 @@ class OptionContext:
         is_u_shaped: The first stage holds both ends of the model.
         num_rings: How often a microbatch passes the cloud of a U; 0 without one.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
+        version: Of the Megatron that runs; empty where none does, as for plans on a laptop.
     """
 
     tp_sizes: tuple[int, ...]
@@ -34,11 +37,22 @@ class OptionContext:
     is_u_shaped: bool = False
     num_rings: int = 0
     device: str = "auto"
+    version: str = ""
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.tp_sizes)
+
+    @property
+    def megatron(self) -> str:
+        """The family of the Megatron that runs.
+
+        >>> OptionContext(tp_sizes=(1, 2), version="0.15.3").megatron
+        '0.16'
+        """
+        family = family_of(self.version) if self.version else None
+        return self.version if family is None else family.name
 
     @property
     def is_uniform(self) -> bool:

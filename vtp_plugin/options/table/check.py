@@ -6,7 +6,7 @@ from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
 from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
-from vtp_plugin.options.table.rule import OptionRule, Verdict
+from vtp_plugin.options.table.rule import OptionRule
 
 
 def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
@@ -26,7 +26,7 @@ def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
     >>> check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(4, 4)))
     ()
     """
-    return _refusals((*RULES, *OLDER_RULES, *MINDSPEED_RULES), args, context)
+    return refusals((*RULES, *OLDER_RULES, *MINDSPEED_RULES), args, context)
 
 
 def check_config(config: object, context: OptionContext) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def check_config(config: object, context: OptionContext) -> tuple[str, ...]:
     Returns:
         Lines as of :func:`check_options`.
     """
-    return _refusals(CONFIG_RULES, config, context)
+    return refusals(CONFIG_RULES, config, context)
 
 
 def check_step(arguments: object, context: OptionContext) -> tuple[str, ...]:
@@ -52,25 +52,19 @@ def check_step(arguments: object, context: OptionContext) -> tuple[str, ...]:
     Returns:
         Lines as of :func:`check_options`.
     """
-    return _refusals(STEP_RULES, arguments, context)
+    return refusals(STEP_RULES, arguments, context)
 
 
-def _refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext) -> tuple[str, ...]:
-    """Return one line for every refused option, from the first row that refuses it."""
+def refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext) -> tuple[str, ...]:
+    """Return one line for every option that some rows refuse, from the first row that refuses it.
+
+    Args:
+        rules: Rows, in their order.
+        args: What has their attributes.
+        context: The run.
+    """
     refused: dict[str, OptionRule] = {}
     for rule in rules:
         if rule.refuses(args, context):
             refused.setdefault(rule.option, rule)
-    return tuple(
-        f"{_as_given(rule, args)} with {rule.situation(context)}; {rule.reason}; {rule.way_out}"
-        for rule in refused.values()
-    )
-
-
-def _as_given(rule: OptionRule, args: object) -> str:
-    """Write the option with the value that the user gave, unless the option's name says it already."""
-    value = getattr(args, rule.attribute)
-    if isinstance(value, bool) or " " in rule.option or rule.verdict is Verdict.REFUSED_PLANNED:
-        return rule.option
-    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return " ".join(f"{rule.option} {text}".split())
+    return tuple(rule.say(args, context) for rule in refused.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vtp_plugin.options.table.rule import OptionRule, case, given, refused_unequal
 
-OLDER_RULES: tuple[OptionRule, ...] = (
+_RULES: tuple[OptionRule, ...] = (
     *refused_unequal(
         "fully sharded data parallelism makes its device mesh from one tensor-parallel size (Megatron 0.12)",
         "--use-custom-fsdp",
@@ -29,3 +31,5 @@ OLDER_RULES: tuple[OptionRule, ...] = (
         way_out="use --ckpt-format torch_dist",
     ),
 )
+
+OLDER_RULES = tuple(replace(rule, versions=("<0.19",)) for rule in _RULES)

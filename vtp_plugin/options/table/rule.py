@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.ground.text_enum import TextEnum
+from vtp_plugin.hosts import is_in
 from vtp_plugin.options.context import OptionContext
 
 Test = Callable[[object], bool]
@@ -32,18 +33,28 @@ class OptionRule:
         attribute: The name of the option in Megatron's parsed arguments.
         applies: Tells whether a run with these arguments uses the option.
         verdict: What happens then.
+        versions: The versions of Megatron that the row is about, by ranges; empty for all. Where the version is not
+            known the row holds.
         reason: Why: one clause without a final stop, and without a semicolon, which separates the parts of an error.
         way_out: What to do instead; empty for a supported option.
         evidence: The test that shows a supported option, or ``not run: ...``; empty for a refused one.
+        line: How a refusal reads where it is not put together from option, situation, reason and way out. Fields as of
+            ``str.format``: ``option``, its ``value``, ``reason``, ``way_out``, the family ``megatron``, and ``args``.
     """
 
     option: str
     attribute: str
     applies: Callable[[object, OptionContext], bool]
     verdict: Verdict = Verdict.SUPPORTED
+    versions: tuple[str, ...] = ()
     reason: str = ""
     way_out: str = ""
     evidence: str = ""
+    line: str = ""
+
+    def is_about(self, version: str) -> bool:
+        """Tell whether the row is about a version of Megatron, which may be unknown."""
+        return not (self.versions and version) or is_in(version, *self.versions)
 
     def refuses(self, args: object, context: OptionContext) -> bool:
         """Tell whether this row stops the run.
@@ -63,7 +74,28 @@ class OptionRule:
             Verdict.REFUSED_U_SHAPED: context.is_u_shaped,
             Verdict.REFUSED: context.forced or not context.is_uniform,
         }
-        return is_met[self.verdict] and self.applies(args, context)
+        return is_met[self.verdict] and self.is_about(context.version) and self.applies(args, context)
+
+    def say(self, args: object, context: OptionContext) -> str:
+        """Say that this row refuses the option: one line."""
+        if not self.line:
+            return f"{self._as_given(args)} with {self.situation(context)}; {self.reason}; {self.way_out}"
+        return self.line.format(
+            option=self.option,
+            value=getattr(args, self.attribute, None),
+            reason=self.reason,
+            way_out=self.way_out,
+            megatron=context.megatron,
+            args=args,
+        )
+
+    def _as_given(self, args: object) -> str:
+        """Write the option with the value that the user gave, unless the option's name says it already."""
+        value = getattr(args, self.attribute)
+        if isinstance(value, bool) or " " in self.option or self.verdict is Verdict.REFUSED_PLANNED:
+            return self.option
+        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        return " ".join(f"{self.option} {text}".split())
 
     def situation(self, context: OptionContext) -> str:
         """Name, in the user's words, what the option cannot be combined with."""

@@ -6,12 +6,14 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from vtp_plugin.hosts import HOSTS, is_in
 from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule
+from vtp_plugin.options.table.versions import VERSION_RULES
 
 _COLUMNS = 100
-_ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES)
+_ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES)
 _LEGEND = (
     "With a uniform list the plugin leaves Megatron untouched and refuses nothing. "
     '"Refused" also holds for a uniform list on which the plugin is forced.'
@@ -26,11 +28,12 @@ def format_table() -> str:
         that shows it or the way out.
     """
     blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
-    for (verdict, reason, next_step), rules in itertools.groupby(
-        _ROWS, key=lambda rule: (rule.verdict, rule.reason, _next_step(rule))
+    for (verdict, versions, reason, next_step), rules in itertools.groupby(
+        _ROWS, key=lambda rule: (rule.verdict, _versions(rule), rule.reason, _next_step(rule))
     ):
         options = "\n".join(f"    {rule.option}" for rule in rules)
-        blocks.append(f"{verdict}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
+        title = f"{verdict} with Megatron {versions}" if versions else verdict
+        blocks.append(f"{title}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
     return "\n\n".join(blocks)
 
 
@@ -40,11 +43,19 @@ def format_markdown(rules: Sequence[OptionRule] = _ROWS) -> str:
     Returns:
         A sentence and a Markdown table without a final newline, in the order of the rows.
     """
-    lines = [_LEGEND, "", "| Option | Verdict | Why | Shown by, or way out |", "|---|---|---|---|"]
-    for rule in rules:
-        cells = (f"`{rule.option}`", rule.verdict.value, rule.reason, _next_step(rule))
-        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    titles = ("Option", "Verdict", "Megatron", "Why", "Shown by, or way out")
+    cells = [(f"`{r.option}`", r.verdict.value, _versions(r) or "all", r.reason, _next_step(r)) for r in rules]
+    if not any(rule.versions for rule in rules):
+        titles, cells = (*titles[:2], *titles[3:]), [(*row[:2], *row[3:]) for row in cells]
+    lines = [_LEGEND, "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in cells]
     return "\n".join(lines)
+
+
+def _versions(rule: OptionRule) -> str:
+    """Show the versions that a row is about, from which those go that the plugin does not run with."""
+    known = [versions for versions in rule.versions if any(is_in(host.first, versions) for host in HOSTS)]
+    return " or ".join(known)
 
 
 def _next_step(rule: OptionRule) -> str:

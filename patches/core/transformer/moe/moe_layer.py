@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.errors import refuse
+from vtp_plugin.options.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -36,7 +37,7 @@ def _init(
     """
     if session.is_planned:
         # Without megatron.training nobody has seen these options before.
-        refuse(host.problems_of_experts(session.planned.layout, config))
+        refuse(host.refusals(EXPERT_RULES, config, session.planned.option_context))
     original(layer, config, *args, **kwargs)
     if session.is_planned and session.planned.layout.has_expert_groups:
         for parameter in layer.experts.parameters():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground import log
+from vtp_plugin.options.table.versions import LAYER_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -31,7 +32,8 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     """
     is_u_shaped = session.config.layerwise_disaggregated
     if is_u_shaped:
-        refuse(host.problems_of_layers(session.config.num_layer_list, chunk.config, session.config.num_rings))
+        told = host.u_layers(session.config.num_layer_list, chunk.config, session.config.num_rings)
+        refuse(host.refusals(LAYER_RULES, told))
     pipeline = session.pipelines.of(getattr(chunk, "pp_group", None))
     if pipeline is not None:
         if pipeline.plan.ends.are_bridged and copies_embedding(chunk):
