@@ -187,10 +187,8 @@ def _ran(row: Capability, host: Host) -> str:
     """Say whether a family ran something, and what else there is to say of it."""
     from vtp_plugin.hosts.lookup import is_run_with, lacking
 
-    if row.is_absent(host.first):
-        return "not in it"
     if not is_run_with(row, host):
-        return row.note(host.first) or "not run"
+        return row.said_of(host.first)
     parts = ("run", *(f"not with {version}" for version in lacking(row, host)), row.note(host.first))
     return "; ".join(part for part in parts if part)
 

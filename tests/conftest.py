@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
-from tests.hosts import host_name, reason_to_skip, tree_problem, use_tree
+from tests.hosts import host_name, left_out, tree_problem, unfitting, use_tree
 from tests.pool import Pool
 
 use_tree()
@@ -56,9 +56,11 @@ def pytest_report_header() -> str:
     return f"host: {host_name() or 'no known Megatron'}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this host leaves out."""
-    host = host_name()
-    for item in items:
-        if reason := reason_to_skip(item.nodeid, host):
-            item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this host leaves out; before tests are deselected, so that marks that fit no case are seen."""
+    is_whole = not any("::" in place for place in config.args) and not config.getoption("lf", False)
+    if is_whole and (names := unfitting(items)):
+        raise pytest.UsageError(f"marks needs(..., cases=...) fit no case: {', '.join(sorted(names))}; mend the marks")
+    for item, reason in left_out(items, host_name()):
+        item.add_marker(pytest.mark.skip(reason=reason))

@@ -112,6 +112,7 @@ def test_ranks_that_are_scripts_of_their_own(tmp_path: Path, event: str, moment:
             assert re.search(POSITION, line), line
 
 
+@pytest.mark.needs("bridges")
 @pytest.mark.parametrize(
     ("event", "moment", "victim"),
     [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import host_name
 from tests.multiproc.adapters_job import TARGETS
 from tests.multiproc.core_cases import (
     LR,
@@ -32,7 +31,7 @@ def test_layers_of_peft_cannot_be_built(pool: Pool) -> None:
 
 
 # With PEFT of other versions, other things are broken.
-mended = pytest.mark.skipif(host_name() != "0.19", reason="PEFT's layers were mended for 0.19 only")
+mended = pytest.mark.needs("mended_adapters")
 
 
 def train(

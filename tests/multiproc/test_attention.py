@@ -32,6 +32,10 @@ CASES = [
 ]
 
 
+@pytest.mark.needs(
+    "skipped_windows", cases=("1,2 layers-per-chunk=2 num-steps=5 num-microbatches=3 attention=windows",)
+)
+@pytest.mark.needs("ranks_beyond_groups_of_heads", cases=("1,4 ", "2,4 ", "4,1 ", "4,2 "))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
@@ -54,11 +58,13 @@ LATENT = [
 ]
 
 
+@pytest.mark.needs("latent_attention")
 @pytest.mark.parametrize("case", LATENT, ids=str)
 def test_latent_attention(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
 
+@pytest.mark.needs("latent_attention")
 @pytest.mark.full
 def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
     """Why H14 is needed: with Megatron's local layers stages of two ranks compute other gradients than those of one.

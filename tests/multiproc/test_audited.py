@@ -41,7 +41,7 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 
 TIED: tuple[str, ...] = ()
 UNTIED = ("--untie-embeddings-and-output-weights",)
@@ -122,6 +122,10 @@ CASES = [
 ]
 
 
+@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
+@pytest.mark.needs("layouts", cases=("layout",))
+@pytest.mark.needs("stock_without_overlap", cases=("blocks-interleaved",))
+@pytest.mark.needs("own_evaluation_batch", cases=("own-batch",))
 @pytest.mark.parametrize(("sizes", "extra", "own", "dp", "world", "hooks"), CASES)
 def test_equals_the_uniform_run(
     pool: Pool,

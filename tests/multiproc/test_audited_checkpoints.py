@@ -14,7 +14,7 @@ from tests.hosts import exact_resume_tolerance, reshardable_flags, resharding_fl
 from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded, train
 from tests.pool import Pool
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 
 RESHARDABLE = ("--use-distributed-optimizer", *reshardable_flags())
 TRACKER = "latest_checkpointed_iteration.txt"

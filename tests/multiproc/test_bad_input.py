@@ -124,6 +124,7 @@ FOUND_BY_A_STEP = {
 }
 
 
+@pytest.mark.needs("communicator_class", cases=("a subclass",))
 @pytest.mark.parametrize("case", FOUND_BY_A_STEP)
 def test_what_one_rank_finds_ends_all(rank_server: Server, tmp_path: Path, case: str) -> None:
     arguments, pattern = FOUND_BY_A_STEP[case]

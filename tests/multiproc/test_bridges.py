@@ -18,6 +18,8 @@ pytest.importorskip("megatron.core.hyper_comm_grid", reason="this Megatron has n
 
 from tests.multiproc.bridge_job import BridgeCase
 
+pytestmark = pytest.mark.needs("bridges")
+
 JOB = "tests.multiproc.bridge_job"
 
 

@@ -28,6 +28,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:
@@ -97,6 +99,11 @@ def _assert_clean(runs: Sequence[ScriptRun]) -> None:
         assert not lines, lines
 
 
+@pytest.mark.needs("exact_bf16_resume", cases=("2,1-bf16",))
+@pytest.mark.needs(
+    "saved_unequal_optimizers",
+    cases=("2,1-distributed]", "1,2-distributed", "1,2-reshardable", "1,2-bf16-distributed", "2,1-parallel-load"),
+)
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [
@@ -148,6 +155,7 @@ def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
     assert losses(runs) != losses(whole)[2:]
 
 
+@pytest.mark.needs("saved_unequal_optimizers", cases=("1,2-to-2,1-reshardable", "2,1-to-1,1-reshardable"))
 @pytest.mark.parametrize(
     ("source", "stock", "target", "extra", "dp"),
     [
@@ -175,6 +183,7 @@ def test_load_into_another_list(
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
+@pytest.mark.needs("random_states_of_other_lists")
 def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer) -> None:
     """All ranks take the same decision about a checkpoint of another layout, and say so."""
     folder, _ = written("1,1")
@@ -182,6 +191,8 @@ def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer)
     assert "(TP, PP) mismatch" in runs[0].output
 
 
+@pytest.mark.needs("optimizers_of_one_list", cases=("distributed",))
+@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed-unequal",))
 @pytest.mark.parametrize(
     ("source", "target", "extra", "dp", "way_out"),
     [
@@ -282,6 +293,8 @@ def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> Non
     assert_refused(runs, "--num-attention-heads 12; stage 1 has tensor-parallel size 5, which must divide it")
 
 
+@pytest.mark.needs("worker_on_cpus")
+@pytest.mark.needs("saved_unequal_optimizers", cases=("2,1-distributed",))
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [

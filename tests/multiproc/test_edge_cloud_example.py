@@ -14,7 +14,7 @@ import pytest
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.pool import free_port
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.needs("our_example"), pytest.mark.needs("scripts_here")]
 
 
 def _run(folder: Path, steps: int) -> dict[str, str]:

@@ -18,6 +18,8 @@ from tests.ordering.overlap import blocking_sends, exposed_receives
 from tests.ordering.trace import Event
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 
 def planned(*sizes: int, **fields: Any) -> Case:
     return Case(sizes=sizes, schedule="planned", **fields)

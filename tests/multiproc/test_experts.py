@@ -11,6 +11,8 @@ from tests.hosts import is_older
 from tests.multiproc.core_cases import DISTRIBUTED, Case, Run, Runs, assert_close, defaults_first, oracle_of
 from tests.multiproc.test_parity import check_parity
 
+pytestmark = pytest.mark.needs("experts")
+
 
 def mixing(experts: str, *sizes: int, **fields: Any) -> Case:
     shape: dict[str, Any] = {"has_bias": False, "seq": 12, "sequence_parallel": max(sizes) > 1, "num_steps": 5}
@@ -62,6 +64,14 @@ CASES = [
 ]
 
 
+@pytest.mark.needs("adam_with_tied_experts", cases=("3,1 tied",))
+@pytest.mark.needs(
+    "balance_by_batch",
+    cases=(
+        "1,2 dp=2 num-steps=5 seq=12 sequence-parallel experts=by batch",
+        "2,1 dp=2 num-steps=5 seq=12 sequence-parallel experts=by batch",
+    ),
+)
 @pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_experts(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
@@ -98,6 +108,13 @@ DROPPING = [
 ]
 
 
+@pytest.mark.needs(
+    "router_losses_by_context",
+    cases=(
+        "1,1 num-steps=5 seq=12 cp-list=(1, 2) gathered",
+        "1,2 num-steps=5 seq=12 sequence-parallel cp-list=(2, 1) gathered",
+    ),
+)
 @pytest.mark.parametrize("case", defaults_first(DROPPING, 1))
 def test_tokens_are_dropped_by_the_ranks(runs: Runs, case: Case) -> None:
     """Against one rank per stage, which drops tokens among the same ones as the ranks of the stage do.

@@ -22,6 +22,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = [pytest.mark.needs("experts"), pytest.mark.needs("scripts_here")]
+
 # Megatron's local experts fail with fused activations and with biases.
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
 EXPERTS += [
@@ -102,6 +104,8 @@ def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequ
         assert not has_all or values == pytest.approx(start.losses[name], rel=1e-5), name
 
 
+@pytest.mark.needs("norms_of_a_u_with_experts", cases=("U",))
+@pytest.mark.needs("log_of_all_replicas", cases=("1,2-dp-2",))
 @pytest.mark.parametrize(
     ("sizes", "extra", "world_size"),
     [
@@ -196,6 +200,7 @@ def test_checkpoints_move_between_lists(
     assert_same_training(again, start.runs, first=1)
 
 
+@pytest.mark.needs("saved_unequal_optimizers")
 @pytest.mark.full
 def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
     """Megatron's usual format has the shards of the optimizer under the number of their group of ranks.

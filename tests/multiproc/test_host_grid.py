@@ -12,6 +12,8 @@ import pytest
 from tests.multiproc.core_cases import Case, RankResult
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("core_grid_of_older")
+
 PER_TOKEN = {"per_token_loss": True, "loss_tuple": 3, "masked": True}
 DISTRIBUTED = {"optimizer": "adam", "distributed_optimizer": True}
 MIXED = {"has_bias": False, "seq": 12, "sequence_parallel": True, "ep_list": (1, 2), "etp": 1}
@@ -30,6 +32,7 @@ def losses(results: list[RankResult], num_stages: int) -> list[float]:
     return sorted(loss for result in last for step in result.losses for loss in step)
 
 
+@pytest.mark.needs("experts", cases=("(1, 2)-{'experts'",))
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from tests.hosts import host_name
 from tests.pool import Pool
 from vtp_plugin.options.table.rows import RULES
 
-pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="older Megatrons say it in other words")
+pytestmark = pytest.mark.needs("words_of_hybrid_models")
 
 
 def test_refusals_quote_stock(pool: Pool) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import is_older, vocab_size
+from tests.hosts import vocab_size
 from tests.multiproc.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
 from tests.pool import Pool
+
+pytestmark = pytest.mark.needs("scripts_here")
 
 FIRST_ID, NUM_IDS = 4000, 1000
 # More tokens in a microbatch than Megatron has timers: 0.12 gathers the times of 24 in one message.
@@ -91,7 +93,7 @@ PACKED += ["--max-position-embeddings", "28", "--global-batch-size", "4"]
     ("sizes", "layers", "packing"),
     [
         ("1,2", "1,1,2", []),
-        pytest.param("1,2", "1,1,2", PACKED, id="packed", marks=pytest.mark.skipif(is_older(), reason="0.19 only")),
+        pytest.param("1,2", "1,1,2", PACKED, id="packed", marks=pytest.mark.needs("fine_tuning")),
         pytest.param("1,2,2", "1,1,1,1", [], marks=pytest.mark.full),
     ],
 )

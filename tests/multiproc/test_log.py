@@ -11,6 +11,8 @@ from tests.multiproc.script_cases import train
 from tests.pool import Pool
 from vtp_plugin.ground import log
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 ACTIVE = re.compile(
     rf"^\[vtp rank (\d+)\] vtp_plugin {re.escape(vtp_plugin.__version__)} is active: vtp_size_list 1,2 on 3 ranks, "
     r"digest ([0-9a-f]{8})$",

@@ -20,6 +20,8 @@ from tests.multiproc.logged import LOGGED, Logged, assert_same_log, num_small, r
 from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded, train
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 EVALUATE = ("--eval-interval", "2", "--eval-iters", "1")
 # A bias of keys changes no attention: its gradients are rounding, and many are 0 or not by the order of sums.
 DENSE = (*EVALUATE, "--disable-bias-linear", "--no-bias-gelu-fusion")
@@ -100,6 +102,11 @@ UNEQUAL = ("--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")
 TWO = ("--expert-model-parallel-size", "2")
 
 
+@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
+@pytest.mark.needs("router_losses_by_context", cases=("experts-cp-list",))
+@pytest.mark.needs("saved_unequal_optimizers", cases=("overlapped",))
+@pytest.mark.needs("log_of_all_replicas", cases=("experts-own",))
+@pytest.mark.needs("document_masking", cases=("packed",))
 @pytest.mark.parametrize(
     ("model", "sizes", "extra", "dp", "options"),
     [

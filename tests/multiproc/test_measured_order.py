@@ -20,6 +20,8 @@ from vtp_plugin.schedule.cost.stated import parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import u_placement
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 JOB = "tests.multiproc.planned_job:run"
 STEP, EVALUATION = Pass(num_microbatches=5), Pass(num_microbatches=2, forward_only=True)
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import host_name
 from tests.multiproc.presets import LAYOUTS, PRESETS, command
 from tests.multiproc.script_cases import arguments, train
 from tests.pool import Pool
 from vtp_plugin.cli import main
 
-pytestmark = pytest.mark.skipif(host_name() != "0.19", reason="experts are refused")
+pytestmark = pytest.mark.needs("measured_memory")
 
 COLUMNS = ("num_parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes")
 ONE_STEP = ["--train-iters", "1"]

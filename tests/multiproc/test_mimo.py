@@ -15,6 +15,8 @@ from tests.ordering.models import MODELS
 from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("bridges")
+
 
 def staged(*tp: int, cp: int = 1, dp: int = 1, sequence_parallel: bool = False) -> Sizes:
     """Stages that differ in their tensor-parallel size only."""

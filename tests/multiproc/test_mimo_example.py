@@ -9,6 +9,8 @@ import pytest
 from tests.multiproc.example_runs import STEP, refuse_example, run_example, start_example
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("bridges")
+
 MIMO = "examples/mimo/train.py"
 SMALL = (3, "--vision 1,1,1 --language 1,1,2 --vtp-bridges")
 DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weights: (\S+)$", re.MULTILINE)

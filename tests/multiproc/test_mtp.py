@@ -62,6 +62,19 @@ def copies_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
     ]
 
 
+@pytest.mark.needs("recomputed_prediction", cases=("1,2 attention=rotary mtp=2 recompute",))
+@pytest.mark.needs("ranks_beyond_groups_of_heads", cases=("1,4 ",))
+@pytest.mark.needs("tied_and_distributed", cases=("1,3 dp=2 tied optimizer=adam distributed-optimizer",))
+@pytest.mark.needs(
+    "layouts",
+    cases=(
+        "1,2,1 ",
+        "1,2,2 seq=8 sequence-parallel attention=rotary mtp=1 ",
+        "2,1 tied attention=rotary mtp=1 layout",
+        "2,1,3 tied optimizer=adam distributed-optimizer attention=rotary mtp=1 layout",
+    ),
+)
+@pytest.mark.needs("masked_prediction", cases=("2,1 dp=2 tied attention=rotary mtp=1 masked",))
 @pytest.mark.parametrize("case", defaults_first(CASES, 3))
 def test_prediction(runs: Runs, case: Case) -> None:
     """Losses and weights are those of the uniform run; all copies of the embedding are equal to the last bit."""
@@ -89,6 +102,7 @@ U_CASES = [
 ]
 
 
+@pytest.mark.needs("tied_and_distributed", cases=("2,1 dp=2 layers=(1, 1, 2) optimizer=adam",))
 @pytest.mark.parametrize("case", defaults_first(U_CASES, 1))
 def test_prediction_on_the_edge(runs: Runs, saved: Saved, case: Case) -> None:
     """The edge's last part predicts too; its copy of the embedding stays that of the first part."""
@@ -99,6 +113,7 @@ def test_prediction_on_the_edge(runs: Runs, saved: Saved, case: Case) -> None:
         assert all(torch.equal(first, last) for first, last in zip(r.tied[::2], r.tied[1::2], strict=True))
 
 
+@pytest.mark.needs("layouts")
 @pytest.mark.parametrize(
     ("case", "line"),
     [

@@ -15,6 +15,8 @@ from tests.hosts import host_name, is_older
 from tests.multiproc.script_cases import MODEL, arguments, assert_refused, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:
@@ -60,6 +62,9 @@ def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) ->
     return pytest.param(sizes, list(extra), dp, id=f"{name}-{sizes}", marks=[pytest.mark.full] if full else [])
 
 
+@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
+@pytest.mark.needs("layouts", cases=("layout",))
+@pytest.mark.needs("stock_without_overlap", cases=("gather-in-step-1,2", "unaligned-1,2", "warmup-flush-2,1,1"))
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [
@@ -105,6 +110,7 @@ def test_supported_option(pool: Pool, sizes: str, extra: list[str], dp: int) -> 
     assert_same_training(train(pool, sizes, extra, dp=dp), train(pool, uniform(sizes), extra, dp=dp))
 
 
+@pytest.mark.needs("ranks_beyond_groups_of_heads", cases=("4,1",))
 @pytest.mark.full
 @pytest.mark.parametrize(("sizes", "extra"), [("1,2", []), ("4,1", ["--sequence-parallel"])])
 def test_layers_of_a_file(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
@@ -148,7 +154,7 @@ def test_masks_of_the_data_set(pool: Pool, sizes: str, extra: list[str]) -> None
 
 
 @pytest.mark.full
-@pytest.mark.skipif(is_older(), reason="older detectors were not read")
+@pytest.mark.needs("detector_of_0_19")
 def test_stragglers(pool: Pool) -> None:
     """Rank 0 compares the times of all ranks, in every step."""
     watched = ["--log-straggler", "--straggler-minmax-count", "2"]
@@ -185,6 +191,7 @@ def test_a_step_is_repeated(pool: Pool, sizes: str, tmp_path: Path) -> None:
     assert_same_training(runs, [replace(run, steps=run.steps[: len(runs[0].steps)]) for run in whole])
 
 
+@pytest.mark.needs("iteration_0")
 @pytest.mark.full
 def test_a_step_is_repeated_from_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """An error that occurs again makes the run save and end; resumed, it goes on as if there had been none."""
@@ -235,6 +242,7 @@ def test_sequence_parallel_with_equal_stages(pool: Pool) -> None:
     assert_same_training(forced, train(pool, "2,2"))
 
 
+@pytest.mark.needs("one_virtual_stage", cases=("1,2,1,2",))
 @pytest.mark.parametrize(
     ("sizes", "extra"),
     [

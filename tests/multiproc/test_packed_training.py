@@ -21,6 +21,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("fine_tuning")
+
 PACKED = ["--dataloader-inter-document-masking", "--position-embedding-type", "rope", "--no-rope-fusion"]
 FULL = pytest.mark.full
 SHARDED = ["--sequence-parallel", "--use-distributed-optimizer"]

@@ -12,6 +12,8 @@ from tests.multiproc.example_runs import STEP, run_example
 from tests.multiproc.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("layouts")
+
 JOBS = "tests.multiproc.picture_job"
 
 
@@ -101,6 +103,7 @@ TWO_RINGS = [
 ]
 
 
+@pytest.mark.needs("two_rings")
 @pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 2), ids=str)
 def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
     picture_runs: PictureRuns, case: PictureCase
@@ -108,6 +111,7 @@ def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
     check_case(picture_runs, case)
 
 
+@pytest.mark.needs("two_rings", cases=("two",))
 @pytest.mark.parametrize(
     "case",
     [
@@ -145,6 +149,7 @@ def of_the_edge(names: Sequence[str]) -> list[str]:
 _SEEING = ("patches", "places", "projection", "embedding", "output")
 
 
+@pytest.mark.needs("two_rings")
 def test_configurations_that_differ_are_refused_on_all_ranks(pool: Pool) -> None:
     case = two_rings(1, 2)
     lines = pool.run(case.world_size, f"{JOBS}:refusal", {"case": case})
@@ -159,6 +164,7 @@ def example(num_ranks: int, words: str) -> list[tuple[str, ...]]:
     return STEP.findall(run_example("examples/edge_pictures/train.py", num_ranks, words))
 
 
+@pytest.mark.needs("two_rings")
 @pytest.mark.full
 def test_the_example_prints_the_same_on_one_rank() -> None:
     alone = example(1, "--sizes 1 --encoder 3 --language 4")

@@ -52,6 +52,10 @@ def started(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Star
     return find
 
 
+@pytest.mark.needs("scripts_here")
+@pytest.mark.needs("experts")
+@pytest.mark.needs("presets_that_resume")
+@pytest.mark.needs("latent_attention", cases=("deepseek",))
 @pytest.mark.parametrize(("name", "layout"), list(_cases()))
 def test_preset(script_pool: Pool, started: Start, name: str, layout: str) -> None:
     """Losses and gradient norms of five steps are those of the uniform run; where it does not fit, it is refused."""
@@ -64,6 +68,7 @@ def test_preset(script_pool: Pool, started: Start, name: str, layout: str) -> No
     assert largest_difference(go_on(script_pool, preset, place, folder), reference) <= TOLERANCE
 
 
+@pytest.mark.needs("latent_attention")
 @pytest.mark.full
 def test_latent_attention_needs_an_attention_of_the_tests(script_pool: Pool) -> None:
     """Without the plugin, on one rank, Megatron's local layers do not take it."""

@@ -14,6 +14,8 @@ from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 JOB = "tests.multiproc.probe_job:run"
 FORWARD = "boundary 0->1, forward"
 

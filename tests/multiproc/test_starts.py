@@ -131,6 +131,7 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
     assert "call destroy_model_parallel() before" in again
 
 
+@pytest.mark.needs("scripts_here")
 def test_a_script_that_starts_again_keeps_to_its_arguments(script_pool: Pool) -> None:
     runs = train(script_pool, "1,2", hooks=["start_again"])
     assert_same_training(runs, train(script_pool, "1,1"))

@@ -32,6 +32,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import ENVIRONMENT, Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:
@@ -74,6 +76,11 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
     return pytest.param(sizes, list(extra), dp, options, id=f"{name}-{sizes}-dp{dp}", marks=marks)
 
 
+@pytest.mark.needs("tied_and_distributed", cases=("overlapped-2,1-dp2",))
+@pytest.mark.needs(
+    "stock_without_overlap",
+    cases=("interleaved-recompute-2,1-dp1", "overlapped-interleaved-1,2-dp2", "replica-major-1,2-dp2"),
+)
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp", "options"),
     [
@@ -121,6 +128,7 @@ def test_equals_uniform_run(
 
 
 # Row-parallel layers round their partial sums to 8 bits of mantissa before they are added, a uniform run rounds once.
+@pytest.mark.needs("stock_without_overlap", cases=("1,2-interleaved",))
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [

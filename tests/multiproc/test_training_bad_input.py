@@ -10,6 +10,8 @@ from tests.lines import error_line
 from tests.multiproc.script_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 
 @pytest.fixture(scope="module")
 def pool(script_pool: Pool) -> Pool:
@@ -26,6 +28,8 @@ def _refuse(
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 
 
+@pytest.mark.needs("padded_vocabulary", cases=("vocabulary",))
+@pytest.mark.needs("loaded_logits", cases=("logits",))
 @pytest.mark.parametrize(
     ("sizes", "extra", "words"),
     [

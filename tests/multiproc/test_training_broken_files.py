@@ -13,6 +13,8 @@ import pytest
 from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, succeeded, train
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 LEGACY = ["--ckpt-format", "torch"]
 LATEST, TRACKER = "iter_0000004", "latest_checkpointed_iteration.txt"
 

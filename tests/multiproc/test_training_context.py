@@ -20,6 +20,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 DISTRIBUTED = ["--use-distributed-optimizer"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]
@@ -40,6 +42,7 @@ def train_mixed(pool: Pool, sizes: str, cp_sizes: str, extra: Sequence[str], *, 
     return succeeded(launch(pool, num_ranks, {"arguments": command, "hooks": ["context_parallel"]}))
 
 
+@pytest.mark.needs("stock_without_overlap", cases=("2,1-cp-1,2-interleaved", "1,1-cp-2,1-dp2"))
 @pytest.mark.parametrize(
     ("sizes", "cp_sizes", "extra", "dp"),
     [
@@ -100,6 +103,7 @@ def test_resumed_with_another_list(pool: Pool, tmp_path: Path, sizes: str, cp_si
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
+@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], DISTRIBUTED], ids=["plain", "distributed"])
 def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:

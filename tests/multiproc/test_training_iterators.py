@@ -12,6 +12,8 @@ from tests.hosts import host_name
 from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, losses, succeeded, train
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 LAYERS = ["--num-layers", "6"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,3"]
 # The second step. Megatron 0.12 counts from 0.

@@ -11,6 +11,8 @@ from tests.hosts import is_older
 from tests.multiproc.script_cases import assert_same_training, train, uniform
 from tests.pool import Pool
 
+pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
+
 PREDICTING = ["--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.5", "--global-batch-size", "12"]
 PREDICTING += ["--position-embedding-type", "rope", "--no-rope-fusion", "--pipeline-model-parallel-layout"]
 UNTIED = ["--untie-embeddings-and-output-weights"]

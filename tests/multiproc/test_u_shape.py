@@ -108,6 +108,7 @@ FULL_CASES = [
 ]
 
 
+@pytest.mark.needs("tied_and_distributed", cases=("1,1 dp=2",))
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_CASES)], ids=str
 )
@@ -141,6 +142,7 @@ def test_evaluation_sees_the_losses_of_the_step_and_changes_nothing(runs: Runs, 
     assert_identical(run, runs.run(replace(case, num_evaluations=0, collects=False)))
 
 
+@pytest.mark.needs("batches_shared_in_core")
 def test_both_chunks_of_the_edge_get_whole_batches(pool: Pool) -> None:
     batches = pool.run(3, f"{JOBS}:batch_of_the_edge")
     rows = [[0, 1, 2], [3, 4, 5]]

@@ -22,6 +22,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
 # Megatron 0.12 ends a run of another number of stages that does not leave the random states of the checkpoint alone.
 ELSEWHERE = ["--no-load-rng"] if host_name() == "0.12" else []
@@ -125,6 +127,7 @@ def test_sharded_sequences_and_optimizer(
     assert_same_training(again, runs, first=2)
 
 
+@pytest.mark.needs("layouts")
 def test_layout_of_megatron_means_the_same(pool: Pool, sequential: tuple[Path, list[ScriptRun]]) -> None:
     folder, reference = sequential
     extra = ["--layerwise-disaggregated-training", "--pipeline-model-parallel-layout", "Et|tt|tL"]
@@ -155,6 +158,7 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 
 
+@pytest.mark.needs("flags_after_0_12", cases=("fine-tuning", "two-layouts", "validation"))
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -212,6 +216,7 @@ def test_edge_without_a_cloud_is_refused(pool: Pool) -> None:
     _refuse(pool, [*U_SHAPE, "2,2"], "needs an edge and a cloud", sizes="2")
 
 
+@pytest.mark.needs("layouts")
 @pytest.mark.parametrize(
     ("layout", "words"),
     [

@@ -19,6 +19,8 @@ from tests.multiproc.script_cases import (
 from tests.multiproc.u_shape_cases import u_shaped
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2"]
 LEFT_OUT = {
     "num_microbatches_with_partial_activation_checkpoints": 1,
@@ -46,6 +48,7 @@ def test_masks_of_samples_are_refused(script_pool: Pool) -> None:
     refused(script_pool, "--reset-attention-mask")
 
 
+@pytest.mark.needs("flags_after_0_12")
 @pytest.mark.full
 def test_several_packed_rows_are_refused(script_pool: Pool) -> None:
     """The runs of the tests have two samples in a microbatch."""
@@ -69,7 +72,7 @@ def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "sizes",
-    ["1,1", pytest.param("1,2", marks=pytest.mark.skipif(host_name() in ("0.17", "0.18"), reason="refused"))],
+    ["1,1", pytest.param("1,2", marks=pytest.mark.needs("experts"))],
 )
 def test_experts(script_pool: Pool, tmp_path: Path, sizes: str) -> None:
     """Losses and gradients are those of one process, from its checkpoint."""

@@ -21,6 +21,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
 EVALUATE = ["--eval-interval", "2", "--eval-iters", "1", "--split", "80,10,10"]
 
@@ -91,6 +93,7 @@ def test_samples_and_their_order(pool: Pool, mode: str) -> None:
     assert narrow == [sample for both in zip(*pairs, strict=True) for pair in both for sample in pair]
 
 
+@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], DISTRIBUTED], ids=["plain", "distributed"])
 def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
@@ -101,6 +104,7 @@ def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
     assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
 
 
+@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
 def test_checkpoint_of_another_dp_list(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
@@ -124,6 +128,7 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
     assert runs[0].evaluations == pytest.approx(reference[0].evaluations[1:], rel=1e-5)
 
 
+@pytest.mark.needs("flags_after_0_12", cases=("full-validation",))
 @pytest.mark.parametrize(
     ("dp_sizes", "extra", "words"),
     [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT, TREE, host_name
+from tests.hosts import ROOT, TREE
 from tests.pool import ENVIRONMENT, free_port
 
 # Number of ranks, and how many tests Megatron's own classes pass on them here.
@@ -27,7 +27,8 @@ NUM_PASSED = {
 }
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not TREE or host_name() != "0.19", reason="VTP_MEGATRON_LM names no tree of Megatron 0.19"),
+    pytest.mark.needs("bridges"),
+    pytest.mark.skipif(not TREE, reason="VTP_MEGATRON_LM names no tree of Megatron 0.19"),
 ]
 
 

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tests.doc_commands import DOCUMENTS
-from tests.hosts import PYTHON_PATH, ROOT, is_older
+from tests.hosts import PYTHON_PATH, ROOT
 
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
 SOURCES = [*DOCUMENTS, ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
 
 
-@pytest.mark.skipif(is_older(), reason="the bridge that benchmarks.bridge compares with came with Megatron 0.19")
+@pytest.mark.needs("bridges")  # benchmarks.bridge compares with Megatron's
 def test_each_starts_and_shows_its_help() -> None:
     """One process starts all, since each imports torch and Megatron."""
     code = f"""

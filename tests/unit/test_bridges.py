@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import vtp_plugin
-from tests.hosts import host_name
 from tests.pool import run_code
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError, PatchError
@@ -37,6 +36,7 @@ HELD = """
 """
 
 
+@pytest.mark.needs("bridges")
 def test_names_stand_in_all_modules_without_a_list_and_on_the_cpu() -> None:
     run_code(
         HELD
@@ -51,6 +51,7 @@ def test_names_stand_in_all_modules_without_a_list_and_on_the_cpu() -> None:
     )
 
 
+@pytest.mark.needs("bridges")
 @pytest.mark.parametrize(
     "words", [("--vtp-bridges",), ("--vtp-bridges", "extended", "--vtp-size-list", "1", "--vtp-force")]
 )
@@ -78,6 +79,7 @@ def test_names_stand_by_the_flag_with_and_without_a_list(words: tuple[str, ...])
     )
 
 
+@pytest.mark.needs("bridges")
 def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
     """Bridges apply at once, such a list later: what both need must come with one of them."""
     run_code(
@@ -103,7 +105,7 @@ def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
     )
 
 
-@pytest.mark.skipif(host_name() == "0.19", reason="it has bridges")
+@pytest.mark.needs("no_bridges")
 def test_older_megatrons_are_refused_by_their_version() -> None:
     version = find_host()[1].version
     with pytest.raises(PatchError, match=f"megatron-core {version} has no such bridges between modules; use 0.19"):
@@ -119,6 +121,7 @@ def test_a_value_that_is_none() -> None:
         read_keywords({"bridges": "all"})
 
 
+@pytest.mark.needs("bridges")
 def test_names_of_tokens_are_noted_also_in_fan_in() -> None:
     """MimoModel refuses images of different sizes from an encoder with more replicas; with our bridges it does not."""
     run_code(

@@ -519,6 +519,7 @@ def test_run_gives_the_script_its_arguments_and_its_neighbours(tmp_path: Path) -
     assert "usage" not in output
 
 
+@pytest.mark.needs("help_of_0_19")
 def test_run_shows_the_help_of_a_script_with_megatrons_parser(tmp_path: Path) -> None:
     """One of Megatron 0.19's help texts has a percent sign that argparse cannot format."""
     (tmp_path / "train.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
@@ -595,6 +596,7 @@ print(kept, after is before, sys.excepthook is hook)
 """
 
 
+@pytest.mark.needs("records_of_0_19")
 def test_doctor_leaves_nothing_behind_and_names_what_does_not_apply(tmp_path: Path) -> None:
     (tmp_path / "trouble.py").write_text(TROUBLE)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHON_PATH}

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.make_docs import stale
 from tests.hosts import PYTHON_PATH
 from tests.import_rules import ROOT
 
 
+@pytest.mark.needs("documents_of_0_19")
 def test_generated_docs_are_fresh() -> None:
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "scripts/make_docs.py", "--check"]

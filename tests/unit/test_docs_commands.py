@@ -59,6 +59,7 @@ def check_plugin(command: Command, words: Sequence[str], tmp_path: Path, monkeyp
         assert ended.value.code == 0, str(command)
 
 
+@pytest.mark.needs("sft_tokenizer", cases=("fine-tuning.md: torchrun",))
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.source}: {command}"[:90])
 def test_command_is_accepted(
     command: Command, flags: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +112,7 @@ def test_the_reader_finds_commands() -> None:
     assert len(RUNS_HERE) == 1
 
 
+@pytest.mark.needs("our_example")
 @pytest.mark.full
 @pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
 def test_first_run_of_the_readme(command: Command) -> None:

@@ -82,6 +82,7 @@ def test_files_and_tests_that_are_named_exist(path: Path) -> None:
             assert re.search(rf"^ *def {function}\(", file.read_text(), re.MULTILINE), f"{name}::{function}"
 
 
+@pytest.mark.needs("documents_of_0_19")
 @pytest.mark.parametrize("path", named(WRITTEN_BY_HAND))
 def test_flags_that_are_named_exist(path: Path) -> None:
     unknown = set(FLAG.findall(path.read_text())) - known_flags() - FOREIGN_FLAGS

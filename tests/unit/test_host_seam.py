@@ -24,6 +24,8 @@ from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.registry import declared_at, list_moments
 from vtp_plugin.patching import Record, Writes, Written, declared
 
+pytestmark = pytest.mark.needs("records_of_0_19")
+
 NEWEST = HOSTS[-1].name
 OLDER = [host.name for host in HOSTS[:-1]]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
+from tests.hosts import NEEDS, left_out, reason_to_skip, unfitting
 from tests.import_rules import ROOT
 from tests.trees import lay_megatron, lay_torch
 from vtp_plugin.errors import PatchError
@@ -128,6 +132,51 @@ def test_capabilities_have_names_ranges_and_something_that_shows_them() -> None:
         assert (ROOT / path).is_file() or path.startswith("make ")
     following = f"{HOSTS[-1].below}.1"
     assert {row.name for row in rows if row.has(following)} == {"layouts", "worker_without_cuda"}  # facts of Megatron
+
+
+class Item(NamedTuple):
+    """What pytest knows of a test, as far as marks go."""
+
+    nodeid: str
+    callspec: SimpleNamespace
+    marks: list[pytest.Mark]
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return self.marks
+
+
+def items(name: str, **options: object) -> list[Item]:
+    marks = [pytest.mark.needs(name, **options).mark]
+    return [Item(f"test.py::test[{case}]", SimpleNamespace(id=case), marks) for case in ("1,2", "1,2-late", "2,1")]
+
+
+@pytest.mark.parametrize(
+    ("options", "cases"),
+    [
+        ({}, ["1,2", "1,2-late", "2,1"]),
+        ({"cases": ("1,2",)}, ["1,2", "1,2-late"]),
+        ({"cases": ("1,2]", "2")}, ["1,2", "2,1"]),
+    ],
+)
+def test_marks_leave_out_what_a_host_has_not(options: dict[str, object], cases: list[str]) -> None:
+    found = list(left_out(items("two_rings", **options), "0.18"))
+    assert [item.callspec.id for item, _ in found] == cases
+    assert {reason for _, reason in found} == {"host 0.18: an encoder in a U (`--vtp-encoder-layer-list`): refused"}
+    assert not list(left_out(items("two_rings", **options), "0.19")) and not unfitting(items("two_rings", **options))
+
+
+def test_a_mark_that_fits_no_case_is_found() -> None:
+    assert unfitting(items("two_rings", cases=("1,2", "3,1"))) == {"test.py::test[3,1"}
+    with pytest.raises(KeyError, match="three_rings"):
+        reason_to_skip("three_rings", "0.18")
+
+
+def test_what_tests_need_is_needed() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r'mark\.needs\(\s*"(\w+)"', text)}
+    assert NEEDS.keys() <= used and not NEEDS.keys() & {row.name for row in CAPABILITIES}
+    for name in used:
+        assert any(not reason_to_skip(name, host.name) for host in HOSTS)
 
 
 def test_a_range_that_is_none_is_refused() -> None:

@@ -55,6 +55,7 @@ def test_the_parity_grid_is_large_in_both_orders() -> None:
         assert sum(case[-1] is order for case in PARITY) >= 40
 
 
+@pytest.mark.needs("groups_of_0_19")
 @pytest.mark.parametrize(("tp", "cp", "pp", "dp", "ep", "order"), PARITY)
 def test_uniform_groups_are_megatrons(tp: int, cp: int, pp: int, dp: int, ep: int, order: RankOrder) -> None:
     layout = uniform(tp, cp, pp, dp, order)
@@ -71,6 +72,7 @@ def test_uniform_groups_are_megatrons(tp: int, cp: int, pp: int, dp: int, ep: in
     assert ours[0].get_gtp_ranks(1) == dense.get_gtp_ranks(1)
 
 
+@pytest.mark.needs("groups_of_0_19")
 @pytest.mark.parametrize(("tp", "etp", "ep", "pp", "dp"), [(2, 1, 2, 2, 2), (4, 2, 4, 2, 2), (2, 4, 1, 3, 2)])
 def test_explicit_expert_tp_of_a_uniform_layout(tp: int, etp: int, ep: int, pp: int, dp: int) -> None:
     expert = parallel_state.RankGenerator(
@@ -111,6 +113,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[GroupSpec]:
     return specs
 
 
+@pytest.mark.needs("groups_of_0_19")
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize(("tp", "cp", "pp", "dp", "ep", "order"), PARITY[::9])
 def test_uniform_creation_order_is_megatrons(
@@ -129,6 +132,7 @@ def test_uniform_creation_order_is_megatrons(
     assert tuple(recorded) == model_parallel_groups(layout.with_experts(ep), gloo=gloo)
 
 
+@pytest.mark.needs("groups_of_0_19")
 @pytest.mark.parametrize("order", list(RankOrder))
 @pytest.mark.parametrize(
     ("sizes", "cp", "dp", "ep"),

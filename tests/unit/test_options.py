@@ -143,6 +143,7 @@ def test_forced_uniform_list_refuses_only_what_is_always_refused(
     assert check_options(args, context_of(rule, UNIFORM)) == ()
 
 
+@pytest.mark.needs("fp4_param_gather", cases=("--fp4-param-gather",))
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.option)
 def test_rule_applies_to_what_its_option_parses_to(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
     args = parser.parse_args(command_line(parser, rule))
@@ -162,6 +163,7 @@ def test_defaults_of_megatron_are_not_refused(defaults: argparse.Namespace, cont
     assert check_sizes(defaults, context) == ()
 
 
+@pytest.mark.needs("flags_of_0_19")
 def test_every_attribute_that_is_read_exists_in_the_parser(defaults: argparse.Namespace) -> None:
     # Switches that lead to further reads are on. Everything else has the value of the parser.
     switches = {"group_query_attention": True, "sequence_parallel": True, "swiglu": True, "num_experts": 8}
@@ -200,6 +202,7 @@ def test_what_only_an_older_megatron_has_is_refused_there(rule: OptionRule) -> N
     assert check_options(args, UNIFORM) == ()
 
 
+@pytest.mark.needs("flags_of_0_19")
 def test_line_names_the_value(parser: argparse.ArgumentParser) -> None:
     args = parser.parse_args(
         ["--num-distributed-optimizer-instances", "8", "--hierarchical-context-parallel-sizes", "2", "4", "--use-sharp"]
@@ -246,6 +249,7 @@ def test_all_problems_are_one_error() -> None:
         refuse(("a; b; c", "d; e; f"), LayoutError)
 
 
+@pytest.mark.needs("flags_of_0_19")
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
@@ -519,6 +523,7 @@ def test_flags_that_do_not_collide_with_megatrons(parser: argparse.ArgumentParse
     assert not theirs & {flag.name for flag in VTP_FLAGS}
 
 
+@pytest.mark.needs("flags_of_0_19")
 def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.ArgumentParser) -> None:
     """Plan, draw and simulate take those that matter, refuse words near them, and leave out the others."""
     theirs = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}

@@ -73,6 +73,7 @@ def test_unmodified_megatron_trains(case: str) -> None:
     assert losses == again
 
 
+@pytest.mark.needs("bf16_to_a_percent")
 def test_features_do_not_change_the_loss() -> None:
     """Recomputation and the distributed optimizer compute what the plain run computes."""
     losses = training_report()["losses"]

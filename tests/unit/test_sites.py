@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     return megatron_parser()
 
 
+@pytest.mark.needs("flags_of_0_19")
 def test_every_name_is_an_argument_of_megatron(parser: argparse.ArgumentParser) -> None:
     known = {action.dest for action in parser._actions} | {"rank"}
     assert known >= (LOCAL | EDGE) - OLDER

@@ -15,6 +15,7 @@ from vtp_plugin.patches.training.global_vars import NoTokenizer
 from vtp_plugin.session import Session
 
 
+@pytest.mark.needs("records_of_0_19")
 @pytest.mark.parametrize(
     ("is_u_shaped", "first", "last", "pipeline_size"),
     [(True, True, True, 1), (True, False, False, 3), (True, True, False, 3), (False, True, True, 3)],

@@ -55,6 +55,10 @@ class Capability:
         """The ranges of versions that do not have it."""
         return between(self.versions)
 
+    def said_of(self, version: str) -> str:
+        """Say what was done with it where a version lacks it: ``not in it``, ``not run``, or why it is refused."""
+        return "not in it" if self.is_absent(version) else self.note(version) or "not run"
+
     def note(self, version: str) -> str:
         """Return what else is to say of it with a version; empty if nothing."""
         return next((text for versions, text in self.notes.items() if is_in(version, versions)), "")
