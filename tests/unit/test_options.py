@@ -21,6 +21,7 @@ from tests.oracles import megatron_parser
 from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.hosts.ranges import between
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches, own_batches
 from vtp_plugin.options.checks.layer_file import check_layer_file
@@ -298,8 +299,8 @@ def test_printed_tables_hold_every_row() -> None:
     markdown = format_markdown().splitlines()
     for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES):
         shown_by = rule.evidence or f"way out: {rule.way_out}"
-        (versions,) = [text for text in rule.versions if not text.startswith(">=0.20")] or [""]
-        title = f"{rule.verdict} with Megatron {versions}:" if versions else f"{rule.verdict}:"
+        versions = "all but " + " and ".join(between(rule.versions)) if rule.versions[1:] else "".join(rule.versions)
+        title = f"{rule.verdict} (Megatron: {versions}):" if versions else f"{rule.verdict}:"
         (block,) = [block for block in blocks if block[0] == title and f"    {rule.option}" in block]
         assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")
         cells = (f"`{rule.option}`", str(rule.verdict), versions or "all", rule.reason, shown_by.replace("|", r"\|"))

@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from vtp_plugin.hosts import HOSTS, is_in
+from vtp_plugin.hosts.ranges import between
 from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule
@@ -32,7 +32,7 @@ def format_table() -> str:
         _ROWS, key=lambda rule: (rule.verdict, _versions(rule), rule.reason, _next_step(rule))
     ):
         options = "\n".join(f"    {rule.option}" for rule in rules)
-        title = f"{verdict} with Megatron {versions}" if versions else verdict
+        title = f"{verdict} (Megatron: {versions})" if versions else verdict
         blocks.append(f"{title}:\n{options}\n{_indented(reason)}\n{_indented(next_step)}")
     return "\n\n".join(blocks)
 
@@ -53,9 +53,10 @@ def format_markdown(rules: Sequence[OptionRule] = _ROWS) -> str:
 
 
 def _versions(rule: OptionRule) -> str:
-    """Show the versions that a row is about, from which those go that the plugin does not run with."""
-    known = [versions for versions in rule.versions if any(is_in(host.first, versions) for host in HOSTS)]
-    return " or ".join(known)
+    """Show the versions that a row is about; of several ranges, which end with the newest, what lies between them."""
+    if len(rule.versions) < 2:
+        return "".join(rule.versions)
+    return f"all but {' and '.join(between(rule.versions))}"
 
 
 def _next_step(rule: OptionRule) -> str:
