@@ -330,15 +330,18 @@ def record_sections() -> dict[str, Sequence[Record]]:
     """Return all records, by the moment at which they apply."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from vtp_plugin.hosts import HOSTS
+        from vtp_plugin.hosts import HOSTS, capability
         from vtp_plugin.patches.hosts import load_host
         from vtp_plugin.patches.moment import Moment
         from vtp_plugin.patches.registry import declared_at
 
-        host = load_host(HOSTS[-1].name)  # the records are written for the newest family
+        # The family that the records are written for, and those before it.
+        last = max(index for index, host in enumerate(HOSTS) if capability("named_aliases").has(host.first))
+        *older_families, newest = HOSTS[: last + 1]
+        host = load_host(newest.name)
         sections = {str(moment): host.placed(declared_at(moment, host)) for moment in Moment}
         known = {_identity(record) for records in sections.values() for record in records}
-        for family in HOSTS[-2::-1]:
+        for family in reversed(older_families):
             older = load_host(family.name)
             moments = [moment for moment in Moment if moment not in (Moment.CPU, Moment.BRIDGES)]
             records = older.placed(record for moment in moments for record in declared_at(moment, older))
