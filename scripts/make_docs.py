@@ -360,10 +360,17 @@ def _patches() -> str:
     """Return one section for each moment at which records apply."""
     sections = record_sections()
     tables = (
-        _table(COLUMNS, [(r.id, _target(r), r.why, r.versions, r.remove_when) for r in records])
+        _table(COLUMNS, [(r.id, _target(r), r.why, _versions(r), r.remove_when) for r in records])
         for records in sections.values()
     )
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
+
+
+def _versions(record: Record) -> str:
+    """Return the versions that a record is made for: all that the plugin runs with, where it says nothing else."""
+    from vtp_plugin.hosts import SUPPORTED
+
+    return "all" if record.versions == SUPPORTED else record.versions
 
 
 def _target(record: Record) -> str:
