@@ -91,10 +91,10 @@ class Server:
                 stderr=stream,
             )
 
-    def start(self, rank: int, env: dict[str, str], arguments: Sequence[str], output: Path) -> Rank:
+    def start(self, rank: int, env: dict[str, str], script: str, arguments: Sequence[str], output: Path) -> Rank:
         """Fork a rank and return it."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        order = {"env": env, "arguments": list(arguments), "output": str(output)}
+        order = {"env": env, "script": script, "arguments": list(arguments), "output": str(output)}
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
         return Rank(rank=rank, pid=int(self._process.stdout.readline()), output=output)
@@ -143,7 +143,7 @@ class Run:
         output = self._folder / f"rank{rank}"
         arguments = ("--folder", str(self._folder), *arguments)
         if self._server is not None:
-            self.ranks[rank] = self._server.start(rank, own_env, arguments, output)
+            self.ranks[rank] = self._server.start(rank, own_env, script, arguments, output)
         else:
             with output.open("wb") as stream:
                 process = subprocess.Popen(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hang.ranks import run
+from tests.hang.ranks import Server, run
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
 
@@ -34,12 +34,13 @@ FLAGS = (
 )
 
 
-def test_a_script_that_exits_on_rank_0_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_script_that_exits_on_rank_0_ends_all(rank_server: Server, tmp_path: Path, is_forked: bool) -> None:
     """Rank 0 keeps the store and leaves last, so it would wait for the others, and they in a barrier for it."""
     script, start = tmp_path / "script.py", tmp_path / "start.py"
     script.write_text(SCRIPT)
     start.write_text(LAUNCH.format(script=str(script)))
-    with run(tmp_path, None, world_size=2) as whole:
+    with run(tmp_path, rank_server if is_forked else None, world_size=2) as whole:
         for rank in range(2):
             whole.start(rank, *FLAGS, script=str(start))
         whole.ended(range(2), 120.0 * whole.pace)

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -239,12 +240,15 @@ def save(script: Script, model: Any) -> None:
 def serve() -> argparse.Namespace:
     """Fork a rank for every line of standard input; return its options in the child.
 
-    A line is JSON with ``env``, ``arguments`` and ``output``; the answer is the process id. When the rank has ended,
-    its exit status stands in the file ``<output>.status``.
+    A line is JSON with ``env``, ``arguments``, ``script`` and ``output``; the answer is the process id. When the rank
+    has ended, its exit status stands in the file ``<output>.status``.
     """
     import megatron.core.dist_checkpointing.strategies.torch
     import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401 -- imported once for all ranks
+    import megatron.core.optimizer
+
+    with suppress(ImportError):  # older wheels have megatron.core only
+        import megatron.training.arguments  # noqa: F401
 
     gc.freeze()  # what was imported is not searched again in every rank
     outputs: dict[int, str] = {}
@@ -275,6 +279,10 @@ def _become_rank(order: dict[str, Any]) -> argparse.Namespace:
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(order["env"])
+    if order["script"] != __file__:
+        sys.argv = [order["script"], *order["arguments"]]
+        runpy.run_path(order["script"], run_name="__main__")
+        sys.exit()
     return parse(order["arguments"])
 
 

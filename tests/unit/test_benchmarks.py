@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.doc_commands import DOCUMENTS
-from tests.hosts import PYTHON_PATH, ROOT
+from tests.hosts import ROOT
+from tests.pool import run_code
 
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
 SOURCES = [*DOCUMENTS, ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
@@ -18,8 +16,8 @@ SOURCES = [*DOCUMENTS, ROOT / "Makefile", *(ROOT / "benchmarks").rglob("*.py")]
 
 @pytest.mark.needs("bridges")  # benchmarks.bridge compares with Megatron's
 def test_each_starts_and_shows_its_help() -> None:
-    """One process starts all, since each imports torch and Megatron."""
-    code = f"""
+    """One process starts all; it has imported torch and Megatron."""
+    run_code(f"""
 import contextlib, io, runpy, sys
 for name in {NAMES}:
     sys.argv, said = [name, "--help"], io.StringIO()
@@ -31,18 +29,7 @@ for name in {NAMES}:
     else:
         raise AssertionError(f"{{name}} has no --help")
     assert f"python -m benchmarks.{{name}}" in said.getvalue(), said.getvalue()
-"""
-    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+""")
 
 
 def test_no_document_starts_one_in_another_way() -> None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.make_docs import stale
-from tests.hosts import PYTHON_PATH
 from tests.import_rules import ROOT
+from tests.pool import run_code
 
 
 @pytest.mark.needs("documents_of_0_19")
 def test_generated_docs_are_fresh() -> None:
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "scripts/make_docs.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=600, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_code(f"""
+        import contextlib, io, runpy, sys
+        sys.argv, said = ["make_docs.py", "--check"], io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                runpy.run_path({str(ROOT / "scripts" / "make_docs.py")!r}, run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, (ended.code, said.getvalue())
+        """)
 
 
 def test_missing_or_changed_file_is_stale(tmp_path: Path) -> None:
