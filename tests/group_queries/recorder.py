@@ -204,6 +204,7 @@ def refusing_unknown_callers(*, always: bool = False) -> Iterator[None]:
         except SystemExit as error:
             leave = error
     if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with (Path(folder) / str(os.getpid())).open("a") as stream:
             stream.writelines(f"{query.caller}\t{query.kind}\t{query.asks}\n" for query in sorted(recorder.queries))
     if unknown := unknown_callers(recorder.queries):
