@@ -66,7 +66,12 @@ class Host(OlderHost):
         return UndoStack().during(Name(args, "num_virtual_stages_per_pipeline_rank"), 2)
 
     def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
-        return ULayers(layers=None if layers is None else tuple(layers), num_layers=config.num_layers)
+        # Where lists say what all chunks hold, MindSpeed-MM counts those of one chunk as if all were like it.
+        is_counted = layers is None or not _lists_layers(config)
+        return ULayers(
+            layers=None if layers is None else tuple(layers),
+            num_layers=config.num_layers if is_counted else sum(layers),
+        )
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -156,6 +161,11 @@ def _own_layers(session: Session, host: Host, config: Any) -> range:
     return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=chunk)
 
 
+def _lists_layers(config: Any) -> bool:
+    """Tell whether a configuration is one of MindSpeed-MM, which has the layers of all chunks in lists."""
+    return hasattr(config, "pipeline_num_layers")
+
+
 @replaces(
     "megatron.core.transformer.transformer_block:get_num_layers_to_build",
     id="U10",
@@ -164,7 +174,9 @@ def _own_layers(session: Session, host: Host, config: Any) -> range:
     remove_when=_GONE,
 )
 def _num_layers(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
-    """Replace `get_num_layers_to_build`."""
+    """Replace `get_num_layers_to_build`; MindSpeed-MM writes into a chunk's configuration how many it holds."""
+    if _lists_layers(config):
+        return original(config)
     return len(_own_layers(session, host, config))
 
 

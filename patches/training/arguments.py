@@ -23,9 +23,11 @@ from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.patches.mindspeed import multimodal
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.rendezvous import open_store
+from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
@@ -195,12 +197,22 @@ def _prepare(
     refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
     session.open_audit(args.rank)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
+    has_lists = host.mindspeed is not None and multimodal.is_multimodal(args)
+    if has_lists:
+        refuse(multimodal.problems(args, layout, is_u_shaped=config.layerwise_disaggregated), LayoutError)
     if config.layerwise_disaggregated:
-        written_layers = host.written_layers(args, _read_layers(session, host, args), config.num_rings)
+        layers = _read_layers(session, host, args)
+        written_layers = (
+            multimodal.written_chunks(args) if has_lists else host.written_layers(args, layers, config.num_rings)
+        )
+        if has_lists:
+            session.learn(companion=multimodal.positions(args))
         if host.mindspeed is not None:
             # MindSpeed-LLM has flags of these names, and would act on them.
             args.layerwise_disaggregated_training, args.num_layer_list = False, None
     shared = shared_arguments(vars(args), has_edge=config.layerwise_disaggregated)
+    if has_lists:
+        shared["--mm"] = multimodal.stated_model(args)  # it is an object of no value
     statement = {**session.planned.statement(), **shared}
     _set_own_sizes(session, host, args)
     activate()
@@ -244,6 +256,8 @@ def _validate_uniform(
 def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
     given = session.config
+    if host.mindspeed is not None and multimodal.is_multimodal(args) and _asks_for_stages(session, args):
+        multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
     if session.is_activated and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
@@ -291,7 +305,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if packing_flag(args):
-        session.learn(packed_length=args.seq_length)
+        session.learn(packed_length=args.seq_length, companion=packed_rows(args.seq_length))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)

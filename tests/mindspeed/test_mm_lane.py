@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ Numbers = dict[str, list[float]]
 
 
 def start(
-    ranks: int, vision: Sequence[int], text: Sequence[int], *extra: str, is_run: bool = False, dp: int = 1
+    ranks: int, vision: Sequence[Any], text: Sequence[Any], *extra: str, is_run: bool = False, dp: int = 1
 ) -> tuple[int, str]:
     """Start the script and return how it ended and what it wrote.
 

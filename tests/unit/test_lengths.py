@@ -7,7 +7,7 @@ import torch
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.step.lengths import padded_ends
+from vtp_plugin.runtime.step.packed_rows import padded_ends
 from vtp_plugin.runtime.wire.audit import require_allowed
 
 

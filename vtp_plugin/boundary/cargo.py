@@ -15,6 +15,7 @@ class Cargo(TextEnum):
     GRADIENT = "gradient"
     SHAPE_HEADER = "shape header"
     LENGTHS = "lengths"
+    POSITIONS = "positions"
     BRIDGE_HEADER = "bridge header"
     TIED_EMBEDDING = "tied embedding"
     PROBE = "probe"
@@ -29,6 +30,8 @@ CARGO_FORMS: Mapping[Cargo, str] = MappingProxyType(
         "few when the links are measured",
         Cargo.LENGTHS: "int32, `[S + 1, 1, 1]`: where the samples of a packed row end, counted up from 0; only in a "
         "U-shaped pipeline with packed samples, from the edge into the cloud",
+        Cargo.POSITIONS: "int32, `[S, B, 4]`: of every token its place in time, height and width, and whether it is "
+        "padding; only in a U-shaped pipeline of MindSpeed-MM, from the edge into the cloud",
         Cargo.BRIDGE_HEADER: "a row of int64 between two modules: length of the sequence (or of the hidden dimension), "
         "hidden size, the number of samples or tokens of each unit of the batch, and the number of a type",
         Cargo.TIED_EMBEDDING: "word embedding or its gradient, floating point, `[V, H]`, between the stages of a model "

@@ -21,7 +21,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
-from vtp_plugin.runtime.step.lengths import Lengths
+from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.probe import settle, try_strategies
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.tied import TiedWeight, join_tied_weight
@@ -226,11 +226,11 @@ def _make_runner(
     """Make what runs planned schedules of this pipeline alone."""
     if plan.orders is None:
         return None
-    lengths = None
-    if plan.packed_length is not None:
+    companions = None
+    if plan.companion is not None:
         stage = plan.placement.stage_of(worker)
-        lengths = Lengths(plan.placement, stage, channels, plan.packed_length, platform)
-    return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, lengths)
+        companions = Companions(plan.placement, stage, channels, plan.companion, platform)
+    return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, companions)
 
 
 def _join_tied(plan: PipelinePlan, opened: Sequence[Channel | None]) -> TiedWeight | None:

@@ -17,6 +17,7 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import ScheduleOptions, option_context
+from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.schedule.order.placement import Placement, place_workers
 
 
@@ -52,7 +53,7 @@ class PipelinePlan:
         is_active: the plugin's channels are in use.
         is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         orders: what its steps are planned for; None where Megatron's schedules run, or one for several modules.
-        packed_length: tokens of a row of packed samples whose lengths cross with activations; None without them.
+        companion: what crosses with activations, such as the lengths of packed samples; None for nothing.
     """
 
     layout: PipelineLayout
@@ -64,7 +65,7 @@ class PipelinePlan:
     is_active: bool = True
     is_sharded: bool = False
     orders: ScheduleOptions | None = None
-    packed_length: int | None = None
+    companion: Companion | None = None
 
     @property
     def members(self) -> range:

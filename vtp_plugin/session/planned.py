@@ -28,6 +28,7 @@ from vtp_plugin.options.derived import (
     transport_rules,
 )
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.schedule.order.placement import place_workers
 from vtp_plugin.session.pipeline_plan import Ends, PipelinePlan
 from vtp_plugin.session.statement import digest_of, state_run
@@ -45,6 +46,7 @@ class PlannedRun:
         is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: training steps from one line about real and planned times to the next.
         packed_length: tokens of a row of packed samples; None without them.
+        companion: what the cloud of a U needs of a microbatch besides its activation; None for nothing.
         notes: lines that the start-up summary ends with.
         has_arguments: it follows from arguments that megatron.training has validated, and lasts as long as they do;
             otherwise the end of a start forgets it.
@@ -57,6 +59,7 @@ class PlannedRun:
     is_sharded: bool = False
     log_interval_steps: int = 100
     packed_length: int | None = None
+    companion: Companion | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
 
@@ -168,7 +171,7 @@ class PlannedRun:
             is_active=self.is_active,
             is_sharded=self.is_sharded,
             orders=orders,
-            packed_length=self.packed_length if is_u_shaped else None,
+            companion=self.companion if is_u_shaped else None,
         )
 
     def statement(self) -> dict[str, object]:

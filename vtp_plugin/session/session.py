@@ -26,6 +26,7 @@ from vtp_plugin.patching import Writes
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.nodes import gather_node_sizes
+from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.session.applied import AppliedSets
 from vtp_plugin.session.pipeline import Pipeline, Pipelines, open_pipeline
@@ -171,6 +172,7 @@ class Session:
         is_sharded: bool | None = None,
         log_interval_steps: int | None = None,
         packed_length: int | None = None,
+        companion: Companion | None = None,
         has_arguments: bool | None = None,
         note: str | None = None,
     ) -> None:
@@ -180,6 +182,7 @@ class Session:
             "is_sharded": is_sharded,
             "log_interval_steps": log_interval_steps,
             "packed_length": packed_length,
+            "companion": companion,
             "has_arguments": has_arguments,
         }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}

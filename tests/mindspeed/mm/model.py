@@ -22,12 +22,12 @@ FLAGS = shlex.split(f"""
 """)
 
 
-def write_files(folder: Path, vision: Sequence[int], text: Sequence[int], *, is_bf16: bool = False) -> list[str]:
+def write_files(folder: Path, vision: Sequence[Any], text: Sequence[Any], *, is_bf16: bool = False) -> list[str]:
     """Write the JSON files and return the flags that name them.
 
     Args:
         folder: where to.
-        vision: layers of the vision tower, per stage.
+        vision: layers of the vision tower, per stage; or a row for every chunk.
         text: layers of the language model, per stage.
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
     """

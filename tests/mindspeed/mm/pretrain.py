@@ -69,7 +69,11 @@ def start_from_one_set_of_weights(module: Any) -> None:
         vision, text = config.image_encoder.vision_encoder, config.text_decoder
         lists = {"image_encoder.encoder.": vision.pipeline_num_layers, "text_decoder.": text.pipeline_num_layers}
         build(self, config)
-        starts = {name: sum(layers[: self.pp_rank]) for name, layers in lists.items()}
+        # Of several chunks a stage, the lists have a row for each.
+        chunk = self.vp_rank if self.enable_vp else 0
+        rows = {name: layers if isinstance(layers[0], list) else [layers] for name, layers in lists.items()}
+        before = {name: [*sum(each[:chunk], []), *each[chunk][: self.pp_rank]] for name, each in rows.items()}
+        starts = {name: sum(layers) for name, layers in before.items()}
         fill(self, mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), starts)
 
     module.VLMModel.__init__ = build_and_fill

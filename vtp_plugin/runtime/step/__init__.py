@@ -3,6 +3,6 @@
 Words:
     link: a channel or a bridge that knows how its tensors cross; its verbs are post, send and take (``Link``).
     inputs: what a forward takes, one tensor or several (``Inputs``).
-    lengths: of packed samples in a row, which cross before its activation (``Lengths``).
+    companion: what of a microbatch crosses into the cloud before its activation (``Companion``).
     report: what a rank has measured, for all (``Report``).
 """

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.runtime.step.lengths import Lengths
+from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.links import Link, LinkId, Receive, Send, SendsInARow
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
@@ -60,7 +60,7 @@ class Executor:
         worker: this rank's replica of its stage; without replicas that is the stage.
         links: of this rank.
         compute: what the virtual stages of this stage compute.
-        lengths: of packed samples, that cross with activations; None where none do.
+        companions: what crosses with activations; None where nothing does.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Executor:
         worker: int,
         links: Mapping[LinkId, Link],
         compute: Compute,
-        lengths: Lengths | None = None,
+        companions: Companions | None = None,
     ) -> None:
         placement = schedule.placement
         if not all(placement.crosses(v) for v in range(placement.num_vstages - 1)):
@@ -79,7 +79,7 @@ class Executor:
         self._actions = schedule.orders[worker]
         self._links = links
         self._compute = compute
-        self._lengths = lengths
+        self._companions = companions
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
         self._posted: dict[Action, Receive] = {}
         self._received: dict[Action, torch.Tensor | None] = {}
@@ -112,19 +112,19 @@ class Executor:
         return self._links[channel_of(self._placement, action), link_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:
-        if self._lengths is not None:
-            self._lengths.post(action)
+        if self._companions is not None:
+            self._companions.post(action)
         self._posted[action] = self._link(action).post()
 
     def _wait_for_receive(self, action: Action) -> None:
         receive = started_by(action)
-        if self._lengths is not None:
-            self._lengths.take(receive)
+        if self._companions is not None:
+            self._companions.take(receive)
         self._received[receive] = self._posted.pop(receive).take()
 
     def _send(self, action: Action) -> None:
         tensor = self._results.pop(action)
-        before = None if self._lengths is None else self._lengths.send(action)
+        before = None if self._companions is None else self._companions.send(action)
         work = self._link(action).send(tensor)
         self._sends[action] = work if before is None else SendsInARow(before, work)
         if action.op is Op.SEND_F and not self._schedule.forward_only:
@@ -136,8 +136,8 @@ class Executor:
     def _forward(self, action: Action) -> None:
         received = self._take_received(action)
         activation = received if len(received) > 1 else next(iter(received), None)
-        if self._lengths is not None:
-            self._lengths.enter(action)
+        if self._companions is not None:
+            self._companions.enter(action)
         output = self._compute.forward(action, activation)
         self._keep_result(action, output)
         if not self._schedule.forward_only:

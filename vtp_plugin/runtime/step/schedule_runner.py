@@ -10,8 +10,8 @@ import torch.distributed as dist
 from vtp_plugin.ground import log
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
-from vtp_plugin.runtime.step.lengths import Lengths
 from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
 from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
@@ -55,7 +55,7 @@ class ScheduleRunner:
         ranks: all ranks of the run.
         platform: where this rank computes.
         options: what the orders are planned for.
-        lengths: of packed samples, where they cross with activations.
+        companions: what crosses with activations.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ScheduleRunner:
         ranks: Ranks,
         platform: Platform,
         options: ScheduleOptions,
-        lengths: Lengths | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self.placement = placement
-        self._lengths = lengths
+        self._companions = companions
         self.costs = options.costs
         self._in_flight = options.in_flight
         self._worker = worker
@@ -152,28 +152,28 @@ class ScheduleRunner:
         return schedule
 
     def iterators(self, given: Any) -> list[Any]:
-        """Give what the chunks of this stage read: Megatron's iterators, in the cloud of a U one of lengths.
+        """Give what the chunks of this stage read: Megatron's iterators, in the cloud of a U one of companions.
 
         Args:
             given: Megatron's iterator, or a list with one for each chunk; None where nothing is read.
         """
         by_chunk = given if isinstance(given, list) else [given]
-        return by_chunk if self._lengths is None else self._lengths.iterators(by_chunk)
+        return by_chunk if self._companions is None else self._companions.iterators(by_chunk)
 
     def run(self, schedule: Schedule, links: Mapping[LinkId, Link], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.step.executor.Executor`."""
         for link in links.values():
             link.start_step()
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
-        if self._lengths is not None:
-            self._lengths.start_step(is_batched=any(link.form.is_batched for link in known.values()))
+        if self._companions is not None:
+            self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
         if schedule.forward_only:
-            Executor(schedule, self._worker, links, compute, self._lengths).run()
+            Executor(schedule, self._worker, links, compute, self._companions).run()
             return
         self._num_trained += 1
         timed = self._measured(compute)
         start = self._times.begin()
-        Executor(schedule, self._worker, links, timed or compute, self._lengths).run()
+        Executor(schedule, self._worker, links, timed or compute, self._companions).run()
         time = self._times.end(start, schedule, self.costs)
         if timed is not None and self._num_left == 0:
             self._report = {**timed.report(), **measure_links(known, timed.shapes, self._platform)}

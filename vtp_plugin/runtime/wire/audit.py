@@ -39,6 +39,8 @@ def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
             is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
         case Cargo.LENGTHS:
             is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[1:].numel() == 1
+        case Cargo.POSITIONS:
+            is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[2] == 4
         case Cargo.BRIDGE_HEADER:
             is_allowed = tensor.dtype == torch.int64 and tensor.dim() == 2 and len(tensor) == 1
         case Cargo.WARM_UP:

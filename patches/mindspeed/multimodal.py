@@ -1,0 +1,181 @@
+"""MindSpeed-MM: its JSON files say what the model is, and in a U the cloud needs where the tokens of pictures stand.
+
+Nothing of it is replaced here. What it reads from its files only while it checks the arguments is read before, by its
+own function, since the plugin's checks come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.layout.layer_lists import LayerLists, one_ring, read_rows, ring_layers
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.runtime.step.companions import Companion
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "max_position_embeddings",
+    "ffn_hidden_size",
+)
+_SWITCH = "layerwise_disaggregated_training"
+_POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
+_U_SHAPED = ("qwen2_5_lm",)
+"""Language models whose cloud needs nothing but positions and a mask besides activations."""
+
+
+def is_multimodal(args: object) -> bool:
+    """Tell whether arguments are those of MindSpeed-MM, with a model whose layers lie on stages by lists."""
+    return bool(getattr(args, "mm_model", "")) and hasattr(args, "mm_data")
+
+
+def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
+    """Add to the arguments what the JSON of the model says, and take over its switch of a U.
+
+    Args:
+        args: as parsed.
+        is_u_shaped: ``apply()`` was asked for a U.
+
+    Raises:
+        ConfigError: the lists of layers are not of a U with one ring.
+    """
+    importlib.import_module("mindspeed_mm.configs.config").merge_mm_args(args)
+    text = getattr(args.mm.model, "text_decoder", None)
+    if text is None:
+        return
+    for name in _SIZES:
+        setattr(args, name, getattr(text, name, getattr(args, name)))
+    patch = getattr(args.mm.model, "patch", None)
+    if getattr(patch, _SWITCH, False):
+        # Its own patches stay out: what it switches on is ours.
+        setattr(patch, _SWITCH, False)
+        setattr(args, _SWITCH, True)
+    if is_u_shaped or getattr(args, _SWITCH, False):
+        lists = one_ring(_lists(args))
+        args.mm.model.image_encoder.vision_encoder.pipeline_num_layers = [list(row) for row in lists.vision]
+        text.pipeline_num_layers = [list(row) for row in lists.text]
+        args.num_layer_list = ",".join(map(str, ring_layers(lists)))
+        args.virtual_pipeline_model_parallel_size = None  # it follows from the U
+
+
+def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: bool) -> Iterator[str]:
+    """Say what of the JSON of the model does not fit the stages.
+
+    Args:
+        args: after :func:`read_model`.
+        layout: who is where.
+        is_u_shaped: the run is.
+    """
+    text = getattr(args.mm.model, "text_decoder", None)
+    if text is None or not hasattr(text, "pipeline_num_layers"):
+        return
+    lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
+    if layout.num_stages > 1:
+        wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
+        yield from wrong
+        vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
+        if not wrong and vision is not None:
+            yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
+    if is_u_shaped:
+        yield from _problems_of_a_u(args, layout, text)
+
+
+def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any) -> Iterator[str]:
+    if text.model_id not in _U_SHAPED:
+        yield (
+            f"model_id {text.model_id} of text_decoder in a U-shape; what its cloud needs besides activations is not "
+            f"known; use {' or '.join(_U_SHAPED)}, or a pipeline without --layerwise-disaggregated-training"
+        )
+    if args.variable_seq_lengths:
+        yield (
+            "--variable-seq-lengths in a U-shape with MindSpeed-MM; positions cross in one form; pad all samples to "
+            "--seq-length, and leave it out"
+        )
+    if len(set(layout.dp_sizes)) > 1:
+        yield (
+            f"--vtp-dp-list {','.join(map(str, layout.dp_sizes))} in a U-shape with MindSpeed-MM; its positions were "
+            "not sent to other numbers of replicas; give all stages one"
+        )
+
+
+def stated_model(args: argparse.Namespace) -> str:
+    """Write what the JSON of the model says; all ranks must say the same. Data are the edge's own in a U."""
+    return json.dumps(args.mm.model.to_dict(), sort_keys=True, default=str)
+
+
+@contextmanager
+def written_chunks(args: argparse.Namespace) -> Iterator[None]:
+    """While MindSpeed-MM checks the arguments, and from then on, every stage has two chunks, as its lists say."""
+    args.virtual_pipeline_model_parallel_size = 2
+    yield
+
+
+def positions(args: argparse.Namespace) -> Companion:
+    """Say how the positions of a microbatch's tokens cross, and which of them are padding.
+
+    Args:
+        args: of the run.
+    """
+    return Companion(
+        cargo=Cargo.POSITIONS,
+        shape=(args.seq_length, args.micro_batch_size, 4),
+        read=functools.partial(_read, args),
+        give=_batch,
+        unit="batch",
+        says="where its tokens stand",
+        way_out="read one batch in every forward, as pretrain_vlm.py does",
+    )
+
+
+def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Compute the positions by MindSpeed-MM's own function, of the batch that only the edge has."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if tuple(ids.shape) != (shape := (args.micro_batch_size, args.seq_length)):
+        raise LayoutError(
+            f"a batch of {tuple(ids.shape)} tokens; in a U-shape it has {shape}, --micro-batch-size and --seq-length; "
+            "pad all samples to --seq-length, and drop the last batch if it is smaller"
+        )
+    has_video = "video_grid_thw" in batch
+    if has_video and "image_grid_thw" in batch:
+        raise ConfigError(
+            "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
+        )
+    grids = batch.get("video_grid_thw" if has_video else "image_grid_thw")
+    _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
+        config=args,
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=batch.get("position_ids"),
+        image_grid_thw=grids,
+        **{name: value for name, value in batch.items() if name == "second_per_grid_ts"},
+    )
+    is_token = torch.ones_like(ids) if mask is None else mask
+    return torch.cat([places.int(), is_token.int().unsqueeze(0)]).permute(2, 1, 0).contiguous()
+
+
+def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Give what the script reads in the cloud: positions, a mask, and ids of which only the form counts."""
+    by_row = rows.long().permute(2, 1, 0)
+    mask = by_row[3].contiguous()
+    return {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "position_ids": by_row[:3].contiguous()}
+
+
+def _lists(args: argparse.Namespace) -> LayerLists:
+    model = args.mm.model
+    vision = getattr(getattr(model, "image_encoder", None), "vision_encoder", None)
+    text = read_rows(model.text_decoder.pipeline_num_layers)
+    if vision is None:
+        return LayerLists(tuple((0,) * len(row) for row in text), text)
+    return LayerLists(read_rows(vision.pipeline_num_layers), text)

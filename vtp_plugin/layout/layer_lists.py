@@ -1,0 +1,124 @@
+"""The layers of a model with a vision tower, in MindSpeed-MM's lists: a row for every chunk of the stages.
+
+``pipeline_num_layers`` of the vision tower and of the language model are such lists; a flat one is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from vtp_plugin.errors import ConfigError, LayoutError
+
+_LISTS = "pipeline_num_layers"
+_EXAMPLE = "for two stages [[2,0],[0,0]] and [[1,2],[1,0]]"
+Rows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLists:
+    """Layers of the vision tower and of the language model, chunk by chunk, stage by stage."""
+
+    vision: Rows
+    text: Rows
+
+    def problems(self, num_stages: int, *, num_rows: int) -> Iterator[str]:
+        """Say what does not fit the stages.
+
+        Args:
+            num_stages: pipeline stages.
+            num_rows: chunks of a stage.
+
+        >>> lists = LayerLists(read_rows([2, 0, 0]), read_rows([1, 3]))
+        >>> print(*lists.problems(2, num_rows=1))
+        pipeline_num_layers 2,0,0 of vision_encoder; 2 stages need 1 x 2 numbers; change the JSON of the model
+        """
+        for name, rows in (("vision_encoder", self.vision), ("text_decoder", self.text)):
+            if [len(row) for row in rows] != [num_stages] * num_rows:
+                yield (
+                    f"{_LISTS} {show_rows(rows)} of {name}; {num_stages} stages need {num_rows} x {num_stages} "
+                    "numbers; change the JSON of the model"
+                )
+
+    def problems_of_heads(self, tp_sizes: Sequence[int], num_heads: int) -> Iterator[str]:
+        """Say which stages cannot share the heads of the vision tower.
+
+        Args:
+            tp_sizes: tensor-parallel size of every stage.
+            num_heads: of the vision tower.
+
+        >>> lists = LayerLists(read_rows([1, 1]), read_rows([0, 2]))
+        >>> print(*lists.problems_of_heads((1, 3), 4))
+        num_attention_heads 4 of vision_encoder; stage 1 holds layers of it and has tp 3; give it a size that divides 4
+        """
+        for stage, size in enumerate(tp_sizes):
+            if num_heads % size and any(row[stage] for row in self.vision):
+                yield (
+                    f"num_attention_heads {num_heads} of vision_encoder; stage {stage} holds layers of it and has tp "
+                    f"{size}; give it a size that divides {num_heads}"
+                )
+
+
+def read_rows(given: Sequence[int] | Sequence[Sequence[int]]) -> Rows:
+    """Read a list of the JSON file.
+
+    >>> read_rows([2, 0]), read_rows([[1, 2], [1, 0]])
+    (((2, 0),), ((1, 2), (1, 0)))
+    """
+    rows = tuple((row,) if isinstance(row, int) else tuple(row) for row in given)
+    return (tuple(number for row in rows for number in row),) if given and isinstance(given[0], int) else rows
+
+
+def show_rows(rows: Rows) -> str:
+    """Write rows as text.
+
+    >>> show_rows(((1, 2), (1, 0)))
+    '1,2 / 1,0'
+    """
+    return " / ".join(",".join(map(str, row)) for row in rows)
+
+
+def one_ring(lists: LayerLists) -> LayerLists:
+    """Give the lists of a U with one ring, of two chunks a stage, also where MindSpeed-MM writes it with three.
+
+    The edge, stage 0, holds the whole vision tower in its first chunk.
+
+    >>> of_three = LayerLists(((3, 0), (1, 0), (0, 0)), ((0, 0), (1, 16), (2, 0)))
+    >>> one_ring(of_three)
+    LayerLists(vision=((4, 0), (0, 0)), text=((1, 16), (2, 0)))
+
+    Raises:
+        ConfigError: vision layers lie in the cloud, or a chunk has layers that such a U has not.
+    """
+    if any(number for row in lists.vision for number in row[1:]):
+        raise LayoutError(
+            f"{_LISTS} {show_rows(lists.vision)} of vision_encoder: with vision layers in the cloud a microbatch goes "
+            "round twice, which is run on Megatron 0.19 and megatron-core alone; keep them on the edge, such as "
+            f"{_EXAMPLE}"
+        )
+    vision, text = lists.vision, lists.text
+    is_of_three = len(vision) == len(text) == 3 and not any(text[0][1:])
+    if is_of_three:
+        vision = ((vision[0][0] + vision[1][0], *vision[1][1:]), vision[2])
+        text = ((text[0][0] + text[1][0], *text[1][1:]), text[2])
+    if len(vision) != 2 or len(text) != 2 or any(text[1][1:]) or any(vision[1]):
+        raise LayoutError(
+            f"{_LISTS} {show_rows(lists.vision)} of vision_encoder and {show_rows(lists.text)} of text_decoder; a U "
+            "has the vision tower and the first layers in the edge's first chunk, the last layers in its last one, and "
+            f"one chunk on every cloud stage, {_EXAMPLE}; change the JSON of the model"
+        )
+    return LayerLists(vision, text)
+
+
+def ring_layers(lists: LayerLists) -> tuple[int, ...]:
+    """Return the language model's layers of the edge's first part, every cloud stage, the edge's last part.
+
+    >>> ring_layers(LayerLists(((2, 0), (0, 0)), ((1, 2), (1, 0))))
+    (1, 2, 1)
+
+    Raises:
+        ConfigError: there is no such list.
+    """
+    if len(lists.text) != 2:
+        raise ConfigError(f"{_LISTS} {show_rows(lists.text)} of text_decoder is not of a U, {_EXAMPLE}")
+    return (*lists.text[0], lists.text[1][0])

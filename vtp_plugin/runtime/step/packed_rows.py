@@ -1,0 +1,68 @@
+"""The lengths of packed samples, as companions of what crosses: attention has to know where a sample ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from vtp_plugin.boundary.cargo import Cargo
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.runtime.step.companions import Companion
+
+_WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"
+
+
+def packed_rows(row_length: int) -> Companion:
+    """Say how the lengths of packed samples cross.
+
+    Args:
+        row_length: tokens of a row.
+    """
+    return Companion(
+        cargo=Cargo.LENGTHS,
+        shape=(row_length + 1, 1, 1),
+        read=lambda row: padded_ends(row, row_length + 1),
+        give=_row,
+        unit="row",
+        says="where its samples end",
+        way_out=_WAY_OUT,
+    )
+
+
+def _row(ends: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Give what a row says besides its tokens, in the form of Megatron's data sets."""
+    lengths = ends.view(1, -1)
+    return {"cu_seqlens": lengths, "max_seqlen": lengths.diff().amax(dim=1)}
+
+
+def padded_ends(row: Any, length: int) -> torch.Tensor:
+    """Give where the samples of a row end, as int32 of a fixed length, padded with the last end.
+
+    Args:
+        row: a microbatch as data loaders give it; ``cu_seqlens`` is ``[1, n]``, counts up from 0, may be padded.
+        length: of the result; one more than a row has tokens.
+
+    Raises:
+        ConfigError: the row does not say it in this form.
+
+    >>> padded_ends({"cu_seqlens": torch.tensor([[0, 2, 5, 5]])}, 6).tolist()
+    [0, 2, 5, 5, 5, 5]
+    """
+    given = row if isinstance(row, Mapping) else {}
+    ends, padded = given.get("cu_seqlens"), given.get("cu_seqlens_padded")
+    if not isinstance(ends, torch.Tensor) or padded is not None:
+        what = "a row without cu_seqlens" if padded is None else "a row with cu_seqlens_padded"
+        raise ConfigError(f"{what}; the cloud needs the lengths of the samples, as cu_seqlens only; {_WAY_OUT}")
+    values = ends.detach().flatten().tolist()
+    is_ascending = all(a <= b for a, b in pairwise(values))
+    # Where a row is padded, the last end stands there several times.
+    values = values[: values.index(values[-1]) + 1] if values else values
+    if not 1 < len(values) <= length or values[0] != 0 or values[-1] >= length or not is_ascending:
+        raise ConfigError(
+            f"cu_seqlens of the shape {tuple(ends.shape)}; they must count up from 0 to at most {length - 1}, the "
+            f"tokens of one row; {_WAY_OUT}"
+        )
+    return torch.tensor(values + values[-1:] * (length - len(values)), dtype=torch.int32)
