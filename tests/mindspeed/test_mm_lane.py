@@ -8,6 +8,7 @@ oracle is one rank of the unmodified script, without the plugin; all runs start 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ import pytest
 from tests.hosts import ROOT
 from tests.mindspeed.launcher import launch
 from tests.mindspeed.mm.model import FLAGS, TEXT_LAYERS, VISION_LAYERS, write_files
+from tests.mindspeed.test_fake import assert_one_line
+from tests.multiproc.script_cases import num_ranks
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED_MM", "VTP_MINDSPEED", "VTP_MEGATRON_LM")}
 pytestmark = [
@@ -33,12 +36,22 @@ pytestmark = [
 SCRIPT = ROOT / "tests" / "mindspeed" / "mm" / "pretrain.py"
 TIMEOUT_S = 900.0
 STEPS = 5
+DEVICE = ("--vtp-device", "cpu")
+U_SHAPE = "--layerwise-disaggregated-training"
+OF_THE_ORACLE = ("--use-distributed-optimizer", "--calculate-per-token-loss")
+OWN_CHUNKS = ("--virtual-pipeline-model-parallel-size", "3")
 _NUMBERS = re.compile(r"exact loss: ([\d.E+-]+|nan) \| exact norm: ([\d.E+-]+)")
 Numbers = dict[str, list[float]]
 
 
 def start(
-    ranks: int, vision: Sequence[Any], text: Sequence[Any], *extra: str, is_run: bool = False, dp: int = 1
+    ranks: int,
+    vision: Sequence[Any],
+    text: Sequence[Any],
+    *extra: str,
+    is_run: bool = False,
+    has_switch: bool = False,
+    dp: int = 1,
 ) -> tuple[int, str]:
     """Start the script and return how it ended and what it wrote.
 
@@ -48,9 +61,10 @@ def start(
         text: layers of the language model, per stage.
         extra: flags besides the common ones.
         is_run: start it by ``python -m vtp_plugin run``, else without the plugin.
+        has_switch: the JSON of the model asks for MindSpeed-MM's own layerwise-disaggregated training.
         dp: replicas of every stage.
     """
-    files = write_files(Path(tempfile.mkdtemp()), vision, text, is_bf16="--bf16" in extra)
+    files = write_files(Path(tempfile.mkdtemp()), vision, text, is_bf16="--bf16" in extra, has_switch=has_switch)
     words = [*FLAGS, *files, "--global-batch-size", str(4 * dp), *extra]
     # MindSpeed calls make, which asks python3-config where the headers of this Python lie.
     tools = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), f"{sys.base_prefix}/bin"]
@@ -66,6 +80,11 @@ def trained(*arguments: object, **options: object) -> Numbers:
     """Train as :func:`start` says, and return losses and norms, step by step."""
     code, output = start(*arguments, **options)  # pyright: ignore[reportArgumentType]
     assert code == 0, output[-6000:]
+    return numbers(output)
+
+
+def numbers(output: str) -> Numbers:
+    """Return losses and norms, step by step."""
     found = [(float(loss), float(norm)) for loss, norm in _NUMBERS.findall(output)]
     assert len(found) == STEPS, output[-6000:]
     return {"losses": [loss for loss, _ in found], "norms": [norm for _, norm in found]}
@@ -95,3 +114,91 @@ def test_its_own_tensor_parallelism_equals_the_oracle() -> None:
 
 def test_its_own_pipeline_equals_the_oracle() -> None:
     assert_equal(trained(2, [VISION_LAYERS, 0], [2, 2], "--pipeline-model-parallel-size", "2"), oracle())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vision", "text", "extra", "dp"),
+    [
+        ("1,2", [2, 0], [2, 2], (), 1),
+        ("2,1", [2, 0], [2, 2], (), 1),
+        ("1,2,1", [2, 0, 0], [1, 2, 1], (), 1),
+        ("1,2", [2, 0], [2, 2], ("--sequence-parallel",), 1),
+        ("1,2", [2, 0], [2, 2], ("--use-distributed-optimizer", "--calculate-per-token-loss"), 2),
+    ],
+    ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, tuple) else str(value),
+)
+def test_a_pipeline_equals_the_oracle(
+    sizes: str, vision: list[int], text: list[int], extra: tuple[str, ...], dp: int
+) -> None:
+    words = (*DEVICE, "--vtp-size-list", sizes, *extra)
+    found = trained(num_ranks(sizes, dp), vision, text, *words, is_run=True, dp=dp)
+    assert_equal(found, oracle(*(word for word in extra if word in OF_THE_ORACLE), dp=dp))
+
+
+def start_u(
+    sizes: str, vision: Sequence[Any], text: Sequence[Any], *extra: str, is_own: bool = False, dp: int = 1
+) -> tuple[int, str]:
+    """Start a U; by MindSpeed-MM's own switch, or by the plugin's flag."""
+    words = (*DEVICE, "--vtp-size-list", sizes, *(() if is_own else (U_SHAPE,)), *extra)
+    return start(num_ranks(sizes, dp), vision, text, *words, is_run=True, has_switch=is_own, dp=dp)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vision", "text", "is_own", "extra", "dp"),
+    [
+        ("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, (), 1),
+        ("1,1,2", [[2, 0, 0], [0, 0, 0]], [[1, 1, 1], [1, 0, 0]], False, (), 1),
+        ("1,2", [[1, 0], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]], True, OWN_CHUNKS, 1),
+        ("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, OF_THE_ORACLE, 2),
+    ],
+    ids=["1,2", "1,1,2", "by its own switch", "dp 2"],
+)
+def test_a_u_equals_the_oracle(
+    tmp_path: Path,
+    sizes: str,
+    vision: list[list[int]],
+    text: list[list[int]],
+    is_own: bool,
+    extra: tuple[str, ...],
+    dp: int,
+) -> None:
+    audit = tmp_path / "audit.jsonl"
+    code, output = start_u(sizes, vision, text, *extra, "--vtp-audit", str(audit), is_own=is_own, dp=dp)
+    assert code == 0, output[-6000:]
+    assert_equal(numbers(output), oracle(*(word for word in extra if word in OF_THE_ORACLE), dp=dp))
+    records = [json.loads(line) for file in tmp_path.glob("audit.*") for line in file.read_text().splitlines()]
+    crossed = {(record["cargo"], record["dtype"]) for record in records if "cargo" in record}
+    floats = {(cargo, "float32") for cargo in ("activation", "gradient", "warm-up")}
+    assert crossed == {*floats, ("positions", "int32")}, crossed
+
+
+def test_positions_of_zero_ids_fail_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: in the cloud of MindSpeed-MM's own feature, positions are those of ids that are all zero."""
+    monkeypatch.setenv("VTP_TEST_ZERO_IDS", "1")
+    code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]])
+    assert code == 0, output[-6000:]
+    found, expected = numbers(output)["norms"][0], oracle()["norms"][0]
+    assert abs(found - expected) > 1e-3 * expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vision", "text", "is_own", "extra", "words"),
+    [
+        ("1,2", [[1, 1], [0, 0]], [[1, 2], [1, 0]], False, (), r"1,1 / 0,0 of vision_encoder: .*goes round twice"),
+        ("1,2", [2, 0, 0], [2, 1, 1], False, (), r"pipeline_num_layers .*; .*; change the JSON of the model"),
+        ("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, ("--variable-seq-lengths",), "positions cross in one form"),
+        ("1,3", [0, 2], [2, 2], None, (), "num_attention_heads 4 of vision_encoder; stage 1 "),
+        ("1,2", [2, 0, 0], [2, 1, 1], None, (), "pipeline_num_layers 2,0,0 of vision_encoder; 2 stages need 1 x 2 "),
+    ],
+    ids=["two rings", "no rows", "lengths that vary", "heads", "too many stages"],
+)
+def test_what_does_not_fit_is_one_line(
+    sizes: str, vision: list[Any], text: list[Any], is_own: bool | None, extra: tuple[str, ...], words: str
+) -> None:
+    if is_own is None:  # a plain pipeline
+        words_given = (*DEVICE, "--vtp-size-list", sizes, *extra)
+        code, output = start(num_ranks(sizes, 1), vision, text, *words_given, is_run=True)
+    else:
+        code, output = start_u(sizes, vision, text, *extra, is_own=is_own)
+    assert_one_line(code, output, of_launcher=1)
+    assert re.search(words, output), output[-4000:]

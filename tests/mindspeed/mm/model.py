@@ -22,7 +22,9 @@ FLAGS = shlex.split(f"""
 """)
 
 
-def write_files(folder: Path, vision: Sequence[Any], text: Sequence[Any], *, is_bf16: bool = False) -> list[str]:
+def write_files(
+    folder: Path, vision: Sequence[Any], text: Sequence[Any], *, is_bf16: bool = False, has_switch: bool = False
+) -> list[str]:
     """Write the JSON files and return the flags that name them.
 
     Args:
@@ -30,8 +32,11 @@ def write_files(folder: Path, vision: Sequence[Any], text: Sequence[Any], *, is_
         vision: layers of the vision tower, per stage; or a row for every chunk.
         text: layers of the language model, per stage.
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
+        has_switch: ask for MindSpeed-MM's own layerwise-disaggregated training.
     """
     model = _model(list(vision), list(text), is_bf16)
+    if has_switch:
+        model["patch"] = {"layerwise_disaggregated_training": True}
     tree = Path(os.environ["VTP_MINDSPEED_MM"])
     tool = json.loads((tree / "mindspeed_mm" / "tools" / "tools.json").read_text())
     tool["profile"]["profile_type"] = "dynamic"  # the other kind asks torch_npu's profiler even when it is off

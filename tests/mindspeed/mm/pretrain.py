@@ -105,6 +105,20 @@ def print_all_digits(module: Any) -> None:
     module.training_log = training_log
 
 
+def forget_positions() -> None:
+    """Let the cloud compute positions from ids that are all zero, as MindSpeed-MM's own feature does."""
+    from vtp_plugin.patches.mindspeed import multimodal
+
+    make = multimodal._batch
+
+    def batch(rows: Any) -> dict[str, Any]:
+        given = make(rows)
+        del given["position_ids"]
+        return {**given, "image_grid_thw": None}
+
+    multimodal._batch = batch
+
+
 def main() -> None:
     """Prepare, and run the script as its own main."""
     if not is_cpu_mapping_installed():
@@ -120,6 +134,8 @@ def main() -> None:
         },
         around={POSITIONS: npu_is_a_device},
     )
+    if os.environ.get("VTP_TEST_ZERO_IDS"):
+        forget_positions()
     script = Path(os.environ["VTP_MINDSPEED_MM"]) / "pretrain_vlm.py"
     sys.argv[0] = str(script)
     sys.path[0] = str(script.parent)
