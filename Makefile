@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=2 --
 	--durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help env check test test-unit test-full test-busy demo clean
+.PHONY: help env check test test-unit test-full test-busy test-mm demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/han
 test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs and bad input 3 times beside 20
 	bash scripts/busy.sh 6 env $(PYTEST) -m "not full"
 	for round in 1 2 3; do bash scripts/busy.sh 20 $(BUSY) || exit 1; done
+
+test-mm: ## MindSpeed-MM's own script on CPU; its trees by VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM, VENV=/its/environment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_lane.py
 
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py

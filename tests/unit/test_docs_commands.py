@@ -100,7 +100,7 @@ def check_torchrun(flags: argparse.ArgumentParser, words: Sequence[str]) -> None
         check_file(script, rest)
         return
     assert (script, rest[0]) == ("vtp_plugin", "run")
-    assert rest[1] == "pretrain_gpt.py" or (ROOT / rest[1]).exists()
+    assert rest[1] in ("pretrain_gpt.py", "pretrain_vlm.py") or (ROOT / rest[1]).exists()
     check_flags(flags, rest[2:])
     sizes = flags.parse_args(rest[2:]).vtp_size_list
     num_ranks = sum(map(int, sizes.split(",")))

@@ -27,7 +27,12 @@ PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
 # Of iptables, and of MindSpeed.
-FOREIGN_FLAGS = {"--dport", *(rule.option for rule in MINDSPEED_RULES)}
+FOREIGN_FLAGS = {
+    "--dport",
+    "--variable-seq-lengths",
+    "--virtual-pipeline-model-parallel-size",
+    *(rule.option for rule in MINDSPEED_RULES),
+}
 _GENERATED = ("megatron-options.md", "ascend-options.md", "site-arguments.md")
 WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in _GENERATED]
 
