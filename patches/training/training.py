@@ -40,7 +40,7 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
     if seen is not None:
         if (own.stage, own.tp_rank, own.cp_rank) == (planned.loss_stage, 0, 0):
             # Each sample of the replica was counted once for each chunk.
-            counted += seen / session.running.num_loss_chunks
+            counted += seen / session.running.plan.num_loss_chunks
         seen.zero_()
     dist.all_reduce(counted)
     total, squares = counted.tolist()

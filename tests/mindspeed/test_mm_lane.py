@@ -23,7 +23,6 @@ import pytest
 from tests.hosts import ROOT
 from tests.mindspeed.launcher import launch
 from tests.mindspeed.mm.model import FLAGS, TEXT_LAYERS, VISION_LAYERS, write_files
-from tests.mindspeed.test_fake import assert_one_line
 from tests.multiproc.script_cases import num_ranks
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED_MM", "VTP_MINDSPEED", "VTP_MEGATRON_LM")}
@@ -200,5 +199,6 @@ def test_what_does_not_fit_is_one_line(
         code, output = start(num_ranks(sizes, 1), vision, text, *words_given, is_run=True)
     else:
         code, output = start_u(sizes, vision, text, *extra, is_own=is_own)
-    assert_one_line(code, output, of_launcher=1)
+    # The only stack trace is the launcher's.
+    assert code != 0 and output.count("Traceback (most recent call last)") == 1, output[-6000:]
     assert re.search(words, output), output[-4000:]
