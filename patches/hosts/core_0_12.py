@@ -67,11 +67,8 @@ class Host(OlderHost):
 
     def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
         # Where lists say what all chunks hold, MindSpeed-MM counts those of one chunk as if all were like it.
-        is_counted = layers is None or not _lists_layers(config)
-        return ULayers(
-            layers=None if layers is None else tuple(layers),
-            num_layers=config.num_layers if is_counted else sum(layers),
-        )
+        told = None if layers is None else tuple(layers)
+        return ULayers(layers=told, num_layers=sum(told) if told and _lists_layers(config) else config.num_layers)
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
