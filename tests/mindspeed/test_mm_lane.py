@@ -49,8 +49,8 @@ def start(
     text: Sequence[Any],
     *extra: str,
     is_run: bool = False,
-    has_switch: bool = False,
     dp: int = 1,
+    **model: bool,
 ) -> tuple[int, str]:
     """Start the script and return how it ended and what it wrote.
 
@@ -60,10 +60,10 @@ def start(
         text: layers of the language model, per stage.
         extra: flags besides the common ones.
         is_run: start it by ``python -m vtp_plugin run``, else without the plugin.
-        has_switch: the JSON of the model asks for MindSpeed-MM's own layerwise-disaggregated training.
         dp: replicas of every stage.
+        model: what :func:`~tests.mindspeed.mm.model.write_files` takes besides.
     """
-    files = write_files(Path(tempfile.mkdtemp()), vision, text, is_bf16="--bf16" in extra, has_switch=has_switch)
+    files = write_files(Path(tempfile.mkdtemp()), vision, text, is_bf16="--bf16" in extra, **model)
     words = [*FLAGS, *files, "--global-batch-size", str(4 * dp), *extra]
     # MindSpeed calls make, which asks python3-config where the headers of this Python lie.
     tools = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), f"{sys.base_prefix}/bin"]
@@ -90,9 +90,9 @@ def numbers(output: str) -> Numbers:
 
 
 @functools.cache
-def oracle(*extra: str, dp: int = 1) -> Numbers:
+def oracle(*extra: str, dp: int = 1, **model: bool) -> Numbers:
     """One rank per replica, without the plugin; each is run once."""
-    return trained(dp, [VISION_LAYERS], [TEXT_LAYERS], *extra, dp=dp)
+    return trained(dp, [VISION_LAYERS], [TEXT_LAYERS], *extra, dp=dp, **model)
 
 
 def assert_equal(found: Numbers, expected: Numbers, tolerance: float = 1e-5) -> None:
@@ -135,11 +135,17 @@ def test_a_pipeline_equals_the_oracle(
 
 
 def start_u(
-    sizes: str, vision: Sequence[Any], text: Sequence[Any], *extra: str, is_own: bool = False, dp: int = 1
+    sizes: str,
+    vision: Sequence[Any],
+    text: Sequence[Any],
+    *extra: str,
+    is_own: bool = False,
+    dp: int = 1,
+    **model: bool,
 ) -> tuple[int, str]:
     """Start a U; by MindSpeed-MM's own switch, or by the plugin's flag."""
     words = (*DEVICE, "--vtp-size-list", sizes, *(() if is_own else (U_SHAPE,)), *extra)
-    return start(num_ranks(sizes, dp), vision, text, *words, is_run=True, has_switch=is_own, dp=dp)
+    return start(num_ranks(sizes, dp), vision, text, *words, is_run=True, has_switch=is_own, dp=dp, **model)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +175,12 @@ def test_a_u_equals_the_oracle(
     crossed = {(record["cargo"], record["dtype"]) for record in records if "cargo" in record}
     floats = {(cargo, "float32") for cargo in ("activation", "gradient", "warm-up")}
     assert crossed == {*floats, ("positions", "int32")}, crossed
+
+
+def test_a_u_with_a_frozen_vision_tower_equals_its_oracle() -> None:
+    code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], is_frozen=True)
+    assert code == 0, output[-6000:]
+    assert_equal(numbers(output), oracle(is_frozen=True))
 
 
 def test_positions_of_zero_ids_fail_by_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,13 @@ FLAGS = shlex.split(f"""
 
 
 def write_files(
-    folder: Path, vision: Sequence[Any], text: Sequence[Any], *, is_bf16: bool = False, has_switch: bool = False
+    folder: Path,
+    vision: Sequence[Any],
+    text: Sequence[Any],
+    *,
+    is_bf16: bool = False,
+    has_switch: bool = False,
+    is_frozen: bool = False,
 ) -> list[str]:
     """Write the JSON files and return the flags that name them.
 
@@ -33,8 +39,10 @@ def write_files(
         text: layers of the language model, per stage.
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
         has_switch: ask for MindSpeed-MM's own layerwise-disaggregated training.
+        is_frozen: the vision tower is not trained.
     """
     model = _model(list(vision), list(text), is_bf16)
+    model["image_encoder"]["vision_encoder"]["freeze"] = is_frozen
     if has_switch:
         model["patch"] = {"layerwise_disaggregated_training": True}
     tree = Path(os.environ["VTP_MINDSPEED_MM"])
