@@ -73,3 +73,14 @@ def test_a_batch_of_another_form_is_refused(seen: dict[str, Any]) -> None:
 def test_other_forms_do_not_leave_as_positions(tensor: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="is no positions"):
         require_allowed(Cargo.POSITIONS, tensor)
+
+
+@pytest.mark.parametrize("is_untied", [True, False])
+def test_tied_embeddings_on_several_stages_are_refused(is_untied: bool) -> None:
+    text = SimpleNamespace(pipeline_num_layers=[1, 3], untie_embeddings_and_output_weights=is_untied)
+    args: Any = SimpleNamespace(
+        mm=SimpleNamespace(model=SimpleNamespace(text_decoder=text)), virtual_pipeline_model_parallel_size=None
+    )
+    layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
+    found = list(multimodal.problems(args, layout, is_u_shaped=False))
+    assert len(found) == (not is_untied) and all("untie_embeddings_and_output_weights" in line for line in found)
