@@ -43,7 +43,8 @@ VERSIONS_INTRO = """\
 # Versions of Megatron
 
 What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/hosts/table.py`). 0.15 belongs to 0.16.
-With 0.19, 0.18 and 0.17 it was torch 2.15 (a CUDA build without a driver), with 0.16 torch 2.6, with 0.12 torch 2.7.1.
+With 0.19 it was torch 2.14.1, before that 2.15, with 0.18 and 0.17 torch 2.15 (CUDA builds without a driver), with 0.16
+torch 2.6, with 0.12 torch 2.7.1.
 `apply()` warns of what was not run. What is refused ends the run at its start, with the way out.
 """
 PATCHES_INTRO = """\
