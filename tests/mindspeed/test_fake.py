@@ -65,7 +65,7 @@ def assert_one_line(code: int, output: str, *, of_launcher: int = 0) -> None:
     """Check that the ranks ended with their line: the only stack traces are the launcher's."""
     assert code != 0
     assert output.count("Traceback (most recent call last)") == of_launcher, output[-6000:]
-    assert output.count("ChildFailedError") == of_launcher
+    assert ("ChildFailedError" in output) is bool(of_launcher)
 
 
 @pytest.fixture(scope="module")
