@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import types
 from datetime import timedelta
 
 import torch
@@ -18,8 +19,9 @@ def rank_and_pid(scale: int = 1) -> tuple[int, int]:
 
 
 def run_code(code: str) -> None:
-    """Run code as a script would; the job fails if it raises."""
-    exec(compile(code, "<job>", "exec"), {"__name__": "__main__"})
+    """Run code as a script would, in a module ``__main__`` of its own; the job fails if it raises."""
+    script = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<job>", "exec"), vars(script))
 
 
 def variables(names: list[str]) -> list[str | None]:

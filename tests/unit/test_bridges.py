@@ -21,12 +21,13 @@ HELD = """
     class Script:
         bridge = taken
 
-    stock = taken
+    kept = (taken,)  # what lies in a tuple is not rebound
 
     def check(is_ours):
         from megatron.core.pipeline_parallel import bridge_communicator
         from vtp_plugin import bridge
 
+        (stock,) = kept
         held = (bridge_communicator.BridgeCommunicator, multimodule_communicator.BridgeCommunicator, Script.bridge)
         assert len(set(held)) == 1 and (held[0] is not stock) == is_ours, held
         assert issubclass(bridge.BridgeCommunicator, stock) and bridge.BridgeCommunicator is not stock
