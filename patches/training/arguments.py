@@ -305,7 +305,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     )
     session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
     if packing_flag(args):
-        session.learn(packed_length=args.seq_length, companion=packed_rows(args.seq_length))
+        session.learn(companion=packed_rows(args.seq_length))
     if args.hidden_size and args.seq_length and args.micro_batch_size:
         itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
         rows = args.seq_length // max(layout.cp_sizes)

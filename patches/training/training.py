@@ -29,7 +29,7 @@ from vtp_plugin.session import Session
 )
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
     """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts."""
-    if not session.is_active or session.planned.packed_length is None:
+    if not session.is_active or not session.planned.has_packed_rows:
         return original()
     from megatron.training import training
 

@@ -18,7 +18,7 @@ from vtp_plugin.boundary.channel_spec import distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.errors import PlanError
 from vtp_plugin.ground import log
-from vtp_plugin.layout.channel import ChannelId
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
 from vtp_plugin.runtime.step.companions import Companions
@@ -237,7 +237,7 @@ def _join_tied(plan: PipelinePlan, opened: Sequence[Channel | None]) -> TiedWeig
     """Join the channels of a word embedding that stages share, which were opened last."""
     if plan.layout.stage_of(dist.get_rank()) not in plan.ends.tied_stages:
         return None
-    tied = opened[len(opened) - len(plan.tied_specs) :]
+    tied = opened[len(plan.boundaries) * len(Direction) :]
     return join_tied_weight([channel for channel in tied if channel is not None], plan.layout)
 
 

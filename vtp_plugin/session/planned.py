@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.config import VtpConfig
@@ -45,7 +46,6 @@ class PlannedRun:
         tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
         is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: training steps from one line about real and planned times to the next.
-        packed_length: tokens of a row of packed samples; None without them.
         companion: what the cloud of a U needs of a microbatch besides its activation; None for nothing.
         notes: lines that the start-up summary ends with.
         has_arguments: it follows from arguments that megatron.training has validated, and lasts as long as they do;
@@ -58,7 +58,6 @@ class PlannedRun:
     tensor_bytes: int | None = None
     is_sharded: bool = False
     log_interval_steps: int = 100
-    packed_length: int | None = None
     companion: Companion | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
@@ -83,6 +82,11 @@ class PlannedRun:
     def is_active(self) -> bool:
         """Whether the plugin's groups and communicator are in use: stages differ, or something asks for them."""
         return is_active(self.config, self.layout)
+
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether a microbatch is a row of packed samples."""
+        return self.companion is not None and self.companion.cargo is Cargo.LENGTHS
 
     @property
     def has_stock_ends(self) -> bool:

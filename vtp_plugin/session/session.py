@@ -171,7 +171,6 @@ class Session:
         tensor_bytes: int | None = None,
         is_sharded: bool | None = None,
         log_interval_steps: int | None = None,
-        packed_length: int | None = None,
         companion: Companion | None = None,
         has_arguments: bool | None = None,
         note: str | None = None,
@@ -181,7 +180,6 @@ class Session:
             "tensor_bytes": tensor_bytes,
             "is_sharded": is_sharded,
             "log_interval_steps": log_interval_steps,
-            "packed_length": packed_length,
             "companion": companion,
             "has_arguments": has_arguments,
         }
