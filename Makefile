@@ -11,6 +11,9 @@ STAMP := $(VENV)/.env-ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
 	--durations=15
 
+# Tests start many processes; where nothing compiled may be kept, each compiles the plugin anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help env check test test-unit test-full test-busy test-mm demo clean
 

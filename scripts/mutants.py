@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,11 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants.json"
@@ -198,7 +201,8 @@ def measure(arguments: argparse.Namespace) -> None:
         report = Path(folder) / "report.xml"
         words = [*arguments.tests, "-m", "not full", "--numprocesses=2", "--dist=loadfile", f"--junitxml={report}",
                  "-o", "junit_family=xunit1"]  # fmt: skip
-        _pytest(copy, words, timeout_s=7200.0, VTP_MUTANTS_TRACE=str(trace))
+        _, output = _pytest(copy, words, timeout_s=7200.0, VTP_MUTANTS_TRACE=str(trace))
+        print(output[-4000:])
         tests: defaultdict[str, set[str]] = defaultdict(set)
         lines: defaultdict[str, set[int]] = defaultdict(set)
         for file in trace.iterdir():
@@ -262,18 +266,27 @@ def choose(found: dict[str, list[Mutant]], count: int, rng: random.Random) -> li
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plant one mutant after another in a copy, and note in ``tests/mutants.json`` what became of it."""
+    """Plant one mutant after another in a copy of each job, and note in ``tests/mutants.json`` what became of it."""
     measured, entries = json.loads(MEASURED.read_text()), json.loads(MUTANTS.read_text())
-    with tempfile.TemporaryDirectory(prefix="vtp-mutants-") as folder:
-        copy = _copy(Path(folder) / "copy")
-        for number, entry in enumerate(entries):
-            if arguments.only and number not in arguments.only:
-                continue
-            mutant = Mutant(**{name: entry[name] for name in Mutant.__slots__})
+    numbers = [number for number in range(len(entries)) if not arguments.only or number in arguments.only]
+    with tempfile.TemporaryDirectory(prefix="vtp-mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies: Queue[Path] = Queue()
+        for job in range(arguments.jobs):
+            copies.put(_copy(Path(folder) / str(job)))
+
+        def plant_and_run(number: int) -> tuple[int, Mutant, str]:
+            copy = copies.get()
             subprocess.run(["git", "checkout", "-q", "."], cwd=copy, check=True)
-            entry[arguments.column] = result = _fate(mutant, copy, measured)
+            mutant = Mutant(**{name: entries[number][name] for name in Mutant.__slots__})
+            fate = _fate(mutant, copy, measured)
+            copies.put(copy)
+            return number, mutant, fate
+
+        for done in as_completed([pool.submit(plant_and_run, number) for number in numbers]):
+            number, mutant, fate = done.result()
+            entries[number][arguments.column] = fate
             MUTANTS.write_text(json.dumps(entries, indent=1) + "\n")
-            print(f"{number:3} {result:60} {mutant.file}:{mutant.function}: {mutant.old} -> {mutant.new}", flush=True)
+            print(f"{number:3} {fate:60} {mutant.file}:{mutant.function}: {mutant.old} -> {mutant.new}", flush=True)
 
 
 def _fate(mutant: Mutant, copy: Path, measured: dict[str, Any]) -> str:
@@ -287,10 +300,11 @@ def _fate(mutant: Mutant, copy: Path, measured: dict[str, Any]) -> str:
     while names and (left_s := BUDGET_S - (time.monotonic() - start_s)) > 0:
         batch = _fitting(names, durations, left_s)
         names = names[len(batch) :]
-        code = _pytest(copy, ["-x", "-q", "--no-header", *batch], timeout_s=left_s + 15.0)
+        code, output = _pytest(copy, ["-x", "-q", "--no-header", *batch], timeout_s=left_s + 15.0)
         if code != 0:
-            took_s = time.monotonic() - start_s
-            return f"killed in {took_s:.0f} s" + (" by a hang" if code is None else "")
+            killers = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+            by = "a hang" if code is None else killers[0] if killers else f"exit code {code}"
+            return f"killed in {time.monotonic() - start_s:.0f} s by {by}"
     return "survived" if not names else f"survived {BUDGET_S:.0f} s"
 
 
@@ -317,9 +331,16 @@ def _copy(target: Path) -> Path:
     return target
 
 
-def _pytest(copy: Path, words: Sequence[str], *, timeout_s: float, **environment: str) -> int | None:
-    """Run pytest in the copy; return its exit code, or None where it had to be ended."""
-    process = subprocess.Popen(
+def _pytest(copy: Path, words: Sequence[str], *, timeout_s: float, **environment: str) -> tuple[int | None, str]:
+    """Run pytest in the copy; return its exit code, or None where it had to be ended, and what it wrote."""
+    with tempfile.TemporaryFile("w+") as output:
+        code = _ended(_started(copy, words, output, environment), timeout_s)
+        output.seek(0)
+        return code, output.read()
+
+
+def _started(copy: Path, words: Sequence[str], output: IO[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
         cwd=copy,
         env={
@@ -329,10 +350,13 @@ def _pytest(copy: Path, words: Sequence[str], *, timeout_s: float, **environment
             "PYTHONDONTWRITEBYTECODE": "1",
             **environment,
         },
-        stdout=subprocess.DEVNULL if "-x" in words else None,
-        stderr=subprocess.DEVNULL if "-x" in words else None,
+        stdout=output,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -367,6 +391,7 @@ def main() -> None:
     planted.set_defaults(run=plant)
     ran = commands.add_parser("run", help="see which of them the tests kill")
     ran.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
+    ran.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     ran.add_argument("--column", default="now", help="under which name the result is kept")
     ran.set_defaults(run=run)
     arguments = parser.parse_args()

@@ -16,6 +16,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import re
 import runpy
 import shutil
@@ -59,7 +60,6 @@ from tests.pool_worker import _die_with
 
 # Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (
-    "vtp_plugin.patches.activation",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
@@ -68,11 +68,9 @@ for _name in (
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.training.checkpointing",
+    "megatron.training.datasets.sft_dataset",
     "torch.distributed.checkpoint",
-    "vtp_plugin.cli",
-    "vtp_plugin.options",
-    "vtp_plugin.runtime.step.communicator",
-    "vtp_plugin.session",
+    *(module.name for module in pkgutil.walk_packages(vtp_plugin.__path__, "vtp_plugin.", onerror=lambda _name: None)),
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
