@@ -49,7 +49,7 @@ test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs
 	for round in 1 2 3; do bash scripts/busy.sh 20 $(BUSY) || exit 1; done
 
 test-mm: ## MindSpeed-MM's own script on CPU; its trees by VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM, VENV=/its/environment
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_lane.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py
 
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py

@@ -86,10 +86,11 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
         wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
         yield from wrong
         vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
-        if not getattr(text, "untie_embeddings_and_output_weights", True):
+        if not wrong and not lists.text[0][0] and not getattr(text, "untie_embeddings_and_output_weights", True):
             yield (
-                f"untie_embeddings_and_output_weights false of text_decoder on {layout.num_stages} stages; the "
-                "gradients of the two copies were seen not to be summed; set it to true, or use one stage"
+                "untie_embeddings_and_output_weights false of text_decoder, which begins behind stage 0; its copies "
+                "are kept equal on the first and the last stage only, as in Megatron; give stage 0 a layer of it, or "
+                "untie them"
             )
         if not wrong and vision is not None:
             yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)

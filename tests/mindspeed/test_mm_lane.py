@@ -26,12 +26,10 @@ from tests.mindspeed.mm.model import FLAGS, TEXT_LAYERS, VISION_LAYERS, write_fi
 from tests.multiproc.script_cases import num_ranks
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED_MM", "VTP_MINDSPEED", "VTP_MEGATRON_LM")}
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(
-        not all(TREES.values()), reason=f"no path in {' and '.join(name for name, path in TREES.items() if not path)}"
-    ),
-]
+needs_trees = pytest.mark.skipif(
+    not all(TREES.values()), reason=f"no path in {' and '.join(name for name, path in TREES.items() if not path)}"
+)
+pytestmark = [pytest.mark.full, needs_trees]
 SCRIPT = ROOT / "tests" / "mindspeed" / "mm" / "pretrain.py"
 TIMEOUT_S = 900.0
 STEPS = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -75,12 +76,18 @@ def test_other_forms_do_not_leave_as_positions(tensor: torch.Tensor) -> None:
         require_allowed(Cargo.POSITIONS, tensor)
 
 
-@pytest.mark.parametrize("is_untied", [True, False])
-def test_tied_embeddings_on_several_stages_are_refused(is_untied: bool) -> None:
-    text = SimpleNamespace(pipeline_num_layers=[1, 3], untie_embeddings_and_output_weights=is_untied)
+def plain(text: Sequence[int], **options: object) -> list[str]:
+    """Say what of a plain pipeline of two stages does not fit."""
+    decoder = SimpleNamespace(pipeline_num_layers=text, **options)
     args: Any = SimpleNamespace(
-        mm=SimpleNamespace(model=SimpleNamespace(text_decoder=text)), virtual_pipeline_model_parallel_size=None
+        mm=SimpleNamespace(model=SimpleNamespace(text_decoder=decoder)), virtual_pipeline_model_parallel_size=None
     )
     layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
-    found = list(multimodal.problems(args, layout, is_u_shaped=False))
-    assert len(found) == (not is_untied) and all("untie_embeddings_and_output_weights" in line for line in found)
+    return list(multimodal.problems(args, layout, is_u_shaped=False))
+
+
+@pytest.mark.parametrize("is_untied", [True, False])
+def test_tied_embeddings_are_refused_where_stage_0_has_no_embedding(is_untied: bool) -> None:
+    assert not plain([1, 3], untie_embeddings_and_output_weights=is_untied)
+    found = plain([0, 4], untie_embeddings_and_output_weights=is_untied)
+    assert len(found) == (not is_untied) and all("begins behind stage 0" in line for line in found)

@@ -130,8 +130,8 @@ def _tied_gradient(chunk: Any) -> torch.Tensor | None:
 
 
 def _bare(chunk: Any) -> Any:
-    """Return the model inside DDP and mixed precision, which alone knows whether it shares."""
-    while hasattr(chunk, "module"):
+    """Return the model inside DDP and mixed precision: as for Megatron, the first that knows whether it shares."""
+    while hasattr(chunk, "module") and not hasattr(chunk, "share_embeddings_and_output_weights"):
         chunk = chunk.module
     return chunk
 

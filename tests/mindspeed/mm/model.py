@@ -30,6 +30,8 @@ def write_files(
     is_bf16: bool = False,
     has_switch: bool = False,
     is_frozen: bool = False,
+    is_tied: bool = False,
+    is_recomputed: bool = False,
 ) -> list[str]:
     """Write the JSON files and return the flags that name them.
 
@@ -40,9 +42,15 @@ def write_files(
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
         has_switch: ask for MindSpeed-MM's own layerwise-disaggregated training.
         is_frozen: the vision tower is not trained.
+        is_tied: the head's weight is the word embedding's, as in the model of 3 billion parameters.
+        is_recomputed: every layer computes its activations again in the backward pass.
     """
     model = _model(list(vision), list(text), is_bf16)
     model["image_encoder"]["vision_encoder"]["freeze"] = is_frozen
+    model["text_decoder"]["untie_embeddings_and_output_weights"] = not is_tied
+    if is_recomputed:
+        for part in (model["image_encoder"]["vision_encoder"], model["text_decoder"]):
+            part |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if has_switch:
         model["patch"] = {"layerwise_disaggregated_training": True}
     tree = Path(os.environ["VTP_MINDSPEED_MM"])
@@ -120,7 +128,6 @@ _TEXT = {
     "max_position_embeddings": 128,
     "vocab_size": samples.VOCABULARY,
     "rope_theta": 1000000.0,
-    "untie_embeddings_and_output_weights": True,
     "disable_bias_linear": True,
     "attention_dropout": 0.0,
     "init_method_std": 0.01,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
+_EMBEDDING, _HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
 
 
 def fill(model: Any, rank: int, size: int, starts: dict[str, int]) -> None:
@@ -23,7 +24,9 @@ def fill(model: Any, rank: int, size: int, starts: dict[str, int]) -> None:
     """
     with torch.no_grad():
         for name, local_name, parameter in _named(model, starts):
-            parameter.copy_(_part(_whole(name, parameter, size), local_name, parameter, rank, size))
+            # A tied head is the embedding, wherever it lies.
+            drawn = _EMBEDDING if name == _HEAD and model.share_embeddings_and_output_weights else name
+            parameter.copy_(_part(_whole(drawn, parameter, size), local_name, parameter, rank, size))
 
 
 def _named(model: Any, starts: dict[str, int]) -> Iterator[tuple[str, str, Any]]:
