@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.layer_lists import LayerLists, one_ring, read_rows, ring_layers
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.checks.packed import packing_flag
 from vtp_plugin.runtime.step.companions import Companion
 
 _SIZES = (
@@ -104,6 +104,11 @@ def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any
             f"model_id {text.model_id} of text_decoder in a U-shape; what its cloud needs besides activations is not "
             f"known; use {' or '.join(_U_SHAPED)}, or a pipeline without --layerwise-disaggregated-training"
         )
+    if flag := packing_flag(args):
+        yield (
+            f"{flag} in a U-shape with MindSpeed-MM; of a microbatch either positions or the lengths of packed samples "
+            "cross; leave it out"
+        )
     if args.variable_seq_lengths:
         yield (
             "--variable-seq-lengths in a U-shape with MindSpeed-MM; positions cross in one form; pad all samples to "
@@ -121,11 +126,9 @@ def stated_model(args: argparse.Namespace) -> str:
     return json.dumps(args.mm.model.to_dict(), sort_keys=True, default=str)
 
 
-@contextmanager
-def written_chunks(args: argparse.Namespace) -> Iterator[None]:
-    """While MindSpeed-MM checks the arguments, and from then on, every stage has two chunks, as its lists say."""
+def write_chunks(args: argparse.Namespace) -> None:
+    """Say that every stage of a U has two chunks, as its lists do; MindSpeed-MM checks that, and builds them."""
     args.virtual_pipeline_model_parallel_size = 2
-    yield
 
 
 def positions(args: argparse.Namespace) -> Companion:

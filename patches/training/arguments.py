@@ -202,11 +202,10 @@ def _prepare(
         refuse(multimodal.problems(args, layout, is_u_shaped=config.layerwise_disaggregated), LayoutError)
     if config.layerwise_disaggregated:
         layers = _read_layers(session, host, args)
-        written_layers = (
-            multimodal.written_chunks(args) if has_lists else host.written_layers(args, layers, config.num_rings)
-        )
         if has_lists:
             session.learn(companion=multimodal.positions(args))
+        else:
+            written_layers = host.written_layers(args, layers, config.num_rings)
         if host.mindspeed is not None:
             # MindSpeed-LLM has flags of these names, and would act on them.
             args.layerwise_disaggregated_training, args.num_layer_list = False, None
@@ -216,6 +215,8 @@ def _prepare(
     statement = {**session.planned.statement(), **shared}
     _set_own_sizes(session, host, args)
     activate()
+    if has_lists and config.layerwise_disaggregated:
+        multimodal.write_chunks(args)
     # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
     with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)), written_layers:
         check()

@@ -91,3 +91,17 @@ def test_tied_embeddings_are_refused_where_stage_0_has_no_embedding(is_untied: b
     assert not plain([1, 3], untie_embeddings_and_output_weights=is_untied)
     found = plain([0, 4], untie_embeddings_and_output_weights=is_untied)
     assert len(found) == (not is_untied) and all("begins behind stage 0" in line for line in found)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_packed_samples_in_a_u_are_refused(is_packed: bool) -> None:
+    decoder = SimpleNamespace(pipeline_num_layers=[[1, 2], [1, 0]], model_id="qwen2_5_lm")
+    args: Any = SimpleNamespace(
+        mm=SimpleNamespace(model=SimpleNamespace(text_decoder=decoder)),
+        virtual_pipeline_model_parallel_size=None,
+        variable_seq_lengths=False,
+        sft=is_packed,
+    )
+    layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
+    found = list(multimodal.problems(args, layout, is_u_shaped=True))
+    assert len(found) == is_packed and all(line.startswith("--sft in a U-shape with MindSpeed-MM; ") for line in found)
