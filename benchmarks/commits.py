@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ class Measure(NamedTuple):
     figure: str
 
 
-_STEP = r"^(time +(?:plugin, rank0|plugin)) +([\d.]+)"
+_STEP = r"^((?:time|CPU) +(?:plugin, rank0|plugin)) +([\d.]+)"
 MEASURES: Mapping[str, Measure] = {
     "step": Measure(("step_time", "--rounds", "1", "--steps", "20"), _STEP),
     "moe": Measure(("step_time", "--model", "moe", "--rounds", "1", "--steps", "20"), _STEP),
@@ -50,7 +51,7 @@ MEASURES: Mapping[str, Measure] = {
         ("startup", "--planned-sizes", "4096", "--world-sizes", "512"), r"^( *\d+ \S.*?) {2,}\d+ +([\d.]+) +[\d.]+$"
     ),
     "start-up": Measure(
-        ("startup", "--planned-sizes", "64", "--world-sizes", "4096"),
+        ("startup", "--planned-sizes", "64", "--world-sizes", *["4096"] * 5),
         r"^( *\d+ plugin.*? \d+) +\d+ +\d+ +\d+ +([\d.]+) +\d+ +\d+$",
     ),
     "boundary": Measure(
@@ -62,20 +63,20 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def figures(measure: Measure, text: str) -> dict[str, float]:
-    """Read the figures that a benchmark printed, by the heading before them and their name.
+    """Read the figures that a benchmark printed, by the heading before them and their name; of several the median.
 
-    >>> figures(Measure((), r"^(.+ MiB) +([0-9.]+)"), "2 -> 3, ms\\n1 MiB  2.5\\n4 MiB  9.0")
-    {'2 -> 3, ms: 1 MiB': 2.5, '2 -> 3, ms: 4 MiB': 9.0}
+    >>> figures(Measure((), r"^(.+ MiB) +([0-9.]+)"), "2 -> 3, ms\\n1 MiB  2.5\\n1 MiB  3.5\\n4 MiB  9.0")
+    {'2 -> 3, ms: 1 MiB': 3.0, '2 -> 3, ms: 4 MiB': 9.0}
     """
-    found: dict[str, float] = {}
+    found: defaultdict[str, list[float]] = defaultdict(list)
     heading = ""
     for line in text.splitlines():
         if match := re.match(measure.figure, line):
             name = " ".join(match[1].split())
-            found[f"{heading}: {name}" if heading else name] = float(match[2])
+            found[f"{heading}: {name}" if heading else name].append(float(match[2]))
         elif " -> " in line and "ms" in line:
             heading = line.partition(" (")[0]
-    return found
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def ratios(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, list[float]]:
