@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_or_stopped_ends_all_others(
         (0, False),
         pytest.param(1, False, marks=pytest.mark.full),
         pytest.param(0, True, marks=pytest.mark.full),
-        pytest.param(3, True),
+        pytest.param(3, True, marks=pytest.mark.full),
     ],
 )
 def test_all_survivors_name_the_rank_that_was_killed(
@@ -190,7 +190,12 @@ def test_a_rank_that_starts_late_within_the_timeout(rank_server: Server, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"), [(0, "forward"), (1, "start"), pytest.param(2, "forward", marks=pytest.mark.full)]
+    ("victim", "moment"),
+    [
+        (0, "forward"),
+        pytest.param(1, "start", marks=pytest.mark.full),
+        pytest.param(2, "forward", marks=pytest.mark.full),
+    ],
 )
 def test_an_error_of_one_rank_reaches_all(rank_server: Server, tmp_path: Path, victim: int, moment: str) -> None:
     """With its text: these ranks are at one site, which they know once they have met."""

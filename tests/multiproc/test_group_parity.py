@@ -27,7 +27,7 @@ CASES = [
     if order == ORDERS[0] or sizes[2] == 1 or sizes[1] * sizes[3] // sizes[4] == sizes[3]
 ]
 # A world takes seconds; the first part runs by default.
-NUM_CHUNKS = 8
+NUM_CHUNKS = 24
 
 
 def test_there_are_enough_combinations() -> None:

@@ -37,7 +37,7 @@ CORE: dict[str, tuple[Case, dict[str, Any]]] = {
     "lengths": (Case(sizes=(1, 2), varying_lengths=True, num_microbatches=3), {}),
     "sites": (Case(sizes=(1, 1, 1), sites=("edge", "cloud", "cloud"), **FEW), {}),
 }
-BY_DEFAULT = ("U, planned anew", "lengths")
+BY_DEFAULT = ("U, planned anew",)
 PICTURES = PictureCase(sizes=(1, 1, 1), encoder=(1, 1, 1, 1), language=(1, 1, 1, 1), num_microbatches=2)
 MODULES = {
     "bridges": MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2)),

@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", defaults_first(CASES, 3), ids=str)
 def test_trains_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
@@ -116,7 +116,7 @@ ORDERED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(ORDERED, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(ORDERED, 1), ids=str)
 def test_bridges_of_encoders_and_a_pipeline_together_pass_all_models(pool: Pool, case: MimoCase) -> None:
     texts = pool.run(case.world_size, "tests.multiproc.mimo_job:record", {"case": case})
     traces = [parse_trace(text) for text in texts]
@@ -230,7 +230,7 @@ REPLICAS = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(REPLICAS, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(REPLICAS, 1), ids=str)
 def test_stages_with_different_numbers_of_replicas_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)
@@ -267,7 +267,7 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(PLANNED, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(PLANNED, 1), ids=str)
 def test_planned_orders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     oracle = mimo_runs.oracle(case)
     assert_trains_alike(mimo_runs.run(case), oracle, has_gradients=not case.distributed_optimizer)

@@ -75,7 +75,7 @@ def copies_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
     ),
 )
 @pytest.mark.needs("masked_prediction", cases=("2,1 dp=2 tied attention=rotary mtp=1 masked",))
-@pytest.mark.parametrize("case", defaults_first(CASES, 3))
+@pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_prediction(runs: Runs, case: Case) -> None:
     """Losses and weights are those of the uniform run; all copies of the embedding are equal to the last bit."""
     run = check_parity(runs, replace(case, wants_tied=True, num_steps=5))

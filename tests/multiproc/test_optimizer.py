@@ -56,7 +56,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(CLIPPED, 2))
+@pytest.mark.parametrize("case", defaults_first(CLIPPED, 1))
 def test_clip_threshold_below_the_norm(runs: Runs, case: Case) -> None:
     case = replace(case, clip=0.05, wants_weights=True)
     free = runs.oracle(replace(case, clip=0.0))
@@ -101,7 +101,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(COUNTED, 2))
+@pytest.mark.parametrize("case", defaults_first(COUNTED, 1))
 def test_zero_count(runs: Runs, case: Case) -> None:
     case = replace(case, count_zeros=True, has_bias=False, num_microbatches=1)
     oracle = runs.oracle(case)

@@ -123,7 +123,7 @@ def test_lengths_cross_to_the_cloud(
 @pytest.mark.parametrize(
     ("sizes", "dp_list", "layers"),
     [
-        pytest.param("1,1", "1,2", "1,2,1", id="1,1-dp-1,2"),
+        pytest.param("1,1", "1,2", "1,2,1", id="1,1-dp-1,2", marks=FULL),
         pytest.param("2,1", "1,2", "1,2,1", id="2,1-dp-1,2", marks=FULL),
         pytest.param("1,2", "2,1", "1,1,2", id="1,2-dp-2,1", marks=FULL),
         pytest.param("1,1,2", "1,3,1", "1,1,1,1", id="1,1,2-dp-1,3,1", marks=FULL),

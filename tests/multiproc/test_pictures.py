@@ -73,7 +73,7 @@ def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
     ]
 
 
-@pytest.mark.parametrize("case", defaults_first(ONE_RING, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(ONE_RING, 1), ids=str)
 def test_with_the_encoder_on_the_edge_it_trains_as_on_one_rank(picture_runs: PictureRuns, case: PictureCase) -> None:
     check_case(picture_runs, case)
 
@@ -104,7 +104,7 @@ TWO_RINGS = [
 
 
 @pytest.mark.needs("two_rings")
-@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 1), ids=str)
 def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
     picture_runs: PictureRuns, case: PictureCase
 ) -> None:

@@ -33,7 +33,7 @@ def saved(request: pytest.FixtureRequest, runs: Runs, tmp_path_factory: pytest.T
 
 
 @pytest.mark.needs("tied_and_distributed", cases=("tied-1,4 vpp=2",))
-@pytest.mark.parametrize("case", defaults_first(CASES, 4))
+@pytest.mark.parametrize("case", defaults_first(CASES, 3))
 def test_equals_the_sequential_model(runs: Runs, saved: Case, case: Case) -> None:
     case = replace(case, tied=saved.tied, load=saved.save, num_microbatches=4, wants_weights=True)
     assert case.num_layers == SEQUENTIAL.num_layers

@@ -57,7 +57,8 @@ def _check(pool: Pool, runs: Runs, saved: Saved, parts: Sequence[Sequence[Case]]
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(LAYOUTS, id="replicas, order, context, chunks, lengths"),
+        pytest.param(LAYOUTS[:2], id="replicas"),
+        pytest.param(LAYOUTS, id="replicas, order, context, chunks, lengths", marks=pytest.mark.full),
         pytest.param((UNEQUAL, replace(UNEQUAL, tied=True)), id="unequal replicas", marks=pytest.mark.full),
         pytest.param(
             (WIDE, replace(WIDE, tied=True, vpp=2)), id="a narrow stage beside a wide one", marks=pytest.mark.full

@@ -40,7 +40,7 @@ def ends_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
     return moments
 
 
-@pytest.mark.parametrize("case", defaults_first(CASES, 5))
+@pytest.mark.parametrize("case", defaults_first(CASES, 3))
 def test_ends_are_equal_to_the_last_bit(runs: Runs, case: Case) -> None:
     case = replace(case, tied=True, wants_tied=True)
     run = runs.run(case)

@@ -86,7 +86,7 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
     [
         _case("tied-evaluate", "1,2", EVALUATE),
         _case("untied-recompute", "2,1", [*UNTIED, *RECOMPUTE, *COUNT_ZEROS], full=True),
-        _case("overlapped", "1,2", OVERLAPPED, dp=2),
+        _case("overlapped", "1,2", OVERLAPPED, dp=2, full=True),
         _case("interleaved-per-token", "1,2,1", [*INTERLEAVED_3, *PER_TOKEN], hooks=["mask_losses"], full=True),
         _case("replica-major-masks", "2,1", [*REPLICA_MAJOR, *EVALUATE], dp=2, hooks=["mask_losses"], full=True),
         _case("plain", "2,3", full=True),

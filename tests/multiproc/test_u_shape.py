@@ -199,7 +199,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize("case", defaults_first(RECORDED, 2))
+@pytest.mark.parametrize("case", defaults_first(RECORDED, 1))
 def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
     traces = Recordings(pool).of(case)
     assert check(traces, MODELS) == ()
