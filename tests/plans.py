@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from vtp_plugin.boundary.plan import BoundaryPlan
-from vtp_plugin.boundary.spread import Spread, whole_box
+from vtp_plugin.boundary.spread import Spread
 from vtp_plugin.boundary.strategies.table import STRATEGIES
+from vtp_plugin.ground.boxes import whole_box
 
 
 def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:

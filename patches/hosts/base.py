@@ -240,6 +240,14 @@ class MegatronHost(ABC):
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
 
+    def form_by_bucket(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what a checkpoint says of its content, if it holds the distributed optimizer bucket by bucket.
+
+        Args:
+            state: what all ranks share of the checkpoint.
+        """
+        return None
+
     @abstractmethod
     def loaded_iteration(self, load_dir: str) -> int:
         """Return the iteration of the checkpoint that Megatron has begun to load."""

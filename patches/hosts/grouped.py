@@ -142,6 +142,10 @@ class GroupedHost(MegatronHost):
         form = metadata.get("distrib_optim_sharding_type")
         return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
+    def form_by_bucket(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        metadata = load_content_metadata(preloaded_state_dict=state) or {}
+        return metadata if metadata.get("distrib_optim_sharding_type") == "dp_reshardable" else None
+
     def loaded_iteration(self, load_dir: str) -> int:
         from megatron.training.checkpointing import get_loaded_iteration
 

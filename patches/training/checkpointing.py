@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.files import check_files, check_tracker, naming_broken_files
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.training.loadable import (
+    open_optimizer,
+    require_loadable,
+    stored_arguments,
+    stored_dp_sizes,
+    stored_experts,
+    stored_tp_sizes,
+)
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.runtime.stored_optimizer import Request
 from vtp_plugin.session import Session
 
 # No stage has this size: with it Megatron's comparison finds another layout on every rank.
@@ -96,6 +106,9 @@ def _load(
     if is_first:
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, load_dir, args))
+    elif (wanted := kwargs.get("sharded_state_dict")) is not None:
+        # What is missing is found before Megatron changes a weight.
+        _agree(session, functools.partial(_prepare, wanted))
     is_read = True
     try:
         with naming_broken_files(load_dir, args.ckpt_step):
@@ -109,14 +122,14 @@ def _load(
             raise _unreadable(host, load_dir) from None
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
-    stored = _stored_arguments(result)
+    stored = stored_arguments(result)
     if stored is not None and session.is_planned:
         layout = session.planned.layout
-        tp, dp = (_stored_tp_sizes(stored), layout.tp_sizes), (_stored_dp_sizes(stored), layout.dp_sizes)
+        tp, dp = (stored_tp_sizes(stored), layout.tp_sizes), (stored_dp_sizes(stored), layout.dp_sizes)
         # With other tensor-parallel sizes Megatron leaves the random states alone.
         same_states = tp[0] == tp[1]
         if host.stores_states_by_replica and not args.no_load_rng:
-            ep = (_stored_experts(stored)[0], layout.ep_sizes)
+            ep = (stored_experts(stored)[0], layout.ep_sizes)
             same_states &= ep[0] == ep[1] and (dp[0] == dp[1] or max(layout.ep_sizes) == 1)
         # The caller compares these with this rank's sizes. Now it gets the same answer on every rank.
         for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
@@ -139,6 +152,18 @@ def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object
         if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
             refuse(check_files(load_dir, args.ckpt_step))
     return {"checkpoint found in --load": checkpoint_exists(load_dir)}
+
+
+def _prepare(wanted: Any) -> dict[str, object]:
+    """Plan what this rank reads of an optimizer of another layout, see H20b.
+
+    Raises:
+        ConfigError: the checkpoint does not hold it.
+    """
+    values = (value.obj for value in nested_values(wanted) if isinstance(value, LocalNonpersistentObject))
+    for request in (value for value in values if isinstance(value, Request)):
+        request.prepare()
+    return {}
 
 
 def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
@@ -167,13 +192,15 @@ def _judge(
     Raises:
         ConfigError: it cannot be loaded.
     """
-    _require_loadable(session, host, load_dir, args, result)
+    require_loadable(session, host, load_dir, args, result)
+    if session.is_planned:
+        open_optimizer(host, args, result)
     if not is_read:
         raise _unreadable(host, load_dir)
-    stored = _stored_arguments(result)
+    stored = stored_arguments(result)
     return {
         "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
-        "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, _stored_tp_sizes(stored))),
+        "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_tp_sizes(stored))),
     }
 
 
@@ -184,96 +211,6 @@ def _unreadable(host: MegatronHost, load_dir: str | None) -> ConfigError:
     return ConfigError(
         f"{file}, the file of this rank, cannot be read, see above; make the whole folder readable for every rank"
     )
-
-
-def _stored_arguments(result: tuple[Any, ...]) -> Any:
-    """Give the arguments of the run that wrote a checkpoint; None where they are not stored."""
-    return result[0].get("args") if isinstance(result[0], dict) else None
-
-
-def _require_loadable(
-    session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...]
-) -> None:
-    """Check that this run's stages can load a checkpoint.
-
-    Raises:
-        ConfigError: another list wrote the checkpoint, in a form that only that list can load.
-    """
-    state, _, is_release, kind = result
-    stored = _stored_arguments(result)
-    if stored is None or not session.is_planned:
-        return
-    layout = session.planned.layout
-    here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
-    there = (_stored_tp_sizes(stored), *_stored_experts(stored))
-    if there == here:
-        return
-    wrote, runs = _shown(there), _shown(here)
-    if kind is not None and kind.name == "LEGACY":
-        raise ConfigError(
-            f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that list can load it, not "
-            f"{runs}; save it with --ckpt-format torch_dist"
-        )
-    is_optimizer_loaded = not (is_release or args.finetune or args.no_load_optim or stored.no_save_optim)
-    if not is_optimizer_loaded:
-        return
-    if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
-        raise ConfigError(
-            f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
-            "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
-            "the weights with --no-load-optim"
-        )
-    if args.use_distributed_optimizer and not host.is_reshardable(state):
-        raise ConfigError(
-            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
-            "--no-load-optim"
-        )
-
-
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Tensor-parallel size of every stage, expert-parallel size, and tensor-parallel size of the experts."""
-
-
-def _shown(sizes: _Sizes) -> str:
-    flags = ("--vtp-size-list", "--vtp-ep-list", "--vtp-etp-list")[: 3 if cuts_experts_apart(*sizes) else 1]
-    return " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in zip(flags, sizes, strict=False))
-
-
-def _stored_experts(stored: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    tp_sizes = _stored_tp_sizes(stored)
-    is_said = hasattr(stored, "vtp_etp_list") or (
-        len(set(tp_sizes)) == 1 and getattr(stored, "expert_tensor_parallel_size", None)
-    )
-    return (
-        _stored_sizes(stored, "vtp_ep_list", "expert_model_parallel_size", missing=1),
-        # A checkpoint of unequal stages that does not say has no experts.
-        _stored_sizes(stored, "vtp_etp_list", "expert_tensor_parallel_size", missing=1) if is_said else tp_sizes,
-    )
-
-
-def _stored_tp_sizes(stored: Any) -> tuple[int, ...]:
-    return _stored_sizes(stored, "vtp_size_list", "tensor_model_parallel_size", missing=1)
-
-
-def _stored_dp_sizes(stored: Any) -> tuple[int, ...]:
-    # 0 is no size: a checkpoint that does not say counts as another layout.
-    return _stored_sizes(stored, "vtp_dp_list", "data_parallel_size", missing=0)
-
-
-def _stored_sizes(stored: Any, by_stage: str, of_all: str, *, missing: int) -> tuple[int, ...]:
-    """Give a size of each stage of the run that wrote a checkpoint, with or without the plugin.
-
-    Args:
-        stored: its arguments.
-        by_stage: argument with the sizes of all stages, which the plugin stores.
-        of_all: Megatron's argument, one size for all stages.
-        missing: the size where the checkpoint has neither.
-    """
-    sizes = getattr(stored, by_stage, None)
-    if sizes is None:
-        sizes = (getattr(stored, of_all, missing),) * getattr(stored, "pipeline_model_parallel_size", 1)
-    return tuple(sizes)
 
 
 @replaces(

@@ -46,6 +46,7 @@ from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
+from tests.multiproc.optimizer_dump import dump_optimizer
 from tests.multiproc.option_hooks import (
     log_predictions_of_one_rank,
     note_params_norms,
@@ -522,6 +523,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "own_predictions": log_predictions_of_one_rank,
     "note_params_norms": note_params_norms,
     "note_memory": _note_memory,
+    "dump_optimizer": dump_optimizer,
     "all_documents": _make_up_all_documents,
     "fork_results_queue": _fork_results_queue,
     "forget_megatron": _forget_megatron,

@@ -29,24 +29,12 @@ from vtp_plugin.boundary.plan import (
     ingress_bytes,
 )
 from vtp_plugin.boundary.side import Shape, Side
-from vtp_plugin.boundary.spread import (
-    Box,
-    Holding,
-    Spread,
-    even_cuts,
-    intersect,
-    num_rows,
-    overlaps,
-    replicated,
-    rows_of,
-    sharded,
-    subtract,
-    whole_box,
-)
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, num_rows, replicated, rows_of, sharded
 from vtp_plugin.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.boundary.strategies.slices import plan_sliced
 from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.ground.boxes import Box, intersect, overlaps, subtract, whole_box
 from vtp_plugin.layout.channel import Direction
 
 SETTINGS = settings(max_examples=100)

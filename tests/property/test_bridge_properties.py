@@ -19,9 +19,10 @@ from vtp_plugin.boundary.check import check
 from vtp_plugin.boundary.memory import local_shape, local_slices
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
-from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, intersect
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts
 from vtp_plugin.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.ground.boxes import intersect
 
 SETTINGS = settings(max_examples=150)
 DOWNSTREAM = 100

@@ -29,24 +29,14 @@ from vtp_plugin.boundary.plan import (
 )
 from vtp_plugin.boundary.portions import MAX_PORTIONS, cut_into_portions
 from vtp_plugin.boundary.side import Side
-from vtp_plugin.boundary.spread import (
-    Box,
-    Holding,
-    Spread,
-    even_cuts,
-    intersect,
-    replicated,
-    rows_of,
-    sharded,
-    subtract,
-    volume,
-)
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, replicated, rows_of, sharded
 from vtp_plugin.boundary.strategies import rules as rules_module
 from vtp_plugin.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.boundary.strategies.slices import plan_divided, plan_sliced
 from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.ground.boxes import Box, intersect, subtract, volume
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
 from vtp_plugin.layout.replicas import DpMode

@@ -9,19 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.boundary.spread import (
-    Box,
-    even_cuts,
-    format_box,
-    intersect,
-    num_rows,
-    overlaps,
-    rows_of,
-    subtract,
-    whole_box,
-)
+from vtp_plugin.boundary.spread import even_cuts, num_rows, rows_of
 from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import PlanError
+from vtp_plugin.ground.boxes import Box, format_box, intersect, overlaps, subtract, whole_box
 
 
 def check(plan: BoundaryPlan) -> tuple[str, ...]:

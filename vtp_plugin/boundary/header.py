@@ -12,9 +12,10 @@ from typing import ClassVar, NamedTuple
 
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, CollectiveKind, Transfer, inside
-from vtp_plugin.boundary.spread import Box, Holding, Spread
+from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.boxes import Box
 
 Whole = tuple[int, ...]
 """What describes a whole tensor: of a pipeline its shape `[S, B, H]`; of a bridge its rows, its depth and the length of

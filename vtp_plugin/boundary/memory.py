@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtp_plugin.boundary.spread import Box, Holding, format_box, intersect
+from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import PlanError
+from vtp_plugin.ground.boxes import Box, format_box, intersect
 
 Widths = Sequence[int]
 """Length in memory of every unit of the second dimension, where a plan counts units and not elements; see

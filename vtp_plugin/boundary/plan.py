@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from vtp_plugin.boundary.spread import Box, Holding, Spread, format_box, volume, whole_box
+from vtp_plugin.boundary.spread import Holding, Spread
 from vtp_plugin.errors import PlanError
+from vtp_plugin.ground.boxes import Box, format_box, volume, whole_box
 from vtp_plugin.ground.text_enum import TextEnum
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.boundary.plan import Transfer
-from vtp_plugin.boundary.spread import Box, even_cuts, num_rows, rows_of
+from vtp_plugin.boundary.spread import even_cuts, num_rows, rows_of
+from vtp_plugin.ground.boxes import Box
 
 # Smaller ones cost more than they save: between stages of 2 and 3 ranks on loopback, portions of 256 KiB made 4 MiB a
 # third slower (`python -m benchmarks.boundary`); on links of 200 Mbit/s they were not faster than those of 1 MiB.

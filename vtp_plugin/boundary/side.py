@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import floordiv, mul
 
-from vtp_plugin.boundary.spread import Box, Holding, Spread, even_cuts, num_rows, rows_of
+from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, num_rows, rows_of
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.boxes import Box
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, int, int]

@@ -10,8 +10,8 @@ from fractions import Fraction
 
 from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, Transfer
-from vtp_plugin.boundary.spread import Box
 from vtp_plugin.cli.flags import Run
+from vtp_plugin.ground.boxes import Box
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.layout.show import format_ranks
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-from vtp_plugin.boundary.spread import overlaps, volume
+from vtp_plugin.ground.boxes import overlaps, volume
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 

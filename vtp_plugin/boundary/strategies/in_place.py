@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, Transfer
-from vtp_plugin.boundary.spread import Box, Spread, even_cuts, intersect, num_rows, rows_of
+from vtp_plugin.boundary.spread import Spread, even_cuts, num_rows, rows_of
 from vtp_plugin.errors import PlanError
+from vtp_plugin.ground.boxes import Box, intersect
 
 
 def plan_in_place(src: Spread, dst: Spread) -> BoundaryPlan:

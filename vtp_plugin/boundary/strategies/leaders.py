@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vtp_plugin.boundary.plan import NO_COLLECTIVE, BoundaryPlan, CollectiveKind, Transfer, inside, require_same_shape
-from vtp_plugin.boundary.spread import Spread, intersect
+from vtp_plugin.boundary.spread import Spread
 from vtp_plugin.errors import LayoutError
+from vtp_plugin.ground.boxes import intersect
 
 
 def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:

@@ -15,7 +15,8 @@ from vtp_plugin.boundary.plan import (
     ingress_bytes,
     require_same_shape,
 )
-from vtp_plugin.boundary.spread import Spread, intersect, volume
+from vtp_plugin.boundary.spread import Spread
+from vtp_plugin.ground.boxes import intersect, volume
 
 
 def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:

@@ -1,0 +1,54 @@
+"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.map_file import MAP, dump_map
+from vtp_plugin.patches.core.optimizer.moved_state import BY_BUCKET, FORM, MapPart
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.serialization:save",
+    id="H21",
+    when=Moment.LIST,
+    why="the map that H20 makes, part by part, is one file beside what is stored",
+    remove_when="with H20",
+    aliases=("megatron.core.dist_checkpointing:save",),
+    unneeded={"<0.15": "H20 makes no map"},
+)
+def _save(original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `save`; rank 0 then writes the map, before what is saved in the background is complete."""
+    is_by_bucket = (kwargs.get("content_metadata") or {}).get(FORM) == BY_BUCKET and "://" not in str(folder)
+    values = nested_values(state) if is_by_bucket else ()
+    parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
+    own = [part.buckets() for part in parts if isinstance(part, MapPart)]
+    result = original(state, folder, *args, **kwargs)
+    if is_by_bucket:
+        _write(Path(folder), own)
+    return result
+
+
+def _write(folder: Path, own: list[tuple[Bucket, ...] | None]) -> None:
+    """Write what all ranks have, on rank 0, if all know it. Whoever reads the file finds it whole or not at all."""
+    is_writer = dist.get_rank() == 0
+    found: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
+    dist.gather_object(own, found)
+    if found is None:
+        return
+    parts = [part for of_rank in found for part in of_rank]
+    # Another save into this folder may have left one.
+    (folder / MAP).unlink(missing_ok=True)
+    if parts and None not in parts:
+        partial = folder / f"{MAP}.partial"
+        partial.write_text(dump_map(sorted((each for part in parts for each in part), key=lambda each: each.key)))
+        partial.replace(folder / MAP)

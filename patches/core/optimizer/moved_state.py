@@ -1,0 +1,177 @@
+"""H20: the distributed optimizer's state is stored with a map, and goes on in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import optimizer as megatron_optimizer
+
+from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.ground.log import warning
+from vtp_plugin.patches.core.optimizer.optimizer_map import buckets_of, cuts_of
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+from vtp_plugin.runtime.stored_optimizer import Request, StoredOptimizer, Wanted
+
+_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+FORM: Final = "distrib_optim_sharding_type"
+"""Where a checkpoint says in which form it holds the distributed optimizer."""
+BY_BUCKET: Final = "dp_reshardable"
+"""The form that this is about."""
+STORED: Final = "vtp_stored_optimizer"
+"""Where what was found in a checkpoint stands, beside the form, for those that load it."""
+_NO_BUCKETS = {"<0.15": "it does not store the optimizer by bucket"}
+
+
+class MapPart:
+    """This rank's part of a map, in the state that it saves.
+
+    Args:
+        buckets: of one optimizer; None if they are not known.
+        beside: an object that is stored with them; in a chain, Megatron puts the optimizer's number before its key.
+    """
+
+    def __init__(self, buckets: tuple[Bucket, ...] | None, beside: Any) -> None:
+        self._buckets, self._beside, self._key = buckets, beside, beside.key
+
+    def buckets(self) -> tuple[Bucket, ...] | None:
+        """Return the buckets with the keys under which they are stored."""
+        if self._buckets is None:
+            return None
+        prefix = self._beside.key.removesuffix(self._key)
+        return tuple(Bucket(prefix + bucket.key, bucket.numel, bucket.parts) for bucket in self._buckets)
+
+
+@replaces(
+    f"{_CLASS}.sharded_param_state_dp_reshardable",
+    id="H20",
+    when=Moment.LIST,
+    why="what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it",
+    remove_when="Megatron stores a map of its buckets",
+    unneeded=_NO_BUCKETS,
+)
+def _with_map(
+    original: Callable[..., dict[Any, Any]], optimizer: Any, model_state: Any, is_loading: bool = False, *args: Any
+) -> dict[Any, Any]:
+    """Run `sharded_param_state_dp_reshardable`; the first rank of a group adds its part of the map to what it saves."""
+    state = original(optimizer, model_state, is_loading, *args)
+    is_first = optimizer.data_parallel_group.rank() == 0 and optimizer.distributed_optimizer_instance_id == 0
+    if is_first and not is_loading:
+        state["vtp_map"] = LocalNonpersistentObject(
+            MapPart(_own_buckets(optimizer, model_state), state["per_bucket_numel"])
+        )
+    return state
+
+
+def _own_buckets(optimizer: Any, model_state: Any) -> tuple[Bucket, ...] | None:
+    """Return this optimizer's buckets; None if a part of a parameter cannot be said by ranges, and log which."""
+    try:
+        return tuple(buckets_of(optimizer, cuts_of(model_state)))
+    except PlanError as error:
+        warning(f"no {MAP} is written, so only this layout can load the optimizer: {error}")
+        return None
+
+
+@replaces(
+    f"{_CLASS}.sharded_state_dict",
+    id="H20b",
+    when=Moment.LIST,
+    why="it asks for the buckets of this layout, which a checkpoint of another one does not have",
+    remove_when="with H20",
+    unneeded=_NO_BUCKETS,
+)
+def _wanted_state(
+    original: Callable[..., dict[Any, Any]],
+    optimizer: Any,
+    model_state: Any = None,
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> dict[Any, Any]:
+    """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it."""
+    stored: StoredOptimizer | None = (metadata or {}).get(STORED)
+    if stored is None or metadata is None:
+        return original(optimizer, model_state, is_loading, sharding_type, metadata)
+    own = tuple(buckets_of(optimizer, cuts := cuts_of(model_state)))
+    prefix = stored.prefix_of(own)
+    if prefix is not None:
+        state = original(optimizer, model_state, is_loading, sharding_type, {**metadata, FORM: BY_BUCKET})
+        add_prefix_for_sharding(state, prefix)
+        return state
+    # As the original: the optimizer makes its tensors before they are filled.
+    optimizer.load_state_dict(optimizer.state_dict())
+    rest = optimizer.state_dict()
+    wanted = [
+        Wanted(cuts[parameter], ranges["param"].start, ranges["param"].end, tuple(_tensors(optimizer, parameter)))
+        for parameter, ranges in _held(optimizer)
+    ]
+    request = Request(stored, wanted, lambda: _take_rest(optimizer, stored, rest))
+    kept = {name: LocalNonpersistentObject(value) for name, value in rest.items()}
+    return {**kept, "param_state": LocalNonpersistentObject(request), "param_state_sharding_type": BY_BUCKET}
+
+
+def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
+    """Yield the parameters of which this rank holds state, in Megatron's order, and which range of them."""
+    for by_type in optimizer.gbuf_ranges:
+        for buckets in by_type.values():
+            for bucket in buckets:
+                yield from bucket["param_map"].items()
+
+
+def _tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return the tensors of a parameter's state, by the names under which they are stored."""
+    found = optimizer._get_main_param_and_optimizer_states(parameter)
+    return {name: tensor.detach() for name, tensor in found.items() if name != "step"}
+
+
+def _take_rest(optimizer: Any, stored: StoredOptimizer, rest: dict[str, Any]) -> None:
+    """Take what is stored besides tensors: groups of parameters, with their steps, and the scaler of the loss.
+
+    Raises:
+        ConfigError: no stage of the run that was saved had such a group.
+    """
+    own = {_identity(group) for group in rest["optimizer"]["param_groups"]}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
+    # Stages may have different groups, so one object may not have all.
+    for saved in stored.objects("optimizer"):
+        for group in saved["param_groups"]:
+            groups.setdefault(_identity(group), group)
+        if own <= groups.keys():
+            break
+    if missing := own - groups.keys():
+        said = dict(zip(megatron_optimizer.param_group_identifier_keys, min(missing, key=repr), strict=True))
+        shown = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+        raise ConfigError(
+            f"{stored.folder}: no parameters were trained with {shown}; this run trains some so; use the options of "
+            "the run that was saved, or load only the weights with --no-load-optim"
+        )
+    rest["optimizer"]["param_groups"] = list(groups.values())
+    if "grad_scaler" in rest:
+        rest["grad_scaler"].update(next(stored.objects("grad_scaler"), {}))
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what Megatron tells groups of parameters apart by, under either name."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in megatron_optimizer.param_group_identifier_keys)
+
+
+@replaces(
+    f"{_CLASS}.load_parameter_state_from_dp_reshardable",
+    id="H20c",
+    when=Moment.LIST,
+    why="it takes tensors of the buckets of this layout; those of another one are cut and copied to their places",
+    remove_when="with H20",
+    unneeded=_NO_BUCKETS,
+)
+def _fill(original: Callable[[Any, Any], None], optimizer: Any, state: Any) -> None:
+    """Run `load_parameter_state_from_dp_reshardable`, or read what was noted by H20b."""
+    if isinstance(state, Request):
+        state.fill(_tensors(optimizer, parameter) for parameter, _ in _held(optimizer))
+    else:
+        original(optimizer, state)

@@ -1,0 +1,141 @@
+"""Whether this run's stages can load what another run has saved, by the arguments that are stored with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.checkpoint.map_file import MAP, load_map
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.layout.sizes import cuts_experts_apart
+from vtp_plugin.patches.core.optimizer.moved_state import FORM, STORED
+from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
+from vtp_plugin.session import Session
+
+
+def stored_arguments(result: tuple[Any, ...]) -> Any:
+    """Give the arguments of the run that wrote a checkpoint; None where they are not stored."""
+    return result[0].get("args") if isinstance(result[0], dict) else None
+
+
+def require_loadable(
+    session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...]
+) -> None:
+    """Check that this run's stages can load a checkpoint.
+
+    Raises:
+        ConfigError: another list wrote the checkpoint, in a form that only that list can load.
+    """
+    state, _, _, kind = result
+    stored = stored_arguments(result)
+    if stored is None or not session.is_planned:
+        return
+    layout = session.planned.layout
+    here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
+    there = (stored_tp_sizes(stored), *stored_experts(stored))
+    if there == here:
+        return
+    wrote, runs = _shown(there), _shown(here)
+    if kind is not None and kind.name == "LEGACY":
+        raise ConfigError(
+            f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that list can load it, not "
+            f"{runs}; save it with --ckpt-format torch_dist"
+        )
+    if not _loads_optimizer(args, result):
+        return
+    if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
+        raise ConfigError(
+            f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
+            "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
+            "the weights with --no-load-optim"
+        )
+    if args.use_distributed_optimizer and not host.is_reshardable(state) and _map_of(host, result) is None:
+        raise ConfigError(
+            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
+            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
+            "--no-load-optim"
+        )
+
+
+def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:
+    """Tell whether the optimizer's state is to be loaded, too."""
+    stored = stored_arguments(result)
+    is_saved = stored is None or not getattr(stored, "no_save_optim", False)
+    return is_saved and not (result[2] or args.finetune or args.no_load_optim)
+
+
+def _map_of(host: MegatronHost, result: tuple[Any, ...]) -> Path | None:
+    """Return the map of an optimizer that is stored by bucket; None if there is none."""
+    state, folder = result[:2]
+    if not isinstance(state, dict) or host.form_by_bucket(state) is None or "://" in str(folder):
+        return None
+    file = Path(folder) / MAP
+    return file if file.exists() else None
+
+
+def open_optimizer(host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:
+    """Open the optimizer of a checkpoint that has a map, and note it beside its form, where H20b finds it.
+
+    Raises:
+        ConfigError: the map is damaged, or does not fit what is stored.
+    """
+    file = _map_of(host, result)
+    if file is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
+        return
+    # Not at the top: Megatron 0.12, which has no such form, has no such function.
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
+
+    metadata = host.form_by_bucket(result[0])
+    assert metadata is not None
+    stored = StoredOptimizer(file.parent, _get_filesystem_reader(str(file.parent)), load_map(file) or ())
+    # With its map any layout can load it, and Megatron asks no more.
+    metadata.update({FORM: "fully_reshardable", STORED: stored})
+
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Tensor-parallel size of every stage, expert-parallel size, and tensor-parallel size of the experts."""
+
+
+def _shown(sizes: _Sizes) -> str:
+    flags = ("--vtp-size-list", "--vtp-ep-list", "--vtp-etp-list")[: 3 if cuts_experts_apart(*sizes) else 1]
+    return " ".join(f"{flag} {','.join(map(str, values))}" for flag, values in zip(flags, sizes, strict=False))
+
+
+def stored_experts(stored: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the expert-parallel size of every stage, and the tensor-parallel size of the experts."""
+    tp_sizes = stored_tp_sizes(stored)
+    is_said = hasattr(stored, "vtp_etp_list") or (
+        len(set(tp_sizes)) == 1 and getattr(stored, "expert_tensor_parallel_size", None)
+    )
+    return (
+        _stored_sizes(stored, "vtp_ep_list", "expert_model_parallel_size", missing=1),
+        # A checkpoint of unequal stages that does not say has no experts.
+        _stored_sizes(stored, "vtp_etp_list", "expert_tensor_parallel_size", missing=1) if is_said else tp_sizes,
+    )
+
+
+def stored_tp_sizes(stored: Any) -> tuple[int, ...]:
+    """Return the tensor-parallel size of every stage."""
+    return _stored_sizes(stored, "vtp_size_list", "tensor_model_parallel_size", missing=1)
+
+
+def stored_dp_sizes(stored: Any) -> tuple[int, ...]:
+    """Return the data-parallel size of every stage; 0 where a checkpoint does not say."""
+    # 0 is no size: a checkpoint that does not say counts as another layout.
+    return _stored_sizes(stored, "vtp_dp_list", "data_parallel_size", missing=0)
+
+
+def _stored_sizes(stored: Any, by_stage: str, of_all: str, *, missing: int) -> tuple[int, ...]:
+    """Give a size of each stage of the run that wrote a checkpoint, with or without the plugin.
+
+    Args:
+        stored: its arguments.
+        by_stage: argument with the sizes of all stages, which the plugin stores.
+        of_all: Megatron's argument, one size for all stages.
+        missing: the size where the checkpoint has neither.
+    """
+    sizes = getattr(stored, by_stage, None)
+    if sizes is None:
+        sizes = (getattr(stored, of_all, missing),) * getattr(stored, "pipeline_model_parallel_size", 1)
+    return tuple(sizes)
