@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"find"}),
     ),
     "runtime": (
-        frozenset({"life"}),
+        frozenset({"life", "stored_optimizer"}),
         frozenset({"wire"}),
         frozenset({"bridges"}),
         frozenset({"step"}),

@@ -62,6 +62,7 @@ def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: i
     return runs
 
 
+SIX_LAYERS = ("--num-layers", "6")
 TIED_APART = ["--untie-embeddings-and-output-weights"]
 GATED = ["--swiglu", "--group-query-attention", "--num-query-groups", "6"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
@@ -106,8 +107,8 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
         _case("1,2-to-1", source="1,2", source_dp=2, target="1"),
         _case("1,2-to-2,2", source="1,2", source_dp=2, target="2,2"),
         _case("2,2-to-1,2", source="2,2", target="1,2", dp=2),
-        _case("3,1,2-to-1,2", source="3,1,2", target="1,2", dp=2, is_full=False),
-        _case("1,2-to-3,1,2-untied", source="1,2", source_dp=2, target="3,1,2", model=(*TIED_APART,)),
+        _case("3,1,2-to-1,2", source="3,1,2", target="1,2", dp=2, model=SIX_LAYERS, is_full=False),
+        _case("1,2-to-3,1,2-untied", source="1,2", source_dp=2, target="3,1,2", model=(*SIX_LAYERS, *TIED_APART)),
         _case("1,2-to-2,1-gated", source="1,2", source_dp=2, target="2,1", model=(*GATED, *TIED_APART), is_full=False),
         _case("1,2-to-2,1-bf16", source="1,2", source_dp=2, target="2,1", model=("--bf16",)),
         _case("1,2-to-2,1-interleaved", source="1,2", source_dp=2, target="2,1", reads=(*INTERLEAVED,)),

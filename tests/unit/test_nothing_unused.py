@@ -22,9 +22,12 @@ OUTER = {
 STAND_INS = ("vtp_plugin.platform.cpu",)
 CALLED_BY_OTHERS = {
     "allreduce": "torch's name for what a process group does",
+    "commit_tensor": "of a load planner of torch's",
     "emit": "of a logging handler",
     "filter": "of a logging handler",
     "get_gtp_ranks": "of Megatron's rank generator",
+    "load_bytes": "of a load planner of torch's",
+    "resolve_tensor": "of a load planner of torch's",
 }
 DECLARING = {"replaces", "subclasses"}
 IN_EXAMPLES = {"parse_actions"}  # what examples in docstrings are written with
