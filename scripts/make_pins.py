@@ -1,16 +1,18 @@
 """Add the installed Megatron to patches/pins.json: digests of the sources that the patches were written against.
 
 Run it once the patches were read against a version, and its tests pass; for a host without ``megatron.training`` in its
-wheel, with the path of a Megatron-LM tree in ``PYTHONPATH``.
+wheel, with the path of a Megatron-LM tree in ``PYTHONPATH``. ``--mindspeed-mm TREE --mindspeed TREE`` writes those of
+MindSpeed-MM and MindSpeed instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +47,27 @@ def _has_module(name: str) -> bool:
 
 def main() -> None:
     """Write the file anew; other versions keep their pins."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for package in ("mindspeed-mm", "mindspeed"):
+        parser.add_argument(f"--{package}", type=Path, metavar="TREE", help="a tree of this package")
+    options = vars(parser.parse_args())
+    if any(options.values()):
+        _write_mindspeed({package: tree for package, tree in options.items() if tree is not None})
+    else:
+        _write_installed()
+
+
+def _write_mindspeed(trees: Mapping[str, Path]) -> None:
+    from vtp_plugin.patches.mindspeed import known
+    from vtp_plugin.patching.pins import pins_in, read_pins
+
+    pins = dict(read_pins(known.PINS)) if known.PINS.exists() else {}
+    for package, tree in trees.items():
+        pins[known.WRITTEN_FOR[package]] = pins_in(tree, known.TARGETS[package])
+    known.PINS.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")
+
+
+def _write_installed() -> None:
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.registry import PINS
     from vtp_plugin.patching.pins import pins_of, read_pins

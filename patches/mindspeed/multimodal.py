@@ -11,16 +11,21 @@ import functools
 import importlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.layout.layer_lists import LayerLists, one_ring, read_rows, ring_layers
+from vtp_plugin.errors import ConfigError, LayoutError, refuse
+from vtp_plugin.ground import log
+from vtp_plugin.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.checks.layer_lists import check_counts, check_places
 from vtp_plugin.options.checks.packed import packing_flag
+from vtp_plugin.patches.mindspeed import known
 from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.session import Session
 
 _SIZES = (
     "num_layers",
@@ -32,8 +37,6 @@ _SIZES = (
 )
 _SWITCH = "layerwise_disaggregated_training"
 _POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
-_U_SHAPED = ("qwen2_5_lm",)
-"""Language models whose cloud needs nothing but positions and a mask besides activations."""
 
 
 def is_multimodal(args: object) -> bool:
@@ -49,25 +52,63 @@ def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
         is_u_shaped: ``apply()`` was asked for a U.
 
     Raises:
-        ConfigError: the lists of layers are not of a U with one ring.
+        ConfigError: the lists of layers are not of a U with one ring, or the model is another one.
     """
     importlib.import_module("mindspeed_mm.configs.config").merge_mm_args(args)
     text = getattr(args.mm.model, "text_decoder", None)
+    if is_u_shaped or getattr(args, _SWITCH, False) or has_switch(args.mm.model):
+        refuse(known.problems_of_model(args.mm.model))
     if text is None:
         return
     for name in _SIZES:
         setattr(args, name, getattr(text, name, getattr(args, name)))
-    patch = getattr(args.mm.model, "patch", None)
-    if getattr(patch, _SWITCH, False):
+    if has_switch(args.mm.model):
         # Its own patches stay out: what it switches on is ours.
-        setattr(patch, _SWITCH, False)
+        setattr(args.mm.model.patch, _SWITCH, False)
         setattr(args, _SWITCH, True)
     if is_u_shaped or getattr(args, _SWITCH, False):
-        lists = one_ring(_lists(args))
+        given = _lists(args)
+        _require_rows(given, args.virtual_pipeline_model_parallel_size)
+        lists = one_ring(given)
         args.mm.model.image_encoder.vision_encoder.pipeline_num_layers = [list(row) for row in lists.vision]
         text.pipeline_num_layers = [list(row) for row in lists.text]
         args.num_layer_list = ",".join(map(str, ring_layers(lists)))
         args.virtual_pipeline_model_parallel_size = None  # it follows from the U
+
+
+def has_switch(model: Any) -> bool:
+    """Tell whether the JSON of a model asks for MindSpeed-MM's own layerwise-disaggregated training."""
+    return bool(getattr(getattr(model, "patch", None), _SWITCH, False))
+
+
+def _require_rows(lists: LayerLists, num_chunks: int | None) -> None:
+    """Refuse a U whose number of chunks is not that of its lists.
+
+    Raises:
+        LayoutError: it is given, and another.
+    """
+    if num_chunks is not None and num_chunks != len(lists.text):
+        raise LayoutError(
+            f"--virtual-pipeline-model-parallel-size {num_chunks} in a U-shape, with {len(lists.text)} rows in "
+            f"{LIST_NAME} of text_decoder; a row is a chunk of every stage; leave the flag out"
+        )
+
+
+def check(session: Session, args: argparse.Namespace) -> None:
+    """Check what MindSpeed-MM's files say against the stages; on one rank, name what of its code is another.
+
+    Raises:
+        LayoutError: its lists do not fit the stages.
+        ConfigError: the model is not known, or what a rank reads is missing.
+    """
+    layout, is_u_shaped = session.planned.layout, session.config.layerwise_disaggregated
+    refuse(known.problems_of_model(args.mm.model))
+    refuse(problems(args, layout, is_u_shaped=is_u_shaped), LayoutError)
+    if not is_u_shaped or layout.stage_of(args.rank) == 0:
+        refuse(problems_of_files(args))
+    session.learn(check_batch=require_one_kind)
+    if args.rank == 0 and (changed := tuple(known.changes_of_versions())):
+        log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
 
 
 def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: bool) -> Iterator[str]:
@@ -79,7 +120,7 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
         is_u_shaped: the run is.
     """
     text = getattr(args.mm.model, "text_decoder", None)
-    if text is None or not hasattr(text, "pipeline_num_layers"):
+    if text is None or layout.num_stages == 1:
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
     if layout.num_stages > 1:
@@ -92,6 +133,10 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
                 "are kept equal on the first and the last stage only, as in Megatron; give stage 0 a layer of it, or "
                 "untie them"
             )
+        if not wrong:
+            counts = (None if part is None else getattr(part, "num_layers", None) for part in (vision, text))
+            yield from check_counts(lists, *counts)
+            yield from check_places(lists, is_u_shaped=is_u_shaped)
         if not wrong and vision is not None:
             yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
     if is_u_shaped:
@@ -99,11 +144,6 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
 
 
 def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any) -> Iterator[str]:
-    if text.model_id not in _U_SHAPED:
-        yield (
-            f"model_id {text.model_id} of text_decoder in a U-shape; what its cloud needs besides activations is not "
-            f"known; use {' or '.join(_U_SHAPED)}, or a pipeline without --layerwise-disaggregated-training"
-        )
     if flag := packing_flag(args):
         yield (
             f"{flag} in a U-shape with MindSpeed-MM; of a microbatch either positions or the lengths of packed samples "
@@ -156,12 +196,8 @@ def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
             f"a batch of {tuple(ids.shape)} tokens; in a U-shape it has {shape}, --micro-batch-size and --seq-length; "
             "pad all samples to --seq-length, and drop the last batch if it is smaller"
         )
-    has_video = "video_grid_thw" in batch
-    if has_video and "image_grid_thw" in batch:
-        raise ConfigError(
-            "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
-        )
-    grids = batch.get("video_grid_thw" if has_video else "image_grid_thw")
+    require_one_kind(batch)
+    grids = batch.get("video_grid_thw" if "video_grid_thw" in batch else "image_grid_thw")
     _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
         config=args,
         input_ids=ids,
@@ -181,10 +217,48 @@ def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "position_ids": by_row[:3].contiguous()}
 
 
+def problems_of_files(args: argparse.Namespace) -> Iterator[str]:
+    """Say what a rank that reads data will not find: the tokenizer, before others wait for this rank.
+
+    Args:
+        args: after :func:`read_model`.
+    """
+    data = getattr(args.mm, "data", None)
+    if data is None:
+        yield "no --mm-data on a rank that reads data (in a U-shape the edge, else all); give its JSON file"
+        return
+    path = getattr(getattr(data.dataset_param, "preprocess_parameters", None), "model_name_or_path", None)
+    # Else it may be the name of a model in a cache.
+    if isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        yield (
+            f"model_name_or_path {path} of --mm-data {args.mm_data} is not there; a rank that reads data needs the "
+            "tokenizer and the processor in it; correct the JSON file"
+        )
+
+
+def require_one_kind(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch of which MindSpeed-MM would read one half.
+
+    Raises:
+        ConfigError: it has pictures and videos.
+    """
+    if batch.get("video_grid_thw") is not None and batch.get("image_grid_thw") is not None:
+        raise ConfigError(
+            "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
+        )
+
+
 def _lists(args: argparse.Namespace) -> LayerLists:
     model = args.mm.model
     vision = getattr(getattr(model, "image_encoder", None), "vision_encoder", None)
-    text = read_rows(model.text_decoder.pipeline_num_layers)
+    text = _rows(model.text_decoder, "text_decoder")
     if vision is None:
         return LayerLists(tuple((0,) * len(row) for row in text), text)
-    return LayerLists(read_rows(vision.pipeline_num_layers), text)
+    return LayerLists(_rows(vision, "vision_encoder"), text)
+
+
+def _rows(part: Any, name: str) -> Rows:
+    given = getattr(part, LIST_NAME, None)
+    if given is None:
+        raise LayoutError(f"no {LIST_NAME} of {name}; it says how many layers every stage has; add it to the JSON")
+    return read_rows(given)

@@ -23,7 +23,7 @@ from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.mindspeed import multimodal
+from vtp_plugin.patches.mindspeed import known, multimodal
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.rendezvous import open_store
@@ -198,8 +198,8 @@ def _prepare(
     session.open_audit(args.rank)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     has_lists = host.mindspeed is not None and multimodal.is_multimodal(args)
-    if has_lists:
-        refuse(multimodal.problems(args, layout, is_u_shaped=config.layerwise_disaggregated), LayoutError)
+    if has_lists and session.planned.is_active:
+        multimodal.check(session, args)
     if config.layerwise_disaggregated:
         layers = _read_layers(session, host, args)
         if has_lists:
@@ -258,6 +258,7 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
     """Add the flags to what ``apply()`` was given."""
     given = session.config
     if host.mindspeed is not None and multimodal.is_multimodal(args) and _asks_for_stages(session, args):
+        refuse(known.problems_of_versions(host.version))
         multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.

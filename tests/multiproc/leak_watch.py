@@ -134,20 +134,27 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
             yield from _flat(item)
 
 
-def findings(outgoing: Sequence[Outgoing], samples: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[str, str]]:
+def findings(
+    outgoing: Sequence[Outgoing], samples: Sequence[Mapping[str, torch.Tensor]], secrets: Sequence[str] = SECRETS
+) -> list[tuple[str, str]]:
     """Name every secret that is found in what left, with the operation that shipped it.
 
-    Token ids and labels are found one by one, as numbers; all four also as rows: as numbers in any dimension of a
-    tensor, in memory as any usual type, and as text.
+    Token ids and labels are found one by one, as numbers; all also as rows: as numbers in any dimension of a tensor, in
+    memory as any usual type, and as text.
+
+    Args:
+        outgoing: what left.
+        samples: the secrets by their names, each a row, or several of one length.
+        secrets: names of what must not leave.
     """
-    rows = {name: {tuple(sample[name].tolist()) for sample in samples} for name in SECRETS}
+    rows = {name: {tuple(row) for sample in samples for row in _rows(sample[name])} for name in secrets}
     patterns = {name: {text for row in found for text in _encodings(row)} for name, found in rows.items()}
     found: list[tuple[str, str]] = []
     for item in outgoing:
         raw = item.values if isinstance(item.values, bytes) else _memory(item.values)
         if isinstance(item.values, bytes) or item.values.dtype == torch.uint8:
             raw += _unpickled(raw)
-        for name in SECRETS:
+        for name in secrets:
             is_there = any(pattern in raw for pattern in patterns[name])
             if not isinstance(item.values, bytes):
                 is_there = is_there or _holds_rows(item.values, rows[name])
@@ -155,6 +162,10 @@ def findings(outgoing: Sequence[Outgoing], samples: Sequence[Mapping[str, torch.
             if is_there:
                 found.append((item.how, name))
     return found
+
+
+def _rows(values: torch.Tensor) -> list[list[float]]:
+    return values.reshape(-1, values.shape[-1]).tolist()
 
 
 def _holds_ids(values: torch.Tensor) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vtp_plugin.errors import ConfigError, LayoutError
 
-_LISTS = "pipeline_num_layers"
+LIST_NAME = "pipeline_num_layers"
+"""The entry of a JSON file that holds a list."""
 _EXAMPLE = "for two stages [[2,0],[0,0]] and [[1,2],[1,0]]"
 Rows = tuple[tuple[int, ...], ...]
 
@@ -36,7 +38,7 @@ class LayerLists:
         for name, rows in (("vision_encoder", self.vision), ("text_decoder", self.text)):
             if [len(row) for row in rows] != [num_stages] * num_rows:
                 yield (
-                    f"{_LISTS} {show_rows(rows)} of {name}; {num_stages} stages need {num_rows} x {num_stages} "
+                    f"{LIST_NAME} {show_rows(rows)} of {name}; {num_stages} stages need {num_rows} x {num_stages} "
                     "numbers; change the JSON of the model"
                 )
 
@@ -64,9 +66,23 @@ def read_rows(given: Sequence[int] | Sequence[Sequence[int]]) -> Rows:
 
     >>> read_rows([2, 0]), read_rows([[1, 2], [1, 0]])
     (((2, 0),), ((1, 2), (1, 0)))
+
+    Raises:
+        ConfigError: it is something else.
     """
-    rows = tuple((row,) if isinstance(row, int) else tuple(row) for row in given)
-    return (tuple(number for row in rows for number in row),) if given and isinstance(given[0], int) else rows
+    rows: Any = given
+    if isinstance(given, list | tuple) and not any(isinstance(row, list | tuple) for row in given):
+        rows = (given,)
+    if not isinstance(rows, list | tuple) or not all(map(_is_row, rows)):
+        raise ConfigError(
+            f"{LIST_NAME} {given!r}; it is a list of numbers of layers, or a list of such lists, {_EXAMPLE}; change "
+            "the JSON of the model"
+        )
+    return tuple(tuple(row) for row in rows)
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list | tuple) and bool(row) and all(type(number) is int and number >= 0 for number in row)
 
 
 def show_rows(rows: Rows) -> str:
@@ -92,8 +108,8 @@ def one_ring(lists: LayerLists) -> LayerLists:
     """
     if any(number for row in lists.vision for number in row[1:]):
         raise LayoutError(
-            f"{_LISTS} {show_rows(lists.vision)} of vision_encoder: with vision layers in the cloud a microbatch goes "
-            "round twice, which is run on Megatron 0.19 and megatron-core alone; keep them on the edge, such as "
+            f"{LIST_NAME} {show_rows(lists.vision)} of vision_encoder: with vision layers in the cloud a microbatch "
+            "goes round twice, which is run on Megatron 0.19 and megatron-core alone; keep them on the edge, such as "
             f"{_EXAMPLE}"
         )
     vision, text = lists.vision, lists.text
@@ -103,7 +119,7 @@ def one_ring(lists: LayerLists) -> LayerLists:
         text = ((text[0][0] + text[1][0], *text[1][1:]), text[2])
     if len(vision) != 2 or len(text) != 2 or any(text[1][1:]) or any(vision[1]):
         raise LayoutError(
-            f"{_LISTS} {show_rows(lists.vision)} of vision_encoder and {show_rows(lists.text)} of text_decoder; a U "
+            f"{LIST_NAME} {show_rows(lists.vision)} of vision_encoder and {show_rows(lists.text)} of text_decoder; a U "
             "has the vision tower and the first layers in the edge's first chunk, the last layers in its last one, and "
             f"one chunk on every cloud stage, {_EXAMPLE}; change the JSON of the model"
         )
@@ -120,5 +136,5 @@ def ring_layers(lists: LayerLists) -> tuple[int, ...]:
         ConfigError: there is no such list.
     """
     if len(lists.text) != 2:
-        raise ConfigError(f"{_LISTS} {show_rows(lists.text)} of text_decoder is not of a U, {_EXAMPLE}")
+        raise ConfigError(f"{LIST_NAME} {show_rows(lists.text)} of text_decoder is not of a U, {_EXAMPLE}")
     return (*lists.text[0], lists.text[1][0])

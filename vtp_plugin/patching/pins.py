@@ -1,11 +1,13 @@
 """Pins: digests of the sources that patches replace, so that a changed host is seen.
 
 A pin file is JSON: version of the host -> target -> digest. ``scripts/make_pins.py`` adds the installed version. A
-changed target is a reason to look whether its patch still fits, not an error.
+changed target is a reason to look whether its patch still fits, not an error. What others have patched already is
+digested from its files, as it was written.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
@@ -36,6 +38,10 @@ def pin_of(value: Any) -> str:
         sources = [textwrap.dedent(inspect.getsource(function).expandtabs()) for function in functions(value)]
     except (OSError, TypeError):
         return ""
+    return _digest(sources)
+
+
+def _digest(sources: Iterable[str]) -> str:
     lines = (line.rstrip() for source in sources for line in source.splitlines())
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
 
@@ -50,6 +56,46 @@ def pins_of(targets: Iterable[str], host_prefix: str = "megatron") -> dict[str, 
     homes = {target: str(getattr(functions(value)[0], "__module__", "")) for target, value in values.items()}
     pins = {target: pin_of(value) for target, value in values.items() if homes[target].startswith(f"{host_prefix}.")}
     return {target: pin for target, pin in sorted(pins.items()) if pin}
+
+
+def pins_in(root: Path, targets: Iterable[str]) -> dict[str, str]:
+    """Digest targets of a tree by its files; nothing of it is imported.
+
+    Args:
+        root: folder on the path of imports.
+        targets: such as ``"package.module:Class.method"``.
+
+    Returns:
+        Those that the tree has.
+    """
+    found: dict[str, str] = {}
+    by_module: dict[str, list[str]] = {}
+    for target in targets:
+        by_module.setdefault(target.partition(":")[0], []).append(target)
+    for module, wanted in sorted(by_module.items()):
+        path = root.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not path.is_file():
+            continue
+        source = path.read_text(encoding="utf-8")
+        lines, tree = source.expandtabs().splitlines(), ast.parse(source)
+        for target in sorted(wanted):
+            node = _defined(tree, target.partition(":")[2])
+            if node is not None:
+                first = min(part.lineno for part in (node, *node.decorator_list))
+                found[target] = _digest([textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))])
+    return found
+
+
+def _defined(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+    """Find a function, class or method by its dotted name; of several the last one counts, as for Python."""
+    node: ast.Module | ast.ClassDef | ast.FunctionDef = tree
+    for part in name.split("."):
+        inner = [each for each in node.body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == part]
+        if not inner:
+            return None
+        node = inner[-1]
+    return node if not isinstance(node, ast.Module) else None
 
 
 def read_pins(path: Path) -> Pins:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,6 +48,7 @@ class PlannedRun:
         is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: training steps from one line about real and planned times to the next.
         companion: what the cloud of a U needs of a microbatch besides its activation; None for nothing.
+        check_batch: raises an error if the script must not read such a batch; None for any.
         notes: lines that the start-up summary ends with.
         has_arguments: it follows from arguments that megatron.training has validated, and lasts as long as they do;
             otherwise the end of a start forgets it.
@@ -59,6 +61,7 @@ class PlannedRun:
     is_sharded: bool = False
     log_interval_steps: int = 100
     companion: Companion | None = None
+    check_batch: Callable[[Any], None] | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
 

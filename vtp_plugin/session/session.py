@@ -172,6 +172,7 @@ class Session:
         is_sharded: bool | None = None,
         log_interval_steps: int | None = None,
         companion: Companion | None = None,
+        check_batch: Callable[[Any], None] | None = None,
         has_arguments: bool | None = None,
         note: str | None = None,
     ) -> None:
@@ -181,6 +182,7 @@ class Session:
             "is_sharded": is_sharded,
             "log_interval_steps": log_interval_steps,
             "companion": companion,
+            "check_batch": check_batch,
             "has_arguments": has_arguments,
         }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}

@@ -19,6 +19,7 @@ from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Writes, replaces
+from vtp_plugin.runtime.step.batches import checked
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
@@ -106,13 +107,21 @@ def _run_stock(
     pipeline = session.running
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
-    return stock(model=model, **arguments)
+    return stock(model=model, **_with_checked_batches(session, arguments))
 
 
 def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
     with waiting_for_computes(writes):
-        return run_step(course, **arguments)
+        return run_step(course, **_with_checked_batches(course.session, arguments))
+
+
+def _with_checked_batches(session: Session, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Let every batch that a forward reads be checked, where something was learnt about batches."""
+    check = session.planned.check_batch
+    if check is None:
+        return arguments
+    return {**arguments, "data_iterator": checked(arguments["data_iterator"], check)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.step.batches import Reader
 from vtp_plugin.runtime.step.links import ChannelLink
 from vtp_plugin.runtime.wire.channel import Channel
 from vtp_plugin.runtime.wire.receives import RecvWork
@@ -105,8 +106,8 @@ class Companions:
             iterators: Megatron's. On the edge they are read as before; a rank that reads nothing has None.
         """
         if not self._is_edge:
-            return [_Reader(self._given) for _ in iterators]
-        return [None if batches is None else _Reader(self._watched(batches)) for batches in iterators]
+            return [Reader(self._given) for _ in iterators]
+        return [None if batches is None else Reader(self._watched(batches)) for batches in iterators]
 
     def post(self, receive: Action) -> None:
         """Post the receive of the companion of an activation, before that of the activation itself."""
@@ -155,16 +156,3 @@ class Companions:
 
     def _given(self) -> Any:
         return self._companion.give(self._held[self._now])
-
-
-class _Reader:
-    """Iterator that reads by a function."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def __iter__(self) -> _Reader:
-        return self
-
-    def __next__(self) -> Any:
-        return self._read()
