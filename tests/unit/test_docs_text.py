@@ -29,6 +29,9 @@ KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
 # Of iptables, and of MindSpeed.
 FOREIGN_FLAGS = {
     "--dport",
+    "--mm-data",
+    "--mm-model",
+    "--mm-tool",
     "--variable-seq-lengths",
     "--virtual-pipeline-model-parallel-size",
     *(rule.option for rule in MINDSPEED_RULES),
