@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_type
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
+from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.options.table.versions import LAYER_RULES, ULayers
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
@@ -154,13 +155,19 @@ def _own_layers(session: Session, host: Host, config: Any) -> range:
     layers = session.config.num_layer_list
     refuse(host.refusals(LAYER_RULES, host.u_layers(layers, config)))
     assert layers is not None
-    chunk: int = parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
-    return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=chunk)
+    return layers_of_chunk(layers, stage=session.planned.own.stage, chunk=_own_chunk())
+
+
+def _own_chunk() -> int:
+    return parallel_state.get_virtual_pipeline_model_parallel_rank() or 0
 
 
 def _lists_layers(config: Any) -> bool:
-    """Tell whether a configuration is one of MindSpeed-MM, which has the layers of all chunks in lists."""
-    return hasattr(config, "pipeline_num_layers")
+    """Tell whether a configuration is one of MindSpeed-MM, which has the layers of all chunks in lists.
+
+    It reads them with several stages only.
+    """
+    return hasattr(config, "pipeline_num_layers") and config.pipeline_model_parallel_size > 1
 
 
 @replaces(
@@ -180,13 +187,35 @@ def _num_layers(session: Session, host: Host, original: Callable[[Any], int], co
 @replaces(
     "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
     id="U11",
-    when=Moment.U_SHAPE,
-    why=_CHUNKS,
+    when=Moment.LIST,
+    why=f"{_CHUNKS}; and it takes all stages for alike, of which lists of MindSpeed-MM say different numbers",
     remove_when=_GONE,
 )
 def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
-    """Replace `get_transformer_layer_offset`."""
-    return _own_layers(session, host, config).start
+    """Replace `get_transformer_layer_offset` in a U-shape, and where lists say what all chunks hold."""
+    if _lists_layers(config):
+        rows = read_rows(config.pipeline_num_layers)
+        return first_layer(rows, stage=session.planned.own.stage, chunk=_own_chunk())
+    if session.config.layerwise_disaggregated:
+        return _own_layers(session, host, config).start
+    return original(config)
+
+
+@replaces(
+    "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
+    id="U14",
+    when=Moment.LIST,
+    why="MindSpeed-MM writes into a chunk's configuration how many layers there were if all chunks were like it, and "
+    "every layer is stored as one part of that many",
+    remove_when=_GONE,
+)
+def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Run `TransformerBlock.sharded_state_dict` with the number of layers of the whole model, where lists say it."""
+    config = block.config
+    if not _lists_layers(config):
+        return original(block, *args, **kwargs)
+    with UndoStack().during(Name(config, "num_layers"), num_layers(read_rows(config.pipeline_num_layers))):
+        return original(block, *args, **kwargs)
 
 
 @replaces(

@@ -94,6 +94,25 @@ def show_rows(rows: Rows) -> str:
     return " / ".join(",".join(map(str, row)) for row in rows)
 
 
+def first_layer(rows: Rows, *, stage: int, chunk: int) -> int:
+    """Return the number of the first layer of a chunk in the whole model, from 0 on.
+
+    >>> rows = ((1, 2), (3, 0))
+    >>> first_layer(rows, stage=1, chunk=0), first_layer(rows, stage=0, chunk=1)
+    (1, 3)
+    """
+    return num_layers(rows[:chunk]) + sum(rows[chunk][:stage])
+
+
+def num_layers(rows: Rows) -> int:
+    """Return the number of layers of the whole model.
+
+    >>> num_layers(((1, 2), (3, 0)))
+    6
+    """
+    return sum(map(sum, rows))
+
+
 def one_ring(lists: LayerLists) -> LayerLists:
     """Give the lists of a U with one ring, of two chunks a stage, also where MindSpeed-MM writes it with three.
 

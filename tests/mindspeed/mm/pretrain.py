@@ -75,11 +75,27 @@ def start_from_one_set_of_weights(module: Any) -> None:
         before = {name: [*sum(each[:chunk], []), *each[chunk][: self.pp_rank]] for name, each in rows.items()}
         starts = {name: sum(layers) for name, layers in before.items()}
         fill(self, mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), starts)
+        if os.environ.get("VTP_TEST_LAYERS") and mpu.get_tensor_model_parallel_rank() == 0:
+            # In one piece: other ranks write, too.
+            print(f"stage {self.pp_rank}, chunk {chunk} holds {_layers(self)}\n", end="", flush=True)
 
     module.VLMModel.__init__ = build_and_fill
     if "--bf16" not in sys.argv:
         # The script looks for the model behind two wrappers; without bf16 there is one.
         module.VLMModel.module = property(_Behind)
+
+
+def _layers(model: Any) -> str:
+    """Write the numbers of the layers that a chunk holds, and as which of how many parts each is stored."""
+    stored, found = model.sharded_state_dict(), []
+    for part, prefix in {"vision": "image_encoder.encoder.blocks", "text": "text_decoder.decoder"}.items():
+        block = dict(model.named_modules()).get(prefix)
+        numbers = [layer.layer_number for layer in block.layers] if block is not None else []
+        weights = [
+            value for value in stored.values() if value.key == f"{prefix}.layers.self_attention.linear_proj.weight"
+        ]
+        found.append(f"{part} {numbers} of {[(value.global_offset[0], value.global_shape[0]) for value in weights]}")
+    return "; ".join(found)
 
 
 class _Behind:
@@ -119,6 +135,23 @@ def forget_positions() -> None:
     multimodal._batch = batch
 
 
+def finalize_first_chunk_only(module: Any) -> None:
+    """Leave the gradients of the edge's last chunk as they are, as MindSpeed-MM's own feature does in the cloud."""
+    wrap = module.finalize_model_grads_wrapper
+
+    def wrap_for_one(finalize: Any) -> Any:
+        return wrap(lambda model, num_tokens=None: finalize(model[:1], num_tokens))
+
+    module.finalize_model_grads_wrapper = wrap_for_one
+
+
+def change_training(module: Any) -> None:
+    """Print all digits, and drop what a control drops."""
+    print_all_digits(module)
+    if os.environ.get("VTP_TEST_ONE_CHUNK"):
+        finalize_first_chunk_only(module)
+
+
 def main() -> None:
     """Prepare, and run the script as its own main."""
     if not is_cpu_mapping_installed():
@@ -130,7 +163,7 @@ def main() -> None:
             POSITIONS: find_small_ids,
             "mindspeed_mm.models.common.mm_gpt_model": allow_fp32,
             "mindspeed_mm.models.vlm_model": start_from_one_set_of_weights,
-            "mindspeed_mm.training": print_all_digits,
+            "mindspeed_mm.training": change_training,
         },
         around={POSITIONS: npu_is_a_device},
     )
