@@ -190,6 +190,15 @@ def test_positions_of_zero_ids_fail_by_far(monkeypatch: pytest.MonkeyPatch) -> N
     assert abs(found - expected) > 1e-3 * expected
 
 
+def test_a_chunk_that_is_not_finalized_fails_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the edge's last chunk is left out, so its replicas train with gradients of their own samples."""
+    monkeypatch.setenv("VTP_TEST_ONE_CHUNK", "1")
+    code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], *OF_THE_ORACLE, dp=2)
+    assert code == 0, output[-6000:]
+    found, expected = numbers(output)["norms"][0], oracle(*OF_THE_ORACLE, dp=2)["norms"][0]
+    assert abs(found - expected) > 1e-2 * expected
+
+
 @pytest.mark.parametrize(
     ("sizes", "vision", "text", "is_own", "extra", "words"),
     [
