@@ -24,6 +24,7 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.checks.layer_lists import check_counts, check_places
 from vtp_plugin.options.checks.packed import packing_flag
 from vtp_plugin.patches.mindspeed import known
+from vtp_plugin.patches.mindspeed.converted import problems_of_converted
 from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.session import Session
 
@@ -123,6 +124,7 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
     if text is None or layout.num_stages == 1:
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
+    yield from problems_of_converted(args.load, layout, is_u_shaped=is_u_shaped)
     if layout.num_stages > 1:
         wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
         yield from wrong
