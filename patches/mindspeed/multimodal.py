@@ -124,7 +124,7 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
     if text is None or layout.num_stages == 1:
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
-    yield from problems_of_converted(args.load, layout, is_u_shaped=is_u_shaped)
+    yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
     if layout.num_stages > 1:
         wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
         yield from wrong

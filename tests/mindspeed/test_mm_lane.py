@@ -80,10 +80,10 @@ def trained(*arguments: object, **options: object) -> Numbers:
     return numbers(output)
 
 
-def numbers(output: str) -> Numbers:
-    """Return losses and norms, step by step."""
+def numbers(output: str, steps: int = STEPS) -> Numbers:
+    """Return losses and norms, of so many steps, step by step."""
     found = [(float(loss), float(norm)) for loss, norm in _NUMBERS.findall(output)]
-    assert len(found) == STEPS, output[-6000:]
+    assert len(found) == steps, output[-6000:]
     return {"losses": [loss for loss, _ in found], "norms": [norm for _, norm in found]}
 
 

@@ -26,8 +26,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
-# Of iptables, and of MindSpeed.
+# Of iptables, of MindSpeed and of MindSpeed-MM's converter.
 FOREIGN_FLAGS = {
+    "--cfg",
     "--dport",
     "--mm-data",
     "--mm-model",

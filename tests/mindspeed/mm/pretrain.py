@@ -34,7 +34,7 @@ def give_made_samples(data: Any) -> None:
 
     def build_dataloader(dataset: samples.MadeSamples, **kwargs: Any) -> samples.Loader:
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        return samples.Loader(dataset, get_args().micro_batch_size, replica, replicas)
+        return samples.Loader(dataset, get_args().micro_batch_size, replica, replicas, kwargs["consumed_samples"])
 
     data.build_mm_dataset, data.build_mm_dataloader = build_dataset, build_dataloader
 

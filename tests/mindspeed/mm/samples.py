@@ -126,15 +126,17 @@ class Loader:
         size: samples in a microbatch.
         replica: number of this replica.
         replicas: how many there are.
+        consumed: samples that were trained before, in this order.
     """
 
-    def __init__(self, samples: MadeSamples, size: int, replica: int, replicas: int) -> None:
+    def __init__(self, samples: MadeSamples, size: int, replica: int, replicas: int, consumed: int = 0) -> None:
         self._samples = samples
         self._size = size
         self._replica = replica
         self._replicas = replicas
+        self._consumed = consumed
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self._samples), self._size * self._replicas):
+        for start in range(self._consumed, len(self._samples), self._size * self._replicas):
             first = start + self._size * self._replica
             yield collate([self._samples[index] for index in range(first, first + self._size)])
