@@ -131,9 +131,11 @@ class StoredOptimizer:
             for state, tensor in tensors.items():
                 by_piece[MetadataIndex(f"{copy.piece.key}.{state}", (copy.piece.offset,))].append((copy, tensor))
         in_order = sorted(by_piece, key=lambda index: (self._places[index].relative_path, self._places[index].offset))
-        items = [_item(index.fqn, (by_piece[index][0][0].piece.offset,), numel=by_piece[index][0][0].piece.numel)
-                 for index in in_order]  # fmt: skip
-        self._reader.read_data(LoadPlan(items), _Planner(by_piece))
+        planner = _Planner(by_piece)
+        for index in in_order:
+            piece = by_piece[index][0][0].piece
+            # Asked for several, the reader keeps each until it has the next: two would be in memory.
+            self._reader.read_data(LoadPlan([_item(index.fqn, (piece.offset,), numel=piece.numel)]), planner)
 
 
 def _is_same(a: Bucket, b: Bucket) -> bool:
