@@ -9,8 +9,9 @@ import pytest
 from tests.oracles import megatron_parser
 from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
 
-OF_MINDSPEED_MM = {"mm_data", "mm_model", "mm_tool"}
-LOCAL = {name for names in LOCAL_ARGUMENTS.values() for name in names} - OF_MINDSPEED_MM
+# The last is the folder in which a rank was started, if it is not given.
+OF_MINDSPEED = {"mm_data", "mm_model", "mm_tool", "tokenizer_name_or_path", "auto_settings_work_dir"}
+LOCAL = {name for names in LOCAL_ARGUMENTS.values() for name in names} - OF_MINDSPEED
 EDGE = {name for names in EDGE_ARGUMENTS.values() for name in names}
 
 # What only a Megatron before 0.19 declares.

@@ -121,7 +121,7 @@ def run_at_the_edge(folder: str) -> None:
         os.chdir(folder)
     else:
         os.chdir(tempfile.mkdtemp())
-        words += ["--mm-data", "", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here"]
+        words += ["--mm-data", "", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "not-here"]
     os.environ["VTP_TEST_OPENS"] = "1"
     sys.argv = ["vtp_plugin", "run", __file__, *words]
     runpy.run_module("vtp_plugin", run_name="__main__", alter_sys=True)

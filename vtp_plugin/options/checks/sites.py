@@ -24,7 +24,7 @@ LOCAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "vocab_file", "merge_file", "tokenizer_model", "metadata_path", "tokenizer_metadata", "s3_cache_path",
             "heterogeneous_layers_config_path", "te_precision_config_file", "memory_snapshot_path",
             "flight_recorder_dump_path", "result_rejected_tracker_filename", "dump_param_to_param_group_map",
-            "mm_data", "mm_model", "mm_tool",
+            "mm_data", "mm_model", "mm_tool", "tokenizer_name_or_path", "auto_settings_work_dir",
         ),
         "logging": (
             "tensorboard_dir", "tensorboard_queue_size", "wandb_project", "wandb_exp_name", "wandb_save_dir",
