@@ -24,6 +24,7 @@ from vtp_plugin.checkpoint.files import TRACKER
 
 pytestmark = test_mm_lane.pytestmark
 SHARDED = ("--ckpt-format", "torch_dist")
+SGD = ("--optimizer", "sgd", "--lr", "1e-1")
 MIDDLE = 3
 LEFT = STEPS - MIDDLE
 LISTS = {
@@ -100,10 +101,10 @@ def assert_near(found: Tensors, expected: Tensors, tolerance: float = 1e-5) -> N
 
 
 @functools.cache
-def unbroken() -> tuple[Path, Numbers]:
+def unbroken(*extra: str) -> tuple[Path, Numbers]:
     """One rank without the plugin trains five steps, and saves after each; return where, and what it logged."""
     folder = Path(tempfile.mkdtemp())
-    output = train("", *SHARDED, "--save", str(folder), "--save-interval", "1")
+    output = train("", *SHARDED, "--save", str(folder), "--save-interval", "1", *extra)
     return folder, numbers(output)
 
 
@@ -135,9 +136,12 @@ def test_weights_move_to_another_layout_and_back(tmp_path: Path, layout: str) ->
 
 @pytest.mark.parametrize("layout", ["1,2", "U 1,2"])
 def test_weights_after_five_steps_are_those_of_one_rank(tmp_path: Path, layout: str) -> None:
-    """Every rank starts from its part of one set of weights, as of the names of its own parameters."""
-    folder, expected = unbroken()
-    output = train(layout, *SHARDED, "--save", str(tmp_path), "--save-interval", str(STEPS))
+    """Every rank starts from its part of one set of weights, as of the names of its own parameters.
+
+    Not by Adam, which divides a gradient by its own size, also where that is rounding, as in the biases of keys.
+    """
+    folder, expected = unbroken(*SGD)
+    output = train(layout, *SHARDED, "--save", str(tmp_path), "--save-interval", str(STEPS), *SGD)
     assert_equal(numbers(output), expected)
     assert_near(weights(gathered(tmp_path, STEPS)), weights(gathered(folder, STEPS)))
 
