@@ -79,9 +79,9 @@ def test_other_forms_do_not_leave_as_positions(tensor: torch.Tensor) -> None:
 def plain(text: Sequence[int], **options: object) -> list[str]:
     """Say what of a plain pipeline of two stages does not fit."""
     decoder = SimpleNamespace(pipeline_num_layers=text, **options)
-    args: Any = SimpleNamespace(
-        mm=SimpleNamespace(model=SimpleNamespace(text_decoder=decoder)), virtual_pipeline_model_parallel_size=None
-    )
+    tower = SimpleNamespace(pipeline_num_layers=[2, 0], num_attention_heads=4)
+    model = SimpleNamespace(text_decoder=decoder, image_encoder=SimpleNamespace(vision_encoder=tower))
+    args: Any = SimpleNamespace(mm=SimpleNamespace(model=model), virtual_pipeline_model_parallel_size=None)
     layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
     return list(multimodal.problems(args, layout, is_u_shaped=False))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.patches.training.checkpointing import _stored_experts  # pyright: ignore[reportPrivateUsage]
+from vtp_plugin.patches.training.loadable import stored_experts
 
 STAGES = {"pipeline_model_parallel_size": 2}
 
@@ -32,4 +32,4 @@ STAGES = {"pipeline_model_parallel_size": 2}
     ],
 )
 def test_sizes_of_experts(stored: dict[str, Any], sizes: tuple[tuple[int, ...], ...]) -> None:
-    assert _stored_experts(SimpleNamespace(**STAGES, **stored)) == sizes
+    assert stored_experts(SimpleNamespace(**STAGES, **stored)) == sizes
