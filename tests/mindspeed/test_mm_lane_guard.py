@@ -122,6 +122,7 @@ def test_only_the_edge_needs_tokenizer_and_data(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("VTP_TEST_EDGE", str(tmp_path))
     code, output = at_the_edge(*files_of_the_edge(tmp_path))
     assert code == 0, output[-6000:]
+    monkeypatch.delenv("VTP_TEST_EDGE")  # the oracle has no edge
     own_script.assert_equal(own_script.numbers(output), oracle_of("pictures"))
     assert set(re.findall(r"rank (\d) opens (\./\w+): the (\w+)", output)) == {
         ("0", "./model", "model"),
