@@ -16,6 +16,7 @@ from tests.mindspeed.test_mm_lane import (
     numbers,
     oracle,
     start,
+    start_u,
 )
 
 pytestmark = [pytest.mark.full, needs_trees]
@@ -34,5 +35,18 @@ def test_layers_of_an_uneven_pipeline_have_their_numbers(monkeypatch: pytest.Mon
     assert held(output) == {
         "0.0": ("[1, 2]", "[(0, 2), (1, 2)]", "[1]", "[(0, 4)]"),
         "1.0": ("[]", "[]", "[2, 3, 4]", "[(1, 4), (2, 4), (3, 4)]"),
+    }
+    assert_equal(numbers(output), oracle(is_recomputed=True))
+
+
+def test_layers_of_a_u_have_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VTP_TEST_LAYERS", "1")
+    code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], is_recomputed=True)
+    assert code == 0, output[-6000:]
+    assert held(output) == {
+        "0.0": ("[1, 2]", "[(0, 2), (1, 2)]", "[1]", "[(0, 4)]"),
+        "1.0": ("[]", "[]", "[2, 3]", "[(1, 4), (2, 4)]"),
+        "0.1": ("[]", "[]", "[4]", "[(3, 4)]"),
+        "1.1": ("[]", "[]", "[]", "[]"),
     }
     assert_equal(numbers(output), oracle(is_recomputed=True))
