@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
     from vtp_plugin.patching import Record
+    from vtp_plugin.patching.pins import Pins
 
 
 def installed_records() -> Sequence[Record]:
@@ -59,22 +60,25 @@ def main() -> None:
 
 def _write_mindspeed(trees: Mapping[str, Path]) -> None:
     from vtp_plugin.patches.mindspeed import known
-    from vtp_plugin.patching.pins import pins_in, read_pins
+    from vtp_plugin.patching.pins import pins_in
 
-    pins = dict(read_pins(known.PINS)) if known.PINS.exists() else {}
-    for package, tree in trees.items():
-        pins[known.WRITTEN_FOR[package]] = pins_in(tree, known.TARGETS[package])
-    known.PINS.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")
+    found = {known.WRITTEN_FOR[package]: pins_in(tree, known.TARGETS[package]) for package, tree in trees.items()}
+    _add(known.PINS, found)
 
 
 def _write_installed() -> None:
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.registry import PINS
-    from vtp_plugin.patching.pins import pins_of, read_pins
+    from vtp_plugin.patching.pins import pins_of
 
-    found = pins_of(record.target for record in installed_records())
-    pins = {**(read_pins(PINS) if PINS.exists() else {}), find_host()[1].version: found}
-    PINS.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")
+    _add(PINS, {find_host()[1].version: pins_of(record.target for record in installed_records())})
+
+
+def _add(path: Path, found: Pins) -> None:
+    from vtp_plugin.patching.pins import read_pins
+
+    pins = {**(read_pins(path) if path.exists() else {}), **found}
+    path.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")
 
 
 if __name__ == "__main__":

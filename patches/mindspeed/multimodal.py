@@ -125,24 +125,29 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
     yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
-    if layout.num_stages > 1:
-        wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
-        yield from wrong
-        vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
-        if not wrong and not lists.text[0][0] and not getattr(text, "untie_embeddings_and_output_weights", True):
-            yield (
-                "untie_embeddings_and_output_weights false of text_decoder, which begins behind stage 0; its copies "
-                "are kept equal on the first and the last stage only, as in Megatron; give stage 0 a layer of it, or "
-                "untie them"
-            )
-        if not wrong:
-            counts = (None if part is None else getattr(part, "num_layers", None) for part in (vision, text))
-            yield from check_counts(lists, *counts)
-            yield from check_places(lists, is_u_shaped=is_u_shaped)
-        if not wrong and vision is not None:
-            yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
+    wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
+    yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
     if is_u_shaped:
         yield from _problems_of_a_u(args, layout, text)
+
+
+def _problems_of_layers(
+    args: argparse.Namespace, lists: LayerLists, layout: PipelineLayout, *, is_u_shaped: bool
+) -> Iterator[str]:
+    """Say what lists that have the right form do not fit."""
+    text = args.mm.model.text_decoder
+    vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
+    if not lists.text[0][0] and not getattr(text, "untie_embeddings_and_output_weights", True):
+        yield (
+            "untie_embeddings_and_output_weights false of text_decoder, which begins behind stage 0; its copies "
+            "are kept equal on the first and the last stage only, as in Megatron; give stage 0 a layer of it, or "
+            "untie them"
+        )
+    counts = (None if part is None else getattr(part, "num_layers", None) for part in (vision, text))
+    yield from check_counts(lists, *counts)
+    yield from check_places(lists, is_u_shaped=is_u_shaped)
+    if vision is not None:
+        yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
 
 
 def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any) -> Iterator[str]:

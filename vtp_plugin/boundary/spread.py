@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ground.boxes import Box, format_box, overlaps, volume, whole_box
+from vtp_plugin.ground.boxes import Box, box_shape, format_box, overlaps, volume, whole_box
 
 
 def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:
@@ -80,7 +80,7 @@ class Holding:
         >>> Holding(rank=0, boxes=(((0, 2), (0, 3)), ((6, 8), (0, 3)))).local_shape
         (4, 3)
         """
-        rest = {tuple(stop - start for start, stop in box[1:]) for box in self.boxes}
+        rest = {box_shape(box[1:]) for box in self.boxes}
         if len(rest) != 1:
             raise PlanError(f"rank {self.rank} holds boxes of different widths: {self.boxes}")
         return (num_rows(self.boxes), *rest.pop())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ground.boxes import Box
+from vtp_plugin.ground.boxes import Box, box_shape
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Block:
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the box."""
-        return tuple(stop - start for start, stop in self.box)
+        return box_shape(self.box)
 
 
 def block_at(box: Box, offset: int, strides: tuple[int, ...]) -> Block:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Placed, Strided
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ground.boxes import Box, intersect, overlaps, volume, whole_box
+from vtp_plugin.ground.boxes import Box, box_shape, intersect, overlaps, volume, whole_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Copy:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements in every dimension."""
-        return tuple(stop - start for start, stop in self.box)
+        return box_shape(self.box)
 
 
 class Stored:
@@ -62,7 +62,8 @@ class Stored:
 
     Args:
         buckets: all of the checkpoint.
-        pieces: all of the buckets, in any order; of every bucket they leave no gap (:func:`check_stored`).
+        pieces: all of the buckets, in any order; of every bucket they leave no gap
+            (:func:`~vtp_plugin.checkpoint.check.check_map`).
 
     Attributes:
         buckets: by their keys.
@@ -110,7 +111,7 @@ class Stored:
 
     def _cut_pieces(self, key: str, box: Box, here: Strided, there: Strided, wanted: tuple[int, int]) -> Iterator[Copy]:
         """Yield a copy for everything in a box that is wanted and lies together in a piece."""
-        shape = tuple(stop - start for start, stop in box)
+        shape = box_shape(box)
         first, last = (count_below(here, shape, limit) for limit in wanted)
         pieces = self._pieces[key]
         index = max(bisect_right(pieces, there.offset, key=lambda piece: piece.offset) - 1, 0)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Placed, Strided, row_major
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.boxes import box_shape
 
 MAP: Final = "vtp_optimizer_map.json"
 """The name of the file."""
@@ -94,7 +95,7 @@ def _packed(block: Block) -> list[Any]:
 
 def _unpacked(row: Any) -> Block:
     box = tuple((int(start), int(stop)) for start, stop in row[0])
-    place = Strided(0, row_major(tuple(b - a for a, b in box))) if len(row) == 1 else Strided(row[1], tuple(row[2]))
+    place = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(row[1], tuple(row[2]))
     return Block(box, place)
 
 

@@ -37,6 +37,15 @@ def whole_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, length) for length in shape)
 
 
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Return the lengths of a box.
+
+    >>> box_shape(((0, 4), (2, 5)))
+    (4, 3)
+    """
+    return tuple(stop - start for start, stop in box)
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the common part of two boxes with the same number of dimensions; None if they share no element.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vtp_plugin.layout.layer_lists import LIST_NAME, LayerLists, show_rows
+from vtp_plugin.layout.layer_lists import LIST_NAME, LayerLists, num_layers, show_rows
 
 _JSON = "change the JSON of the model"
 
@@ -21,7 +21,7 @@ def check_counts(lists: LayerLists, vision: int | None, text: int | None) -> Ite
     pipeline_num_layers 1,2 of text_decoder has 3 layers; its num_layers is 4; change the JSON of the model
     """
     for name, rows, wanted in (("vision_encoder", lists.vision, vision), ("text_decoder", lists.text, text)):
-        if wanted is not None and (found := sum(map(sum, rows))) != wanted:
+        if wanted is not None and (found := num_layers(rows)) != wanted:
             yield f"{LIST_NAME} {show_rows(rows)} of {name} has {found} layers; its num_layers is {wanted}; {_JSON}"
 
 
