@@ -18,6 +18,7 @@ from vtp_plugin.options.checks.batch import describe_batches, own_batches
 from vtp_plugin.options.checks.packed import packing_flag
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.u_layers import check_u_layers
+from vtp_plugin.options.derived import crossing_bytes
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.options.run_checks import check_run
 from vtp_plugin.options.table.rows import RULES
@@ -305,13 +306,13 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
             *(host.refusals(EXPERT_RULES, args, context) if args.num_experts else ()),
         )
     )
-    session.learn(log_interval_steps=args.log_interval, is_sharded=bool(args.sequence_parallel))
+    session.learn(
+        log_interval_steps=args.log_interval,
+        is_sharded=bool(args.sequence_parallel),
+        tensor_bytes=crossing_bytes(args, layout.cp_sizes),
+    )
     if packing_flag(args):
         session.learn(companion=packed_rows(args.seq_length))
-    if args.hidden_size and args.seq_length and args.micro_batch_size:
-        itemsize_bytes = 2 if args.fp16 or args.bf16 else 4
-        rows = args.seq_length // max(layout.cp_sizes)
-        session.learn(tensor_bytes=rows * args.micro_batch_size * args.hidden_size * itemsize_bytes)
     stage = layout.stage_of(args.rank)
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))

@@ -112,6 +112,8 @@ def wrap(line: str, width: int = WIDTH) -> list[str]:
 
     >>> wrap("  one two three", 10)
     ['  one two', '      three']
+    >>> wrap("give --vtp-size-list", 10)
+    ['give', '    --vtp-size-list']
     """
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(

@@ -160,6 +160,24 @@ def is_active(config: VtpConfig, layout: PipelineLayout) -> bool:
     return config.is_forced or not layout.is_uniform
 
 
+def crossing_bytes(options: Any, cp_sizes: Sequence[int]) -> int | None:
+    """Return the size of a tensor that crosses between stages of the largest context-parallel size; None if unknown.
+
+    Args:
+        options: Megatron's.
+        cp_sizes: of the stages.
+
+    >>> from types import SimpleNamespace
+    >>> options = SimpleNamespace(seq_length=12, micro_batch_size=2, hidden_size=5, fp16=False, bf16=True)
+    >>> crossing_bytes(options, (1, 3))
+    80
+    """
+    if not (options.hidden_size and options.seq_length and options.micro_batch_size):
+        return None
+    itemsize_bytes = 2 if options.fp16 or options.bf16 else 4
+    return options.seq_length // max(cp_sizes) * options.micro_batch_size * options.hidden_size * itemsize_bytes
+
+
 def transport_rules(config: VtpConfig, tensor_bytes: int | None, *, is_sharded: bool = False) -> TransportRules:
     """Return the rules that choose the strategy of every boundary.
 

@@ -3,7 +3,7 @@
 A replacement reaches the target itself. When records are applied, and at each later :meth:`AppliedPatches.rebind`, it
 also reaches what holds the same object by a name: the names of loaded modules that know the host, and the class
 attributes, default arguments and :func:`functools.partial` objects behind them. It does not reach closures, containers,
-and attributes of other objects: :attr:`AppliedPatches.unreached` names what a detector has seen there.
+and attributes of other objects: :func:`unreached` names what a detector finds there when asked.
 
 Words:
     place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).
@@ -18,7 +18,7 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.patching.applied import AppliedPatches
+from vtp_plugin.patching.applied import AppliedPatches, unreached
 from vtp_plugin.patching.declare import Declared, Replacement, Writes, Written, declared, replaces, subclasses
 from vtp_plugin.patching.engine import apply_records, rebuild
 from vtp_plugin.patching.record import AnyRecord, PatchRecord, PatchStatus, Record, WriteRecord, format_status
@@ -40,4 +40,5 @@ __all__ = [
     "rebuild",
     "replaces",
     "subclasses",
+    "unreached",
 ]

@@ -7,7 +7,7 @@ import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -91,7 +91,6 @@ class AppliedPatches:
         patches: those that were carried out.
         undo: their assignments.
         places: what holds a replacement, each with its patch: the targets, and what else was found.
-        stays: the Python `id` of an original, and where it stays.
         active: whether the replacements are in force: :meth:`revert` has not run yet.
         rebuilt: replacements that were built anew, around what another package has put below them.
     """
@@ -102,15 +101,13 @@ class AppliedPatches:
     patches: tuple[Patch, ...]
     undo: UndoStack = field(default_factory=UndoStack)
     places: list[tuple[Patch, Hit]] = field(default_factory=list[tuple[Patch, Hit]])
-    stays: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     active: bool = True
     rebuilt: list[object] = field(default_factory=list[object])
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """Where originals stay that were taken before applying, as far as seen: closures, containers, attributes."""
-        of = self._by_original()
-        return tuple(f"{where} ({of[key].target.name})" for key, where in self.stays if key in of)
+        """Where originals stay that were taken before applying, see :func:`unreached`; looked for when asked."""
+        return unreached([self])
 
     def put(self, patch: Patch, hit: Hit) -> None:
         """Make a place hold a replacement."""
@@ -120,16 +117,9 @@ class AppliedPatches:
     def find_places(self) -> list[tuple[Patch, Hit]]:
         """List the places that hold an original by a name, and are to hold its replacement."""
         of, known = self._by_original(), self._known()
-        hits = find(self._swaps(), self.host.owns)
+        swaps = [pair for patch in self.patches for pair in patch.swaps]
+        hits = find(swaps, self.host.owns)
         return [(of[hit.of], hit) for hit in hits if hit.place.key not in known]
-
-    def detect(self) -> None:
-        """Find what else holds an original, for :attr:`unreached`; nothing is changed."""
-        self.stays = detect(self._swaps())
-        if self.stays:
-            # Garbage is not worth a report.
-            gc.collect()
-            self.stays = detect(self._swaps())
 
     def rebind(self) -> None:
         """Look for the originals once more, and replace them where modules have taken them since."""
@@ -137,7 +127,6 @@ class AppliedPatches:
             # Some owners refuse to be changed, such as a class with its own __setattr__. The original stays there.
             with contextlib.suppress(Exception):
                 self.put(patch, hit)
-        self.detect()
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
@@ -212,9 +201,6 @@ class AppliedPatches:
         now = patch.hit.place.get()
         return now is patch.new or any(now is new for new in self.rebuilt)
 
-    def _swaps(self) -> list[tuple[object, object]]:
-        return [pair for patch in self.patches for pair in patch.swaps]
-
     def _by_original(self) -> dict[int, Patch]:
         return {id(old): patch for patch in self.patches for old, _ in patch.swaps}
 
@@ -246,6 +232,26 @@ class AppliedPatches:
             remove_when=record.remove_when,
             written=record.is_written if is_write else None,
         )
+
+
+def unreached(sets: Iterable[AppliedPatches]) -> tuple[str, ...]:
+    """Name where originals stay that were taken before applying, as far as seen; nothing is changed.
+
+    Args:
+        sets: those in force count. One search for all of them: what a search costs hardly depends on for how much.
+
+    Returns:
+        Closures, containers and attributes, each with the name of what it holds; sorted.
+    """
+    patches = [patch for applied in sets if applied.active for patch in applied.patches]
+    swaps = [pair for patch in patches for pair in patch.swaps]
+    names = {id(old): patch.target.name for patch in patches for old, _ in patch.swaps}
+    found = detect(swaps)
+    if found:
+        # Garbage is not worth a report.
+        gc.collect()
+        found = detect(swaps)
+    return tuple(f"{where} ({names[key]})" for key, where in found)
 
 
 def _parts(link: Any) -> list[Any]:

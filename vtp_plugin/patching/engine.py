@@ -203,7 +203,7 @@ def _check_new(patches: Sequence[Patch], host: Host) -> None:
 
 
 def _set_all(applied: AppliedPatches) -> None:
-    """Set every target and its aliases, and detect what is left; on a failure in the host restore what was set."""
+    """Set every target and its aliases; on a failure in the host restore what was set."""
     aliases = applied.find_places()
     targets = {patch.hit.place.key: (patch, patch.hit) for patch in applied.patches}
     places = [*targets.values(), *(found for found in aliases if found[1].place.key not in targets)]
@@ -216,7 +216,6 @@ def _set_all(applied: AppliedPatches) -> None:
                     reason = f"setting {hit.where} fails with {error!r}; choose another seam"
                     applied.host.fail(patch.record, reason, error)
                 # Another package that refuses to be changed is no reason to fail: it is detected, and named.
-        applied.detect()
     except BaseException:
         applied.undo.undo()
         raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground import log
 from vtp_plugin.hosts import host_named, untried
+from vtp_plugin.patching import unreached
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
@@ -23,7 +24,7 @@ def warn_of_untried(name: str) -> None:
 
 def warn_of_unreached(session: Session) -> None:
     """Name what still holds a function of Megatron that was replaced."""
-    places = [place for applied in session.applied for place in applied.unreached]
+    places = unreached(session.applied)
     if places:
         rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
         log.warning(

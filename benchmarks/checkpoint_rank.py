@@ -1,0 +1,86 @@
+"""A rank of ``benchmarks.checkpoint``: runs the example, and notes the time and the memory of its save or load.
+
+torchrun --nproc-per-node 2 -m benchmarks.checkpoint_rank {stock,plugin,other} {save,load} NOTES [script's arguments]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import vtp_plugin
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.hosts import find_host
+from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patches.registry import platform_records
+from vtp_plugin.patching import apply_records
+from vtp_plugin.session import Session
+
+_SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "pretrain_gpt.py"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SAMPLE_S = 0.002
+
+
+def main() -> None:
+    """Run the script; write the note."""
+    how, what, notes, *words = sys.argv[1:]
+    sys.argv = [str(_SCRIPT), *words]
+    if how == "stock":
+        _run_on_cpu()
+        sys.argv += ["--distributed-backend", "gloo"]
+    else:
+        vtp_plugin.apply()
+    from megatron.training import checkpointing, training
+
+    # Looked up when called: the plugin replaces it where it is defined once it knows the list.
+    name = f"{what}_checkpoint"
+    setattr(training, name, lambda *args, **kwargs: _noted(Path(notes), getattr(checkpointing, name), args, kwargs))
+    runpy.run_path(str(_SCRIPT), run_name="__main__")
+
+
+def _run_on_cpu() -> None:
+    """Let stock Megatron start on a CPU, with nothing else of the plugin."""
+    session = Session(VtpConfig(device="cpu"))
+    session.choose_platform()
+    host, megatron = find_host()
+    apply_records(platform_records(session, load_host(host.name)), megatron.version)
+
+
+def _noted(notes: Path, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Act on all ranks at once, and write down what it took here."""
+    peak_bytes, is_over = _resident_bytes(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak_bytes
+        while not is_over.wait(_SAMPLE_S):
+            peak_bytes = max(peak_bytes, _resident_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    dist.barrier()
+    watcher.start()
+    begin_s = time.perf_counter()
+    result = act(*args, **kwargs)
+    dist.barrier()
+    seconds = time.perf_counter() - begin_s
+    is_over.set()
+    watcher.join()
+    note = {"seconds": seconds, "peak_bytes": peak_bytes, "kept_bytes": _resident_bytes()}
+    (notes / f"{dist.get_rank()}.json").write_text(json.dumps(note))
+    return result
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+if __name__ == "__main__":
+    main()
