@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
     frozenset({"config"}),
     frozenset({"options", "pictures"}),
-    frozenset({"runtime"}),
+    frozenset({"offline", "runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
     frozenset({"api"}),

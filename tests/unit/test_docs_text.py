@@ -61,7 +61,8 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.values()
+            for choice in action.choices.values():
+                yield from _commands(choice)
 
 
 def slugs(path: Path) -> set[str]:

@@ -25,9 +25,15 @@ CALLED_BY_OTHERS = {
     "commit_tensor": "of a load planner of torch's",
     "emit": "of a logging handler",
     "filter": "of a logging handler",
+    "find_class": "of an unpickler",
     "get_gtp_ranks": "of Megatron's rank generator",
     "load_bytes": "of a load planner of torch's",
+    "persistent_id": "of a pickler",
+    "persistent_load": "of an unpickler",
+    "readable": "of a file",
+    "reducer_override": "of a pickler",
     "resolve_tensor": "of a load planner of torch's",
+    "seekable": "of a file",
 }
 DECLARING = {"replaces", "subclasses"}
 IN_EXAMPLES = {"parse_actions"}  # what examples in docstrings are written with

@@ -64,7 +64,7 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     if "://" in load_dir or not (step or tracker.is_file()):
         return ()
     name = str(step) if step else tracker.read_text(errors="replace").strip()
-    checkpoint = folder / (f"iter_{int(name):07d}" if name.isdecimal() else name)
+    checkpoint = _of_iteration(folder, name)
     if not checkpoint.is_dir():
         problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
     elif (found := _broken_file(checkpoint)) is not None:
@@ -74,6 +74,37 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     others = [number for number in _whole_iterations(folder) if str(number) != name]
     instead = f"load an older one with --ckpt-step {others[-1]}" if others else "load another folder"
     return (f"{problem}; copy it again, or {instead}",)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that a user means: the folder itself, or the newest one in it. None of its files is read.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    if (folder / "metadata.json").exists() or (folder / ".metadata").exists():
+        return folder
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; a checkpoint is one; give its path")
+    if any(folder.glob("mp_rank_*")):
+        raise ConfigError(
+            f"{folder} has the format torch, one file for each rank; these tools read torch_dist; load it and save it "
+            "with --ckpt-format torch_dist"
+        )
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        raise ConfigError(
+            f"{folder} holds neither a checkpoint nor {TRACKER}; a checkpoint has a file .metadata; give a folder like "
+            "iter_0000100, or the one that holds it"
+        )
+    checkpoint = _of_iteration(folder, tracker.read_text(errors="replace").strip())
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
+    return checkpoint
+
+
+def _of_iteration(folder: Path, name: str) -> Path:
+    return folder / (f"iter_{int(name):07d}" if name.isdecimal() else name)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""The command line, ``python -m vtp_plugin run | plan | draw | simulate | doctor``: one file for each command.
+"""The command line, ``python -m vtp_plugin run | plan | draw | simulate | checkpoint | doctor``: one file each.
 
 Commands parse, call and print; other packages plan what they show. Only ``run`` and ``doctor`` import torch and
-Megatron.
+Megatron, and ``checkpoint diff`` imports torch.
 
 Words:
     view: what a command shows, in words and as JSON.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import doctor, draw, plan, run, simulate
+from vtp_plugin.cli import checkpoint, doctor, draw, plan, run, simulate
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 
@@ -15,6 +15,11 @@ _COMMANDS = {
     "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
     "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
     "simulate": (simulate.add_arguments, simulate.run, "simulate one step; nothing is measured"),
+    "checkpoint": (
+        checkpoint.add_arguments,
+        checkpoint.run,
+        "show, verify, compare or rewrite checkpoints, without a run",
+    ),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
 }
 

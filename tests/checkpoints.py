@@ -1,0 +1,218 @@
+"""Small checkpoints as torch_dist writes them, in any layout and form, made in one process without Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from vtp_plugin.checkpoint.cuts import Bucket, Cut, Placed, block_at, row_major
+from vtp_plugin.checkpoint.map_file import MAP, dump_map
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+EXPERTS = "decoder.layers.mlp.experts.linear_fc1.weight"
+NORM = "decoder.layers.input_layernorm.weight"
+OTHER_NORM = "decoder.layers.pre_mlp_layernorm.weight"
+# Layers come first; norms are whole on every rank.
+SHAPES = {QKV: (2, 12, 4), EXPERTS: (2, 4, 8, 4), NORM: (2, 4), OTHER_NORM: (2, 4), "embedding.weight": (8, 4)}
+
+
+@dataclass
+class Model:
+    """What a checkpoint holds.
+
+    Attributes:
+        weights: by name.
+        states: of the optimizer, by state and name.
+        step: that it has made.
+    """
+
+    weights: dict[str, torch.Tensor]
+    states: dict[tuple[str, str], torch.Tensor]
+    step: float = 3.0
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
+    """Make a model whose values all differ; masters are the weights before rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    states = {
+        (state, name): torch.randn(shape, generator=generator) for state in STATES for name, shape in SHAPES.items()
+    }
+    return Model({name: states["param", name].to(dtype, copy=True) for name in SHAPES}, states)
+
+
+def cuts_of(name: str, shape: tuple[int, ...], ranks: int, axis: int) -> Iterator[tuple[int, Cut]]:
+    """Yield the parts of all ranks: layer by layer, along an axis behind the layers, or whole on the first rank."""
+    layers = shape[0] if name.startswith("decoder.layers") else 1
+    inner = shape[1:] if layers > 1 else shape
+    for layer, rank in itertools.product(range(layers), range(ranks)):
+        is_whole = len(inner) == 1
+        length = inner[0 if is_whole else axis] // ranks
+        box = tuple(
+            (rank * length, (rank + 1) * length) if dim == axis and not is_whole else (0, n)
+            for dim, n in enumerate(inner)
+        )
+        strides = row_major(tuple(b - a for a, b in box))
+        if layers > 1:
+            box, strides = ((layer, layer + 1), *box), (1, *strides)
+        yield rank, Cut(name=name, shape=shape, blocks=(block_at(box, 0, strides),), is_copy=is_whole and rank > 0)
+
+
+@dataclass
+class Writer:
+    """Writes one checkpoint, piece by piece.
+
+    Attributes:
+        folder: to write to.
+    """
+
+    folder: Path
+    entries: dict[str, Any] = field(default_factory=dict)
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+
+    def _append(self, index: MetadataIndex, value: Any, rank: int) -> None:
+        file = self.folder / f"__{rank}_0.distcp"
+        with file.open("ab") as stream:
+            start = stream.tell()
+            torch.save(value, stream)
+            self.places[index] = _StorageInfo(file.name, start, stream.tell() - start)
+
+    def tensor(self, key: str, shape: Sequence[int], offset: Sequence[int], value: torch.Tensor, rank: int) -> None:
+        """Write a part of a tensor."""
+        entry = self.entries.setdefault(
+            key, TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size(shape), [])
+        )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), value.shape))
+        self._append(MetadataIndex(key, torch.Size(offset)), value.contiguous().clone(), rank)
+
+    def object(self, key: str, value: Any, rank: int = 0) -> None:
+        """Write an object."""
+        self.entries[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), [value], rank)
+
+    def finish(
+        self, common: Mapping[str, Any], *, is_older: bool = False, flattened: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write what all ranks share, and the index."""
+        if is_older:
+            torch.save(common, self.folder / "common.pt")
+        else:
+            self.object("common_state/shard_0_1", common)
+        (self.folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+        index: Any = Metadata(self.entries, storage_data=self.places)
+        index.mcore_data = flattened or {}
+        (self.folder / ".metadata").write_bytes(pickle.dumps(index))
+        return self.folder
+
+
+def _common(model: Model, form: str, **optimizer: Any) -> dict[str, Any]:
+    args = argparse.Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, device=torch.float32)
+    return {
+        "args": args,
+        "iteration": int(model.step),
+        "optimizer": {"param_state_sharding_type": form, **optimizer},
+        "content_metadata": {"distrib_optim_sharding_type": form},
+    }
+
+
+def _groups(step: float) -> dict[str, Any]:
+    return {"param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "step": step}]}
+
+
+def _write_parts(writer: Writer, key: str, whole: torch.Tensor, name: str, ranks: int, axis: int) -> None:
+    for rank, cut in cuts_of(name, tuple(whole.shape), ranks, axis):
+        if not cut.is_copy:
+            box = cut.blocks[0].box
+            part = whole[tuple(slice(a, b) for a, b in box)]
+            writer.tensor(key, whole.shape, [a for a, _ in box], part, rank)
+
+
+def by_name(
+    folder: Path, model: Model, ranks: int = 2, axis: int = 0, *, form: str = "fully_reshardable", **options: Any
+) -> Path:
+    """Write the optimizer by parameter."""
+    writer = Writer(folder)
+    for name, weight in model.weights.items():
+        _write_parts(writer, name, weight, name, ranks, axis)
+    for (state, name), value in model.states.items():
+        _write_parts(writer, f"optimizer.state.{state}.{name}", value, name, ranks, axis)
+    return writer.finish(_common(model, form, optimizer=_groups(model.step)), **options)
+
+
+def by_block(folder: Path, model: Model, ranks: int = 2, axis: int = 0, **options: Any) -> Path:
+    """Write the optimizer by parameter as Megatron 0.12 does: each rank's block flat, shared by two replicas."""
+    writer = Writer(folder)
+    flattened: dict[str, Any] = {}
+    for name, weight in model.weights.items():
+        _write_parts(writer, name, weight, name, ranks, axis)
+    for (state, name), value in model.states.items():
+        key = f"optimizer.state.{'fp32_param' if state == 'param' else state}.{name}"
+        flattened[key] = {"nd_reformulated_orig_global_shape": value.shape}
+        for rank, cut in cuts_of(name, tuple(value.shape), ranks, axis):
+            box = cut.blocks[0].box
+            if not cut.is_copy:
+                flat = value[tuple(slice(a, b) for a, b in box)].flatten()
+                grid = [n // (b - a) for (a, b), n in zip(box, value.shape, strict=True)]
+                at = [a // (b - a) for a, b in box]
+                for start, stop in itertools.pairwise((0, flat.numel() // 2 - 1, flat.numel())):
+                    part = flat[start:stop].reshape(*(1 for _ in at), -1)
+                    writer.tensor(key, [*grid, flat.numel()], [*at, start], part, rank)
+    common = _common(model, "fully_sharded_model_space", optimizer=_groups(model.step))
+    return writer.finish(common, flattened=flattened, **options)
+
+
+def by_bucket(folder: Path, model: Model, ranks: int = 2, axis: int = 0, *, dp: int = 2, **options: Any) -> Path:
+    """Write the optimizer by bucket, one for each rank, shared by some data-parallel ranks, and its map."""
+    writer = Writer(folder)
+    for name, weight in model.weights.items():
+        _write_parts(writer, name, weight, name, ranks, axis)
+    held: dict[int, list[Cut]] = {rank: [] for rank in range(ranks)}
+    for name, weight in model.weights.items():
+        for rank, cut in cuts_of(name, tuple(weight.shape), ranks, axis):
+            held[rank].append(cut)
+    buckets = [_write_bucket(writer, model, rank, cuts[::-1], dp) for rank, cuts in held.items()]
+    for rank in held:
+        writer.object(f"optimizer.distributed.dp_group_idx_{rank}.optimizer/shard_0_1", _groups(model.step), rank)
+        writer.object(f"optimizer.distributed.dp_group_idx_{rank}.per_bucket_numel/shard_0_1", [{}], rank)
+    (folder / MAP).write_text(dump_map(buckets))
+    return writer.finish(_common(model, "dp_reshardable"), **options)
+
+
+def _write_bucket(writer: Writer, model: Model, rank: int, cuts: Sequence[Cut], dp: int) -> Bucket:
+    key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+    parts, end = [], 0
+    for number, cut in enumerate(cuts):
+        end += 3 * (number == 1)  # a gap
+        parts.append(Placed(cut, end))
+        end += cut.numel
+    edges = {0, end, *(end * share // dp for share in range(dp))}
+    edges |= {edge for part in parts for edge in (part.offset, part.offset + part.cut.numel)}
+    for state in STATES:
+        flat = torch.full((end,), torch.nan)
+        for part in parts:
+            whole = model.states[state, part.cut.name]
+            (block,) = part.cut.blocks
+            flat[part.offset : part.offset + part.cut.numel] = whole[tuple(slice(a, b) for a, b in block.box)].flatten()
+        for start, stop in itertools.pairwise(sorted(edges)):
+            writer.tensor(f"{key}.{state}", (end,), (start,), flat[start:stop], rank)
+    return Bucket(key, end, tuple(parts))

@@ -1,0 +1,178 @@
+"""The tools for checkpoints on what real runs have saved: they read what the runs held, in every layout and form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.hosts import reshardable_flags
+from tests.multiproc.optimizer_state import Array, assert_same_state, whole_state
+from tests.multiproc.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    launch,
+    num_ranks,
+    succeeded,
+    train,
+)
+from tests.pool import Pool
+from vtp_plugin.checkpoint.contents import MASTER, Contents
+from vtp_plugin.checkpoint.files import find_checkpoint
+from vtp_plugin.cli import main
+from vtp_plugin.offline.elements import Elements, typed
+
+pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+GATED = ["--swiglu", "--group-query-attention", "--num-query-groups", "6"]
+# The local layers keep their norms beside what they come before, and store them as part of it.
+_STORED_AS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.fixture(scope="module")
+def source(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
+    """A run that saves after two steps, of unequal stages and two replicas, and what it held then."""
+    folder = tmp_path_factory.mktemp("source")
+    saving = [*DISTRIBUTED, *GATED, *UNTIED, "--save", str(folder), "--save-interval", "2"]
+    runs = train(pool, "1,2", [*saving, "--global-batch-size", "16"], dp=2, hooks=["dump_optimizer"])
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    return folder, runs
+
+
+def save_again(pool: Pool, folder: Path, target: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> Path:
+    """Load a checkpoint in another layout, and save it without a step."""
+    flags = [*extra, *GATED, *UNTIED, "--load", str(folder), "--save", str(target), "--save-interval", "3"]
+    # No step is left; schedules are those of the first run.
+    flags += ["--train-iters", "2", "--use-checkpoint-opt-param-scheduler", "--global-batch-size", "16"]
+    train(pool, sizes, flags, dp=dp)
+    return target
+
+
+def code_of(*words: object) -> int:
+    """Run an action, and return its exit code."""
+    try:
+        main(["checkpoint", *map(str, words)])
+    except SystemExit as left:
+        assert isinstance(left.code, int)
+        return left.code
+    return 0
+
+
+def test_what_is_read_is_what_the_run_held(source: tuple[Path, list[ScriptRun]]) -> None:
+    """The oracle took it off the live optimizer, and knows nothing of checkpoints."""
+    folder, runs = source
+    contents = Contents(find_checkpoint(folder))
+    states, elements = contents.states(), Elements(contents.folder)
+    assert contents.steps() == [2.0]
+    read = {key: _whole(states[key], elements) for key in states}
+    seen: dict[tuple[str, str], set[int]] = {}
+    for (name, kind), value in whole_state(runs).items():
+        if kind == "step":
+            continue
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        stored = name if layer is None else name.replace(layer.group(), ".layers.")
+        for own, other in _STORED_AS:
+            stored = stored.replace(own, other)
+        key = MASTER if kind == "weight" else kind, stored
+        found = read[key] if layer is None else read[key][int(layer.group(1))]
+        np.testing.assert_array_equal(found, value, err_msg=f"{kind} of {name}")
+        seen.setdefault(key, set()).add(0 if layer is None else int(layer.group(1)))
+    assert seen.keys() == read.keys()
+    assert all(".layers." not in name or layers == set(range(4)) for (_, name), layers in seen.items())
+
+
+def _whole(whole: object, elements: Elements) -> Array:
+    found = np.full(whole.shape, np.nan, dtype=np.float32)  # type: ignore[attr-defined]
+    for part in whole.parts():  # type: ignore[attr-defined]
+        place = tuple(slice(start, stop) for start, stop in part.box)
+        found[place] = typed(elements.read(part, part.box), "float32").numpy().reshape(found[place].shape)
+    assert not np.isnan(found).any()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp"),
+    [
+        pytest.param("2,1", DISTRIBUTED, 1, id="2,1"),
+        pytest.param("2,2", RESHARDABLE, 1, id="2,2-reshardable"),
+        pytest.param("1", RESHARDABLE, 2, id="1-reshardable", marks=pytest.mark.full),
+        pytest.param("3,1,1,2", DISTRIBUTED, 1, id="3,1,1,2", marks=pytest.mark.full),
+    ],
+)
+def test_what_another_layout_saves_again_is_equal(
+    pool: Pool, source: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, extra: list[str], dp: int
+) -> None:
+    other = save_again(pool, source[0], tmp_path / "other", sizes, extra, dp=dp)
+    assert code_of("diff", source[0], other) == 0
+    assert code_of("verify", other) == code_of("verify", source[0]) == 0
+
+
+def test_two_steps_later_nothing_is_equal(
+    source: tuple[Path, list[ScriptRun]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = source
+    assert code_of("diff", folder / "iter_0000002", folder / "iter_0000004") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "tensors" in line] == [
+        f"{state}: 17 tensors, 17 differ" for state in ("weight", "master", "exp_avg", "exp_avg_sq")
+    ]
+    assert lines[-1] == "steps: 2 in A, 4 in B"
+
+
+def test_what_is_shown(source: tuple[Path, list[ScriptRun]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("show", source[0]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("iter_0000002: iteration 2, torch_dist")
+    assert lines[2] == "saved with tp 1,2, cp 1,1, dp 2,2, ep 1,1, etp 1,2"
+    assert lines[3].startswith("optimizer dp_reshardable, with vtp_optimizer_map.json: any layout loads it; steps 2")
+
+
+@pytest.fixture(scope="module")
+def resharded(source: tuple[Path, list[ScriptRun]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint, as any layout loads it."""
+    target = tmp_path_factory.mktemp("resharded")
+    assert code_of("reshard", "--from", source[0], "--to", target) == 0
+    assert code_of("diff", source[0], target) == code_of("verify", target) == 0
+    return target
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp"), [("2", 1), pytest.param("1,1", 2, marks=pytest.mark.full), ("2,1", 1)], ids=["2", "1,1-dp2", "2,1"]
+)
+def test_what_was_written_again_goes_on(
+    pool: Pool, source: tuple[Path, list[ScriptRun]], resharded: Path, sizes: str, dp: int
+) -> None:
+    """In uniform layouts and others: masters, moments and steps bit by bit, and the next two steps."""
+    flags = [*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded), "--global-batch-size", "16"]
+    runs = train(pool, sizes, flags, dp=dp, hooks=["dump_optimizer"])
+    assert "successfully loaded checkpoint" in runs[0].output
+    assert_same_state(runs, source[1])
+    assert_same_training(runs, source[1], first=2)
+
+
+def test_stock_megatron_loads_what_was_written_again(
+    pool: Pool, source: tuple[Path, list[ScriptRun]], resharded: Path
+) -> None:
+    """Without the plugin, where it could not load the source."""
+    command = arguments("1,1", extra=[*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded)])
+    position = command.index("--vtp-device")
+    command[position : position + 4] = ["--pipeline-model-parallel-size", "2"]
+    kwargs = {"arguments": [*command, "--global-batch-size", "16"], "how": "stock"}
+    runs = succeeded(launch(pool, num_ranks("1,1"), kwargs))
+    assert "successfully loaded checkpoint" in runs[0].output
+    assert_same_training(runs, source[1], first=2)

@@ -1,0 +1,260 @@
+"""``checkpoint reshard``: another form of the same state, written once, that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.checkpoints import QKV, SHAPES, Model, by_bucket, by_name, make_model
+from tests.hosts import PYTHON_PATH
+from vtp_plugin.checkpoint.archive import Extent, load_object
+from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.cli import main
+from vtp_plugin.offline.reshard import JOURNAL, NewPiece, Reshard
+
+Run = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an action; return exit code and lines, of the error stream if it was refused."""
+
+    def act(*words: object) -> tuple[int, list[str]]:
+        code: Any = 0
+        try:
+            main(["checkpoint", *map(str, words)])
+        except SystemExit as left:
+            code = left.code
+        printed = capsys.readouterr()
+        return code, (printed.err if code == 2 else printed.out).splitlines()
+
+    return act
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_it_is_the_same_state_by_name(run: Run, tmp_path: Path, is_older: bool, axis: int) -> None:
+    a = by_bucket(tmp_path / "a", make_model(dtype=torch.bfloat16), ranks=4, axis=axis, is_older=is_older)
+    code, (line,) = run("reshard", "--from", a, "--to", tmp_path / "b")
+    b = tmp_path / "b" / "iter_0000003"
+    assert code == 0 and line.startswith(f"wrote {b}: ") and line.endswith(f"; load it with --load {tmp_path / 'b'}")
+    assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert run("diff", a, tmp_path / "b")[0] == run("verify", b)[0] == 0
+    contents = Contents(b)
+    assert contents.form == contents.common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert contents.common["optimizer"]["optimizer"]["param_groups"] == [{"wd_mult": 1.0, "lr_mult": 1.0, "step": 3.0}]
+    assert not any("dp_group_idx" in key for key in (*contents.index.tensors, *contents.index.objects))
+    assert (b / "common.pt").exists() == is_older
+    assert sorted(path.name for path in b.iterdir() if path.name != "common.pt") == [
+        ".metadata", "__0_0.distcp", "metadata.json",
+    ]  # fmt: skip
+
+
+def test_torch_reads_what_was_written(run: Run, tmp_path: Path) -> None:
+    """With its own reader, into whole tensors, and what all ranks share as it was, but for the optimizer."""
+    model = make_model()
+    a = by_bucket(tmp_path / "a", model, is_older=True)
+    run("reshard", "--from", a, "--to", tmp_path / "b")
+    b = tmp_path / "b" / "iter_0000003"
+    state = {
+        f"optimizer.state.{state}.{name}": torch.zeros(shape)
+        for state in ("param", "exp_avg")
+        for name, shape in SHAPES.items()
+    }
+    state[QKV] = torch.zeros(SHAPES[QKV])
+    dcp.load(state, storage_reader=FileSystemReader(b), no_dist=True)
+    assert torch.equal(state[QKV], model.weights[QKV])
+    for (kind, name), value in model.states.items():
+        assert kind == "exp_avg_sq" or torch.equal(state[f"optimizer.state.{kind}.{name}"], value)
+    before, after = (torch.load(folder / "common.pt", weights_only=False) for folder in (a, b))
+    assert after["args"] == before["args"] and after["args"].device is torch.float32
+    assert after.keys() == before.keys() and after["iteration"] == 3
+
+
+def test_a_chain_of_optimizers_has_groups_of_its_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense weights and experts, as Megatron stores them: with a number before the keys of each."""
+    from tests import checkpoints
+
+    original = checkpoints.Writer.object
+
+    def numbered(self: checkpoints.Writer, key: str, value: Any, rank: int = 0) -> None:
+        if ".optimizer/" in key:
+            for number in (0, 1):
+                group = {"is_expert_parallel": bool(number), **value["param_groups"][0]}
+                original(self, f"chained_{number}.{key}", {"param_groups": [group]}, rank)
+        else:
+            original(self, key, value, rank)
+
+    def common(model: Model, form: str, **optimizer: Any) -> dict[str, Any]:
+        optimizers = {number: {"param_state_sharding_type": form} for number in (0, 1)}
+        return {"optimizer": optimizers, "content_metadata": {"distrib_optim_sharding_type": form}}
+
+    monkeypatch.setattr(checkpoints.Writer, "object", numbered)
+    monkeypatch.setattr(checkpoints, "_common", common)
+    a = by_bucket(tmp_path / "iter_0000100", make_model())
+    assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
+    stored = Contents(tmp_path / "b" / "iter_0000100").common["optimizer"]
+    for number, state in stored.items():
+        (group,) = state["optimizer"]["param_groups"]
+        assert group["is_expert_parallel"] is bool(number) and group["step"] == 3.0
+        assert state["param_state_sharding_type"] == "fully_reshardable"
+    assert run("diff", a, tmp_path / "b")[0] == 0
+
+
+class StoppedError(Exception):
+    """Stands for a machine that goes down."""
+
+
+def _stop_at(monkeypatch: pytest.MonkeyPatch, count: int, *, is_torn: bool) -> None:
+    """Stop at a piece, of which some bytes may be written."""
+    original = Reshard._write_piece
+    left = [count]
+
+    def write(self: Reshard, piece: NewPiece, file: BinaryIO) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            original(self, piece, file)
+            return
+        if is_torn:
+            file.write(b"PK and some more")
+        raise StoppedError
+
+    monkeypatch.setattr(Reshard, "_write_piece", write)
+
+
+def _bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_what_was_stopped_goes_on(run: Run, tmp_path: Path, count: int, is_torn: bool) -> None:
+    a = by_bucket(tmp_path / "a", make_model())
+    run("reshard", "--from", a, "--to", tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+        _stop_at(patch, count, is_torn=is_torn)
+        run("reshard", "--from", a, "--to", tmp_path / "b")
+    half = tmp_path / "b" / "iter_0000003"
+    assert not (tmp_path / "b" / "latest_checkpointed_iteration.txt").exists() and not (half / "metadata.json").exists()
+    if is_torn:
+        with (half / JOURNAL).open("a") as journal:
+            journal.write('["decoder.la')
+    before = (half / "__0_0.distcp").read_bytes()
+    code, lines = run("reshard", "--from", a, "--to", tmp_path / "b", "--json")
+    told = json.loads("\n".join(lines))
+    assert code == 0 and (told["num_bytes_found"] > 0) == (count > 0) and told["num_bytes_found"] < told["num_bytes"]
+    assert _bytes_of(half) == _bytes_of(tmp_path / "whole" / "iter_0000003")
+    assert (
+        (half / "__0_0.distcp").read_bytes().startswith(before if not is_torn else before[: -len("PK and some more")])
+    )
+
+
+def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -> None:
+    a = by_bucket(tmp_path / "a", make_model())
+    run("reshard", "--from", a, "--to", tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+        _stop_at(patch, 20, is_torn=False)
+        run("reshard", "--from", a, "--to", tmp_path / "b")
+    half = tmp_path / "b" / "iter_0000003"
+    file = half / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:9000])
+    assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
+    assert _bytes_of(half) == _bytes_of(tmp_path / "whole" / "iter_0000003")
+
+
+def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = by_bucket(tmp_path / "a", make_model(), ranks=4)
+    monkeypatch.setattr("vtp_plugin.offline.reshard._FILE_BYTES", 20000)
+    for module in ("reshard", "elements"):
+        monkeypatch.setattr(f"vtp_plugin.offline.{module}.SLAB_BYTES", 20)
+    assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
+    b = Contents(tmp_path / "b" / "iter_0000003")
+    assert len({extent.file for _, extent in b.index.extents()}) > 3
+    assert len(b.index.tensors[f"optimizer.state.exp_avg.{QKV}"].extents) == 24
+    assert run("diff", a, tmp_path / "b")[0] == run("verify", b.folder)[0] == 0
+
+
+def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None:
+    a, named = by_bucket(tmp_path / "a", make_model()), by_name(tmp_path / "named", make_model())
+    bare = make_model()
+    bare.states = {}
+
+    def refusal(source: Path, target: Path) -> str:
+        code, (line,) = run("reshard", "--from", source, "--to", target)
+        assert code == 2 and line.count(";") >= 2
+        return line
+
+    assert "holds the optimizer as fully_reshardable; any layout loads that as it is" in refusal(named, tmp_path / "b")
+    assert "has no optimizer; weights load into any layout" in refusal(by_name(tmp_path / "bare", bare), tmp_path / "b")
+    assert "is no folder; a checkpoint is one" in refusal(tmp_path / "none", tmp_path / "b")
+    (tmp_path / "full" / "iter_0000003").mkdir(parents=True)
+    (tmp_path / "full" / "iter_0000003" / "x").touch()
+    assert "is not empty; nothing is overwritten" in refusal(a, tmp_path / "full")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+        _stop_at(patch, 3, is_torn=False)
+        run("reshard", "--from", a, "--to", tmp_path / "half")
+    other = by_bucket(tmp_path / "other", make_model(1), ranks=4)
+    assert "holds a part of another checkpoint; only what was begun from" in refusal(other, tmp_path / "half")
+    assert run("reshard", "--from", a, "--to", tmp_path / "half")[0] == 0
+    assert "holds a checkpoint; none is overwritten" in refusal(a, tmp_path / "half")
+    (a / MAP).unlink()
+    assert f"has no {MAP}" in refusal(a, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_objects_are_those_of_the_source(run: Run, tmp_path: Path) -> None:
+    """What all ranks share is read from what was written, with torch's own classes."""
+    a = by_bucket(tmp_path / "a", make_model())
+    run("reshard", "--from", a, "--to", tmp_path / "b")
+    b = Contents(tmp_path / "b" / "iter_0000003")
+    (place,) = b.index.objects.values()
+    with (b.folder / place.file).open("rb") as file:
+        file.seek(place.offset)
+        (tmp_path / "object").write_bytes(file.read(place.length))
+    (read,) = torch.load(tmp_path / "object", weights_only=False)
+    assert read["args"].tensor_model_parallel_size == 2 and read["args"].device is torch.float32
+    (inert,) = load_object(tmp_path, Extent("object"))
+    assert inert["args"].state["tensor_model_parallel_size"] == 2
+
+
+MEASURE = """
+import resource, sys, torch
+from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.cli import main
+import vtp_plugin.offline.compare, vtp_plugin.offline.reshard
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    main(sys.argv[1:])
+except SystemExit as left:
+    assert left.code == 0
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.full
+def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
+    """In a process of its own; what is compared and written is larger than what may be in memory."""
+    from tests import checkpoints
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "SHAPES", {QKV: (2, 8192, 1024), "embedding.weight": (8192, 1024)})
+        model = make_model()
+        a = by_bucket(tmp_path / "a", model, ranks=2, axis=0, dp=8)
+        largest = max(extent.length or 0 for _, extent in Contents(a).index.extents()) / 2**20
+        del model
+    for words in (["reshard", "--from", str(a), "--to", str(tmp_path / "b")], ["diff", str(a), str(tmp_path / "b")]):
+        command = [sys.executable, "-c", MEASURE, "checkpoint", *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=600, check=True, env={"PYTHONPATH": PYTHON_PATH}
+        )
+        assert float(done.stdout.split()[-1]) <= largest + 64, (done.stdout, largest)

@@ -1,0 +1,279 @@
+"""What a checkpoint holds, by parameter: weights and the optimizer's states, whatever form and layout stored them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
+from vtp_plugin.checkpoint.check import check_map
+from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Strided, row_major
+from vtp_plugin.checkpoint.fill import Stored, boxes_between
+from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
+from vtp_plugin.checkpoint.map_file import MAP, load_map
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground.boxes import Box, box_shape, whole_box
+
+WEIGHT: Final = "weight"
+"""The state that a parameter of the model is."""
+MASTER: Final = "master"
+"""The state that is the optimizer's own copy of a weight, whatever a checkpoint calls it."""
+BY_BUCKET: Final = "dp_reshardable"
+BY_RANK: Final = "dp_zero_gather_scatter"
+PLAIN: Final = "plain"
+"""The form of an optimizer that is not distributed."""
+
+_BUCKET: Final = re.compile(r"(.*\.bucket_idx_\d+)\.(\w+)")
+_BY_NAME: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_OF_A_GROUP: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)/shard_.*")
+_MASTERS: Final = ("param", "fp32_param", "master_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a whole parameter, and where its elements lie.
+
+    Attributes:
+        box: of the whole.
+        extent: the file's bytes that hold a tensor.
+        place: in that tensor.
+    """
+
+    box: Box
+    extent: Extent
+    place: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter's weight, or one of its states.
+
+    Attributes:
+        shape: of the whole.
+        parts: gives what it lies in.
+    """
+
+    shape: tuple[int, ...]
+    parts: Callable[[], tuple[Part, ...]]
+
+
+class Contents:
+    """A checkpoint.
+
+    Args:
+        folder: that holds its index.
+
+    Attributes:
+        folder: the same.
+        index: what its index says.
+        common: what all ranks share, such as the arguments; empty where it is not stored.
+        form: how the optimizer is stored, as Megatron calls it, or ``plain``; None without one.
+        has_map: whether a map lies beside it.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = read_index(folder)
+        self.common = _common(self.index)
+        self.form = _form(self.index, self.common)
+        self.has_map = (folder / MAP).exists()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.folder}>"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments of the run that wrote it; empty where they are not stored."""
+        return getattr(self.common.get("args"), "state", None) or {}
+
+    def weights(self) -> dict[str, Whole]:
+        """Return the weights, by name."""
+        return {key: _whole(tensor) for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
+
+    def states(self) -> dict[tuple[str, str], Whole]:
+        """Return the optimizer's tensors, by state and name of the parameter.
+
+        Raises:
+            ConfigError: only a map says whose they are, and there is none, or another form would have to be known.
+        """
+        if self.form == BY_BUCKET:
+            return self._states_of_buckets()
+        if self.form == BY_RANK:
+            raise ConfigError(
+                f"{self.folder} holds the optimizer as {BY_RANK}, one object for each rank; these tools read the forms "
+                "that are made of tensors; save it again with another one"
+            )
+        named = ((_BY_NAME.fullmatch(key), tensor) for key, tensor in self.index.tensors.items())
+        return {(_kind(match.group(1)), match.group(2)): _whole(tensor) for match, tensor in named if match is not None}
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Read the map.
+
+        Raises:
+            ConfigError: there is none, or it does not fit what is stored.
+        """
+        buckets = load_map(self.folder / MAP)
+        if buckets is None:
+            raise ConfigError(
+                f"{self.folder} has no {MAP}; it holds the optimizer as {BY_BUCKET}, and only that file says which "
+                "parameter lies where; save it with this plugin, or leave the optimizer out with --weights-only"
+            )
+        refuse(check_map(str(self.folder / MAP), buckets, self.pieces()))
+        return buckets
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of all buckets, as their master weights are stored."""
+        return [
+            Piece(key, box[0][0], box[0][1] - box[0][0])
+            for key, tensors in self.tensors_of_buckets().items()
+            for box, _ in next(tensors[name] for name in _MASTERS if name in tensors).extents
+        ]
+
+    def steps(self) -> list[float]:
+        """Return how many steps the optimizer has made; several numbers if groups of parameters differ."""
+        found = {step for group in self.groups() if (step := group.get("step")) is not None}
+        for each in _inner(self.common.get("optimizer"), "common_step"):
+            found.add(each)
+        return sorted(float(step) for step in found)
+
+    def groups(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the groups of parameters of all optimizers."""
+        for groups in _inner(self.common.get("optimizer"), "param_groups"):
+            yield from groups
+        for name, value in self.objects_of_groups():
+            if name == "optimizer":
+                yield from value["param_groups"]
+
+    def objects_of_groups(self) -> Iterator[tuple[str, Any]]:
+        """Yield what each data-parallel group has stored beside its tensors, with its name."""
+        for key, extent in self.index.objects.items():
+            match = _OF_A_GROUP.fullmatch(key)
+            if match is not None and match.group(1) in ("optimizer", "grad_scaler"):
+                yield match.group(1), _load(self.folder, extent)[0]
+
+    def tensors_of_buckets(self) -> dict[str, dict[str, StoredTensor]]:
+        """Return the tensors of every bucket, by its key and their states."""
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for key, tensor in self.index.tensors.items():
+            if match := _BUCKET.fullmatch(key):
+                found.setdefault(match.group(1), {})[match.group(2)] = tensor
+        return found
+
+    def _states_of_buckets(self) -> dict[tuple[str, str], Whole]:
+        buckets = self.buckets()
+        stored = Stored(buckets, self.pieces())
+        extents: dict[tuple[str, str, int], Extent] = {}
+        states: dict[str, set[str]] = {}
+        for key, tensors in self.tensors_of_buckets().items():
+            states[key] = set(tensors)
+            for state, tensor in tensors.items():
+                extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}
+
+        def parts(state: str, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+            cut = Cut(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
+            copies = stored.fill(cut, 0, cut.numel)
+            try:
+                return tuple(
+                    Part(copy.box, extents[copy.piece.key, state, copy.piece.offset], copy.source) for copy in copies
+                )
+            except KeyError:
+                raise ConfigError(
+                    f"{self.folder}: {state} of {name} is not stored in the pieces of its master weight; all states of "
+                    "a bucket are cut alike; copy the checkpoint again, or take another one"
+                ) from None
+
+        return {
+            (_kind(state), part.cut.name): _lazy(parts, state, part.cut.name, part.cut.shape)
+            for bucket in buckets
+            for part in bucket.parts
+            for state in sorted(states[bucket.key])
+        }
+
+
+def _lazy(
+    parts: Callable[[str, str, tuple[int, ...]], tuple[Part, ...]], state: str, name: str, shape: tuple[int, ...]
+) -> Whole:
+    return Whole(shape, lambda: parts(state, name, shape))
+
+
+def kind_of(key: str) -> str:
+    """Return which state a stored tensor is.
+
+    >>> kind_of("optimizer.state.fp32_param.output_layer.weight"), kind_of("output_layer.weight")
+    ('master', 'weight')
+    """
+    if match := _BUCKET.fullmatch(key):
+        return _kind(match.group(2))
+    match = _BY_NAME.fullmatch(key)
+    return WEIGHT if match is None else _kind(match.group(1))
+
+
+def _kind(state: str) -> str:
+    return MASTER if state in _MASTERS else state
+
+
+def _whole(tensor: StoredTensor) -> Whole:
+    if tensor.flattened is not None:
+        return Whole(tensor.flattened, lambda: tuple(_parts_of_flat(tensor)))
+    return Whole(
+        tensor.shape,
+        lambda: tuple(Part(box, extent, Strided(0, row_major(box_shape(box)))) for box, extent in tensor.extents),
+    )
+
+
+def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
+    """Yield the parts of a tensor that is stored as a grid of blocks, each of them flat, along the last dimension."""
+    assert tensor.flattened is not None
+    grid = tensor.shape[:-1]
+    block = tuple(length // count for length, count in zip(tensor.flattened, grid, strict=True))
+    for box, extent in tensor.extents:
+        corner = tuple(start * length for (start, _), length in zip(box, block, strict=False))
+        first, last = box[-1]
+        for inner in boxes_between(block, first, last):
+            place = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
+            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, place)
+
+
+def _common(index: Index) -> Mapping[str, Any]:
+    """Read what all ranks share: an object, or before Megatron 0.19 a file of its own."""
+    for key, extent in index.objects.items():
+        if key.startswith("common_state/"):
+            return _load(index.folder, extent)[0]
+    return _load(index.folder, Extent("common.pt")) if (index.folder / "common.pt").exists() else {}
+
+
+def _load(folder: Path, extent: Extent) -> Any:
+    try:
+        return load_object(folder, extent)
+    except DamagedError as error:
+        raise ConfigError(
+            f"{folder / extent.file} {error}; without it this checkpoint cannot be read; copy it again"
+        ) from None
+
+
+def _form(index: Index, common: Mapping[str, Any]) -> str | None:
+    if any(map(_BUCKET.fullmatch, index.tensors)):
+        return BY_BUCKET
+    if any(match.group(1) == "param_state" for match in map(_OF_A_GROUP.fullmatch, index.objects) if match):
+        return BY_RANK
+    if not any(map(_BY_NAME.fullmatch, index.tensors)):
+        return None
+    return next(_inner(common.get("optimizer"), "param_state_sharding_type"), PLAIN)
+
+
+def _inner(value: Any, name: str) -> Iterator[Any]:
+    """Yield what is called so, in dictionaries inside dictionaries."""
+    if not isinstance(value, Mapping):
+        return
+    read: Mapping[Any, Any] = value
+    for key, each in read.items():
+        if key == name:
+            yield each
+        else:
+            yield from _inner(each, name)

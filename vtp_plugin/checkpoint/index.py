@@ -1,0 +1,142 @@
+"""The index of a checkpoint, its file ``.metadata``: which part of which tensor lies where. It is read without torch.
+
+Torch's own reader loads this file as a pickle, which may run anything. Here only classes that such an index consists of
+may be named, and none of them is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.checkpoint.inert import ForbiddenError, Inert, load_inert
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.boxes import Box
+
+INDEX: Final = ".metadata"
+"""The name of the file."""
+_COPY = "copy the checkpoint again, or take another one"
+_TORCH = "torch.distributed.checkpoint"
+_ALLOWED: Final = {
+    *((f"{_TORCH}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_TORCH}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_TORCH}.filesystem", "_StorageInfo"),
+    *((f"{_TORCH}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    ("collections", "OrderedDict"),
+    *((module, name) for module in ("builtins", "__builtin__") for name in ("set", "slice")),
+}
+_DTYPES: Final = ("bfloat16", "bool", "complex", "float", "int", "uint")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: as torch calls it.
+        shape: of the whole.
+        extents: where each part of it lies.
+        flattened: the shape that it had before each block of it was made flat; None if it was not.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[tuple[Box, Extent], ...]
+    flattened: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        folder: of the checkpoint.
+        tensors: by their keys.
+        objects: where everything else lies, by key.
+    """
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Extent]
+
+    def extents(self) -> Iterator[tuple[str, Extent]]:
+        """Yield everything that lies in a file, with its key."""
+        for key, tensor in self.tensors.items():
+            yield from ((key, extent) for _, extent in tensor.extents)
+        yield from self.objects.items()
+
+
+def read_index(folder: Path) -> Index:
+    """Read the index of a checkpoint.
+
+    Raises:
+        ConfigError: it is missing or damaged, or names what it must not.
+    """
+    file = folder / INDEX
+    try:
+        with file.open("rb") as opened:
+            read = load_inert(opened, _is_allowed)
+        return _index(folder, read.state)
+    except OSError:
+        raise ConfigError(f"{file} is missing or cannot be read; it says where every tensor lies; {_COPY}") from None
+    except ForbiddenError as error:
+        raise ConfigError(
+            f"{file} names {error.name}, which no index of a checkpoint needs; a pickle can run anything, so this one "
+            "is not read; take a checkpoint whose origin you know"
+        ) from None
+    except ConfigError:
+        raise
+    except Exception:  # whatever a damaged pickle raises
+        raise ConfigError(f"{file} is damaged; it says where every tensor lies; {_COPY}") from None
+
+
+def _is_allowed(module: str, name: str) -> bool:
+    return (module, name) in _ALLOWED or (module == "torch" and name.startswith(_DTYPES))
+
+
+def _index(folder: Path, state: Mapping[str, Any]) -> Index:
+    places = dict(_places(folder, state["storage_data"]))
+    flattened = state.get("mcore_data") or {}
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Extent] = {}
+    for key, entry in state["state_dict_metadata"].items():
+        if entry.origin[1] == "BytesStorageMetadata":
+            objects[key] = places[key, None]
+            continue
+        boxes = [_box(each.state) for each in entry.state["chunks"]]
+        extents = tuple((box, places[key, tuple(start for start, _ in box)]) for box in boxes)
+        whole = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+        dtype = entry.state["properties"].state[0].origin[1]
+        tensors[key] = StoredTensor(dtype, _size(entry.state["size"]), extents, whole and _size(whole))
+    return Index(folder, tensors, objects)
+
+
+def _places(folder: Path, stored: Mapping[Inert, Inert]) -> Iterator[tuple[tuple[str, Any], Extent]]:
+    for key, place in stored.items():
+        if place.state.get("transform_descriptors"):
+            raise ConfigError(
+                f"{folder / place.state['relative_path']} is compressed; these tools read tensors as they are; save "
+                "it without transforms"
+            )
+        offset = key.state.get("offset")
+        extent = Extent(place.state["relative_path"], place.state["offset"], place.state["length"])
+        yield (key.state["fqn"], None if offset is None else _size(offset)), extent
+
+
+def _box(state: Mapping[str, Any]) -> Box:
+    pairs = zip(_size(state["offsets"]), _size(state["sizes"]), strict=True)
+    return tuple((start, start + length) for start, length in pairs)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Read a size of torch's, or a tuple in its place."""
+    return tuple(value.args[0]) if isinstance(value, Inert) else tuple(value)

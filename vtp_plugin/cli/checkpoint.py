@@ -1,0 +1,192 @@
+"""``checkpoint``: what a checkpoint holds, whether it is whole, and how it compares with another, without a run.
+
+Exit code: 0, all is well, or equal to the last bit; 1, something is broken, or differs; 2, it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.files import TRACKER, find_checkpoint
+from vtp_plugin.checkpoint.reshardable import check_source, is_kept
+from vtp_plugin.checkpoint.verify import check_checkpoint
+from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
+from vtp_plugin.cli.parser import Parser, print_json
+from vtp_plugin.cli.progress import progress
+from vtp_plugin.errors import ConfigError, refuse
+
+if TYPE_CHECKING:
+    from vtp_plugin.offline.compare import Compared
+
+_MAX_NAMED = 5
+_FOLDER = "folder of a checkpoint of the format torch_dist; of a folder of several, the newest is meant"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
+    _add_show(actions)
+    _add_verify(actions)
+    _add_diff(actions)
+    _add_reshard(actions)
+
+
+def _add_show(actions: Any) -> None:
+    show = actions.add_parser(
+        "show",
+        help="print what a checkpoint holds",
+        description="Print iteration, sizes, form of the optimizer, and what is stored.",
+        epilog="Keys of --json: folder, iteration, format, num_files, num_bytes, form, has_map, steps, sizes (of every "
+        "stage), tensors (key, state, dtype, shape, num_pieces, num_bytes).",
+    )
+    show.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    show.add_argument("--verbose", action="store_true", help="name every tensor, with type, shape, pieces and bytes")
+    show.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    show.set_defaults(action=_show)
+
+
+def _add_verify(actions: Any) -> None:
+    verify = actions.add_parser(
+        "verify",
+        help="read all of a checkpoint, and say what is broken",
+        description="Read all of a checkpoint: are all files there and whole, is every element stored once, does the "
+        "map fit, can each piece be read, do the check sums that torch.save writes hold?",
+        epilog="Exit code 0: all is whole; 1: something is broken; 2: its index cannot be read.\n"
+        "Keys of --json: folder, problems.",
+    )
+    verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    verify.set_defaults(action=_verify)
+
+
+def _add_diff(actions: Any) -> None:
+    diff = actions.add_parser(
+        "diff",
+        help="compare two checkpoints, tensor by tensor, whatever layout each was saved in",
+        description="Compare weights, master weights, moments and steps, by name.",
+        epilog="Exit code 0: all is equal to the last bit; 1: something differs; 2: a checkpoint cannot be read.\n"
+        "Keys of --json: tensors (state, name, is_equal, problem, relative), steps (of A, of B), is_equal.",
+    )
+    diff.add_argument("a", type=Path, metavar="A", help=_FOLDER)
+    diff.add_argument("b", type=Path, metavar="B", help="another one")
+    diff.add_argument("--weights-only", action="store_true", help="leave the optimizers out")
+    diff.add_argument("--verbose", action="store_true", help="name every tensor that differs")
+    diff.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    diff.set_defaults(action=_diff)
+
+
+def _add_reshard(actions: Any) -> None:
+    reshard = actions.add_parser(
+        "reshard",
+        help="write a checkpoint again, so that any uniform Megatron of its version loads it with its optimizer",
+        description="Write a checkpoint again with its optimizer stored by parameter (fully_reshardable). If it was "
+        "stopped, the same command goes on with it.",
+        epilog="Keys of --json: folder, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt).",
+    )
+    reshard.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help=_FOLDER)
+    reshard.add_argument(
+        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
+    )
+    reshard.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    reshard.set_defaults(action=_reshard)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Do what was asked for."""
+    if options.unknown:
+        raise ConfigError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin checkpoint --help")
+    options.action(options)
+
+
+def _show(options: argparse.Namespace) -> None:
+    facts = facts_of(Contents(find_checkpoint(options.folder)))
+    if options.json:
+        print_json("checkpoint show", facts)
+    else:
+        print("\n".join(lines_of(facts, is_verbose=options.verbose)))
+
+
+def _verify(options: argparse.Namespace) -> None:
+    contents = Contents(find_checkpoint(options.folder))
+    total = sum(extent.length or 0 for _, extent in contents.index.extents())
+    problems: list[str] = []
+    with progress(total, "verify") as on_read:
+        for problem in check_checkpoint(contents, on_read):
+            problems.append(problem)
+            if not options.json:
+                print(problem)
+    if options.json:
+        print_json("checkpoint verify", {"folder": str(contents.folder), "problems": problems})
+    elif not problems:
+        print(f"{contents.folder} is whole: {format_bytes(total)} were read")
+    sys.exit(1 if problems else 0)
+
+
+def _diff(options: argparse.Namespace) -> None:
+    from vtp_plugin.offline.compare import Comparison
+
+    a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
+    found = [*Comparison(a, b, is_weights_only=options.weights_only)]
+    steps = [] if options.weights_only else [a.steps(), b.steps()]
+    is_equal = all(each.is_equal for each in found) and (not steps or steps[0] == steps[1])
+    if options.json:
+        tensors = [{name: getattr(each, name) for name in each.__slots__} for each in found]
+        print_json("checkpoint diff", {"tensors": tensors, "steps": steps, "is_equal": is_equal})
+    else:
+        for line in (*_lines(found, sys.maxsize if options.verbose else _MAX_NAMED), *_steps(*steps)):
+            print(line)
+    sys.exit(0 if is_equal else 1)
+
+
+def _lines(found: list[Compared], most: int) -> Iterator[str]:
+    """Write a line for each state, and one for each of some tensors that differ; the largest differences first."""
+    for state, group in groupby(found, key=lambda each: each.state):
+        of_state = list(group)
+        other = sorted(
+            (each for each in of_state if not each.is_equal), key=lambda each: (not each.problem, -each.relative)
+        )
+        verdict = f"{len(other)} differ" if other else "equal to the last bit"
+        yield f"{state}: {len(of_state)} tensors, {verdict}"
+        for each in other[:most]:
+            yield f"  {each.name}: {each.problem or f'at most {each.relative:.2g} of the largest value'}"
+        if len(other) > most:
+            yield f"  ... {len(other) - most} more; --verbose names all"
+
+
+def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -> Iterator[str]:
+    if ours is not None and theirs is not None and (ours or theirs):
+        texts = [", ".join(f"{step:g}" for step in steps) or "none" for steps in (ours, theirs)]
+        yield f"steps: {texts[0]}" + ("" if ours == theirs else f" in A, {texts[1]} in B")
+
+
+def _reshard(options: argparse.Namespace) -> None:
+    contents = Contents(find_checkpoint(options.source))
+    refuse(check_source(contents))
+    from vtp_plugin.offline.reshard import Reshard
+
+    name = contents.folder.resolve().name
+    if not re.fullmatch(r"iter_\d{7,}|release", name):
+        name = f"iter_{contents.common.get('iteration') or 0:07d}"
+    target = options.target / name
+    work = Reshard(contents, target)
+    found, total = work.find_written(), sum(piece.num_bytes for piece in work.pieces)
+    with progress(total, "reshard") as on_written:
+        on_written(found)
+        work.write(on_written)
+    (options.target / TRACKER).write_text(name.removeprefix("iter_").lstrip("0") or "0")
+    if options.json:
+        counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
+        print_json("checkpoint reshard", {"folder": str(target), **counts})
+        return
+    before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
+    print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {options.target}")
+    if any(key.startswith("rng_state/") and not is_kept(contents, key) for key in contents.index.objects):
+        print("random states are left out: those of unequal stages have no place in another layout")
