@@ -226,7 +226,7 @@ def _tensor(value: Any) -> tuple[Any, int, tuple[int, ...], tuple[int, ...], str
     kind = reference.words[1].origin[1]
     # The newer function is for types that have no storage of their own, and says which.
     dtype = rest[2].origin[1] if value.name == _REBUILD[1] else _STORAGES.get(kind, kind)
-    return reference.words, begin, tuple(shape), tuple(strides), dtype
+    return reference.words, int(begin), tuple(shape), tuple(strides), str(dtype)
 
 
 _FORMATS: Final = {"float32": "f", "float64": "d", "int32": "i", "int64": "q", "int16": "h", "uint8": "B"}

@@ -126,7 +126,10 @@ def load_inert(data: bytes | IO[bytes], is_allowed: Callable[[str, str], bool] =
 
 
 # The pickler of the standard library that is written in Python: the other one looks up each class that it writes.
-class _Pickler(pickle._Pickler):
+_Written: Any = pickle._Pickler
+
+
+class _Pickler(_Written):
     def persistent_id(self, obj: Any) -> Any:
         return obj.words if isinstance(obj, Reference) else None
 
