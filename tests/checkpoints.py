@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from vtp_plugin.checkpoint.cuts import Bucket, Cut, Placed, block_at, row_major
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
+from vtp_plugin.cli import main
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
@@ -216,3 +218,14 @@ def _write_bucket(writer: Writer, model: Model, rank: int, cuts: Sequence[Cut], 
         for start, stop in itertools.pairwise(sorted(edges)):
             writer.tensor(f"{key}.{state}", (end,), (start,), flat[start:stop], rank)
     return Bucket(key, end, tuple(parts))
+
+
+def run_action(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[str]]:
+    """Run an action of the tools; return exit code and lines, of the error stream if it was refused."""
+    code: Any = 0
+    try:
+        main(["checkpoint", *map(str, words)])
+    except SystemExit as left:
+        code = left.code
+    printed = capsys.readouterr()
+    return code, (printed.err if code == 2 else printed.out).splitlines()

@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.u_layers import layout_of
@@ -139,12 +140,12 @@ class GroupedHost(MegatronHost):
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         metadata = load_content_metadata(preloaded_state_dict=state) or {}
         # Old checkpoints do not say; Megatron decides what to do with them.
-        form = metadata.get("distrib_optim_sharding_type")
+        form = metadata.get(FORM)
         return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
     def form_by_bucket(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         metadata = load_content_metadata(preloaded_state_dict=state) or {}
-        return metadata if metadata.get("distrib_optim_sharding_type") == "dp_reshardable" else None
+        return metadata if metadata.get(FORM) == BY_BUCKET else None
 
     def loaded_iteration(self, load_dir: str) -> int:
         from megatron.training.checkpointing import get_loaded_iteration

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.checkpoint.forms import FORM
 from vtp_plugin.checkpoint.map_file import MAP, load_map
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.sizes import cuts_experts_apart
-from vtp_plugin.patches.core.optimizer.moved_state import FORM, STORED
+from vtp_plugin.patches.core.optimizer.moved_state import STORED
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 from vtp_plugin.session import Session

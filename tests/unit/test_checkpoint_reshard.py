@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,12 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.checkpoints import QKV, SHAPES, Model, by_bucket, by_name, make_model
+from tests.checkpoints import QKV, SHAPES, Model, by_bucket, by_name, make_model, run_action
 from tests.hosts import PYTHON_PATH
 from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.cli import main
 from vtp_plugin.offline.reshard import JOURNAL, NewPiece, Reshard
 
 Run = Callable[..., tuple[int, list[str]]]
@@ -28,17 +28,7 @@ Run = Callable[..., tuple[int, list[str]]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run an action; return exit code and lines, of the error stream if it was refused."""
-
-    def act(*words: object) -> tuple[int, list[str]]:
-        code: Any = 0
-        try:
-            main(["checkpoint", *map(str, words)])
-        except SystemExit as left:
-            code = left.code
-        printed = capsys.readouterr()
-        return code, (printed.err if code == 2 else printed.out).splitlines()
-
-    return act
+    return partial(run_action, capsys)
 
 
 @pytest.mark.parametrize("is_older", [False, True])

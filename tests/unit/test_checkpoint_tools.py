@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from tests.checkpoints import EXPERTS, NORM, QKV, Writer, by_block, by_bucket, by_name, make_model
+from tests.checkpoints import EXPERTS, NORM, QKV, Writer, by_block, by_bucket, by_name, make_model, run_action
 from tests.import_rules import ROOT
 from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.cli import main
 
 Run = Callable[..., tuple[int, list[str]]]
 
@@ -27,17 +27,7 @@ Run = Callable[..., tuple[int, list[str]]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run an action; return exit code and lines, of the error stream if it was refused."""
-
-    def act(*words: object) -> tuple[int, list[str]]:
-        code: Any = 0
-        try:
-            main(["checkpoint", *map(str, words)])
-        except SystemExit as left:
-            code = left.code
-        printed = capsys.readouterr()
-        return code, (printed.err if code == 2 else printed.out).splitlines()
-
-    return act
+    return partial(run_action, capsys)
 
 
 def test_show_is_short(run: Run, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def find_payload(folder: Path, extent: Extent) -> Payload:
         entry = archive.getinfo(_entry(archive, f"data/{reference[2]}"))
         if entry.compress_type != zipfile.ZIP_STORED:
             raise DamagedError(f"is compressed at byte {extent.offset}")
-        start = _start(archive, entry) + extent.offset + begin * (_ITEMSIZES.get(dtype) or 0)
+        start = _start(archive, entry) + extent.offset + begin * itemsize(dtype)
         return Payload(folder / extent.file, start, dtype, shape)
 
 
@@ -188,6 +188,9 @@ _ITEMSIZES: Final = {
     "int32": 4,
     "int64": 8,
     "int8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "uint8": 1,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.check import check_map
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Strided, row_major
 from vtp_plugin.checkpoint.fill import Stored, boxes_between
+from vtp_plugin.checkpoint.forms import BY_BUCKET
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.map_file import MAP, load_map
 from vtp_plugin.errors import ConfigError, refuse
@@ -21,7 +23,6 @@ WEIGHT: Final = "weight"
 """The state that a parameter of the model is."""
 MASTER: Final = "master"
 """The state that is the optimizer's own copy of a weight, whatever a checkpoint calls it."""
-BY_BUCKET: Final = "dp_reshardable"
 BY_RANK: Final = "dp_zero_gather_scatter"
 PLAIN: Final = "plain"
 """The form of an optimizer that is not distributed."""
@@ -124,14 +125,15 @@ class Contents:
                 f"{self.folder} has no {MAP}; it holds the optimizer as {BY_BUCKET}, and only that file says which "
                 "parameter lies where; save it with this plugin, or leave the optimizer out with --weights-only"
             )
-        refuse(check_map(str(self.folder / MAP), buckets, self.pieces()))
+        refuse(check_map(str(self.folder / MAP), buckets, self.pieces))
         return buckets
 
+    @cached_property
     def pieces(self) -> list[Piece]:
-        """Return the pieces of all buckets, as their master weights are stored."""
+        """The pieces of all buckets, as their master weights are stored."""
         return [
             Piece(key, box[0][0], box[0][1] - box[0][0])
-            for key, tensors in self.tensors_of_buckets().items()
+            for key, tensors in self.tensors_of_buckets.items()
             for box, _ in next(tensors[name] for name in _MASTERS if name in tensors).extents
         ]
 
@@ -157,8 +159,9 @@ class Contents:
             if match is not None and match.group(1) in ("optimizer", "grad_scaler"):
                 yield match.group(1), _load(self.folder, extent)[0]
 
-    def tensors_of_buckets(self) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors of every bucket, by its key and their states."""
+    @cached_property
+    def tensors_of_buckets(self) -> Mapping[str, Mapping[str, StoredTensor]]:
+        """The tensors of every bucket, by its key and their states."""
         found: dict[str, dict[str, StoredTensor]] = {}
         for key, tensor in self.index.tensors.items():
             if match := _BUCKET.fullmatch(key):
@@ -167,10 +170,10 @@ class Contents:
 
     def _states_of_buckets(self) -> dict[tuple[str, str], Whole]:
         buckets = self.buckets()
-        stored = Stored(buckets, self.pieces())
+        stored = Stored(buckets, self.pieces)
         extents: dict[tuple[str, str, int], Extent] = {}
         states: dict[str, set[str]] = {}
-        for key, tensors in self.tensors_of_buckets().items():
+        for key, tensors in self.tensors_of_buckets.items():
             states[key] = set(tensors)
             for state, tensor in tensors.items():
                 extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}

@@ -143,13 +143,8 @@ def _broken_file(checkpoint: Path) -> str | None:
     if any(checkpoint.glob("mp_rank_*")):
         files = sorted(checkpoint.glob("mp_rank_*/*.pt"))
         return next((problem for file in files if (problem := _archive_problem(file))), None)
-    config = checkpoint / "metadata.json"
-    try:
-        json.loads(config.read_bytes())
-    except OSError:
-        return f"{config} is missing or cannot be read"
-    except ValueError:
-        return f"{config} is damaged"
+    if (problem := problem_of_config(checkpoint)) is not None:
+        return problem
     index = checkpoint / ".metadata"
     try:
         lengths, has_common = _stored_lengths(index)
@@ -164,6 +159,18 @@ def _broken_file(checkpoint: Path) -> str | None:
         if (found := file.stat().st_size) < length:
             return f"{file} is cut off, with {found} of {length} bytes"
     return None if has_common else _archive_problem(checkpoint / "common.pt")
+
+
+def problem_of_config(checkpoint: Path) -> str | None:
+    """Say what is wrong with the file that says in which format a checkpoint is, or None."""
+    config = checkpoint / "metadata.json"
+    try:
+        json.loads(config.read_bytes())
+    except OSError:
+        return f"{config} is missing or cannot be read"
+    except ValueError:
+        return f"{config} is damaged"
+    return None
 
 
 def _stored_lengths(index: Path) -> tuple[dict[str, int], bool]:

@@ -68,6 +68,11 @@ class Index:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Extent]
 
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes in files."""
+        return sum(extent.length or 0 for _, extent in self.extents())
+
     def extents(self) -> Iterator[tuple[str, Extent]]:
         """Yield everything that lies in a file, with its key."""
         for key, tensor in self.tensors.items():

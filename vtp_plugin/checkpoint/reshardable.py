@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive, write_archive
-from vtp_plugin.checkpoint.contents import BY_BUCKET, Contents
+from vtp_plugin.checkpoint.contents import PLAIN, Contents
+from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM, IN_MODEL_SPACE
 from vtp_plugin.checkpoint.inert import dump_inert, load_inert
 from vtp_plugin.errors import ConfigError
 
-FULLY: Final = "fully_reshardable"
-"""The form that Megatron 0.15 and later load into any layout: whole parameters, by name."""
 COMMON_FILE: Final = "common.pt"
 _OF_A_GROUP: Final = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)(?:/shard_.*)?")
 _RANDOM: Final = "rng_state/"
@@ -28,7 +27,7 @@ def check_source(contents: Contents) -> Iterator[str]:
     if form is None:
         yield f"{contents.folder} has no optimizer; weights load into any layout as they are; load it, or copy it"
     elif form != BY_BUCKET:
-        rule = "any layout loads that as it is" if form in (FULLY, "plain") else f"only {BY_BUCKET} is rewritten"
+        rule = "any layout loads that as it is" if form in (IN_MODEL_SPACE, PLAIN) else f"only {BY_BUCKET} is rewritten"
         yield f"{contents.folder} holds the optimizer as {form}; {rule}; load it, or copy it"
     elif not contents.has_map:
         contents.buckets()
@@ -72,7 +71,7 @@ def rewritten_common(contents: Contents) -> tuple[str, bytes]:
 
 def _rewrite(contents: Contents, common: dict[str, Any]) -> None:
     content = common["content_metadata"]
-    content["distrib_optim_sharding_type"] = FULLY
+    content[FORM] = IN_MODEL_SPACE
     # Parameters are stored by name, so which of several optimizers has one need not stand before it.
     content["chained_optim_avoid_prefix"] = True
     if _is_unequal(contents):
@@ -85,7 +84,7 @@ def _rewrite(contents: Contents, common: dict[str, Any]) -> None:
                 "rewritten; load it with the plugin, and save it with --dist-ckpt-optim-fully-reshardable"
             )
         state.pop("param_state", None)
-        state.update(stored, param_state_sharding_type=FULLY)
+        state.update(stored, param_state_sharding_type=IN_MODEL_SPACE)
 
 
 def _stored_by_groups(contents: Contents) -> dict[int | None, dict[str, Any]]:

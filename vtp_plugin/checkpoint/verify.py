@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, check_archive, find_payload
-from vtp_plugin.checkpoint.contents import BY_BUCKET, Contents
+from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.files import problem_of_config
+from vtp_plugin.checkpoint.forms import BY_BUCKET
 from vtp_plugin.checkpoint.index import Index, StoredTensor
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import box_shape, format_box, overlaps, volume
@@ -29,7 +30,8 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
         Lines ``value; rule; way out``.
     """
     index = contents.index
-    yield from _check_config(contents.folder)
+    if (problem := problem_of_config(contents.folder)) is not None:
+        yield f"{problem}; it says in which format the rest is; {_COPY}"
     sizes = {file: _size(contents.folder / file) for file in sorted({extent.file for _, extent in index.extents()})}
     yield from _check_lengths(index, sizes)
     for key, tensor in index.tensors.items():
@@ -43,16 +45,6 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
 
 def _size(file: Path) -> int | None:
     return file.stat().st_size if file.is_file() else None
-
-
-def _check_config(folder: Path) -> Iterator[str]:
-    file = folder / "metadata.json"
-    try:
-        json.loads(file.read_bytes())
-    except OSError:
-        yield f"{file} is missing or cannot be read; it says in which format the rest is; {_COPY}"
-    except ValueError:
-        yield f"{file} is damaged; it says in which format the rest is; {_COPY}"
 
 
 def _check_lengths(index: Index, sizes: dict[str, int | None]) -> Iterator[str]:
@@ -90,7 +82,7 @@ def _check_map(contents: Contents) -> Iterator[str]:
         yield str(error)
         return
     cuts: dict[str, set[tuple[object, ...]]] = {}
-    for bucket, tensors in contents.tensors_of_buckets().items():
+    for bucket, tensors in contents.tensors_of_buckets.items():
         cuts[bucket] = {tuple(sorted(box for box, _ in tensor.extents)) for tensor in tensors.values()}
         if len(cuts[bucket]) > 1:
             yield f"{contents.folder}: states of {bucket} are cut in different places; all must be cut alike; {_COPY}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,7 @@ def _add_show(actions: Any) -> None:
     )
     show.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
     show.add_argument("--verbose", action="store_true", help="name every tensor, with type, shape, pieces and bytes")
-    show.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    show.set_defaults(action=_show)
+    _end(show, _show)
 
 
 def _add_verify(actions: Any) -> None:
@@ -63,8 +62,7 @@ def _add_verify(actions: Any) -> None:
         "Keys of --json: folder, problems.",
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
-    verify.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    verify.set_defaults(action=_verify)
+    _end(verify, _verify)
 
 
 def _add_diff(actions: Any) -> None:
@@ -79,8 +77,7 @@ def _add_diff(actions: Any) -> None:
     diff.add_argument("b", type=Path, metavar="B", help="another one")
     diff.add_argument("--weights-only", action="store_true", help="leave the optimizers out")
     diff.add_argument("--verbose", action="store_true", help="name every tensor that differs")
-    diff.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    diff.set_defaults(action=_diff)
+    _end(diff, _diff)
 
 
 def _add_reshard(actions: Any) -> None:
@@ -95,8 +92,13 @@ def _add_reshard(actions: Any) -> None:
     reshard.add_argument(
         "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
     )
-    reshard.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    reshard.set_defaults(action=_reshard)
+    _end(reshard, _reshard)
+
+
+def _end(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], None]) -> None:
+    """Declare what all actions have."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(action=action)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -116,7 +118,7 @@ def _show(options: argparse.Namespace) -> None:
 
 def _verify(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.folder))
-    total = sum(extent.length or 0 for _, extent in contents.index.extents())
+    total = contents.index.num_bytes
     problems: list[str] = []
     with progress(total, "verify") as on_read:
         for problem in check_checkpoint(contents, on_read):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vtp_plugin.checkpoint.contents import BY_BUCKET, Contents, kind_of
+from vtp_plugin.checkpoint.contents import BY_RANK, PLAIN, Contents, kind_of
+from vtp_plugin.checkpoint.forms import BY_BUCKET, IN_MODEL_SPACE
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.cli.boundaries import format_bytes
 
@@ -17,10 +18,10 @@ _SIZES = {
     "etp": ("vtp_etp_list", "expert_tensor_parallel_size"),
 }
 _MOVES = {
-    "fully_reshardable": "any layout loads it",
+    IN_MODEL_SPACE: "any layout loads it",
     "fully_sharded_model_space": "any layout of Megatron 0.12 to 0.15 loads it",
-    "dp_zero_gather_scatter": "only the layout that wrote it loads it",
-    "plain": "any layout loads it",
+    BY_RANK: "only the layout that wrote it loads it",
+    PLAIN: "any layout loads it",
 }
 
 
@@ -33,7 +34,7 @@ def facts_of(contents: Contents) -> dict[str, Any]:
         "iteration": contents.common.get("iteration"),
         "format": "torch_dist",
         "num_files": len(files),
-        "num_bytes": sum(extent.length or 0 for _, extent in index.extents()),
+        "num_bytes": index.num_bytes,
         "form": contents.form,
         "has_map": contents.has_map,
         "steps": contents.steps() if contents.form is not None else [],

@@ -117,8 +117,7 @@ class AppliedPatches:
     def find_places(self) -> list[tuple[Patch, Hit]]:
         """List the places that hold an original by a name, and are to hold its replacement."""
         of, known = self._by_original(), self._known()
-        swaps = [pair for patch in self.patches for pair in patch.swaps]
-        hits = find(swaps, self.host.owns)
+        hits = find(_swaps(self.patches), self.host.owns)
         return [(of[hit.of], hit) for hit in hits if hit.place.key not in known]
 
     def rebind(self) -> None:
@@ -244,7 +243,7 @@ def unreached(sets: Iterable[AppliedPatches]) -> tuple[str, ...]:
         Closures, containers and attributes, each with the name of what it holds; sorted.
     """
     patches = [patch for applied in sets if applied.active for patch in applied.patches]
-    swaps = [pair for patch in patches for pair in patch.swaps]
+    swaps = _swaps(patches)
     names = {id(old): patch.target.name for patch in patches for old, _ in patch.swaps}
     found = detect(swaps)
     if found:
@@ -252,6 +251,10 @@ def unreached(sets: Iterable[AppliedPatches]) -> tuple[str, ...]:
         gc.collect()
         found = detect(swaps)
     return tuple(f"{where} ({names[key]})" for key, where in found)
+
+
+def _swaps(patches: Iterable[Patch]) -> list[tuple[object, object]]:
+    return [pair for patch in patches for pair in patch.swaps]
 
 
 def _parts(link: Any) -> list[Any]:

@@ -11,8 +11,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
-from vtp_plugin.patches.core.optimizer.moved_state import BY_BUCKET, FORM, MapPart
+from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 

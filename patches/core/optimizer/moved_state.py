@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.ground.log import warning
@@ -20,10 +21,6 @@ from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.stored_optimizer import Request, StoredOptimizer, Wanted
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-FORM: Final = "distrib_optim_sharding_type"
-"""Where a checkpoint says in which form it holds the distributed optimizer."""
-BY_BUCKET: Final = "dp_reshardable"
-"""The form that this is about."""
 STORED: Final = "vtp_stored_optimizer"
 """Where what was found in a checkpoint stands, beside the form, for those that load it."""
 _NO_BUCKETS = {"<0.15": "it does not store the optimizer by bucket"}
