@@ -27,6 +27,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.checkpoint_rank import run_rank
 from benchmarks.step_time import mean_with_interval
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,9 @@ _LISTS = {"stock": "1,1", "plugin": "1,1", "other": "2"}
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print; under torchrun, be one of the ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return run_rank(*sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--hidden-size", type=int, default=2048, help="2048 makes a file of more than 512 MiB a rank")
@@ -86,7 +89,7 @@ def _run(how: str, what: str, folder: Path, hidden_size: int) -> list[dict[str, 
     words += ["--make-vocab-size-divisible-by", str(1024 // int(sizes[0]))]
     with tempfile.TemporaryDirectory() as notes:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "benchmarks.checkpoint_rank", how, what, notes, *words]
+        command += ["-m", "benchmarks.checkpoint", how, what, notes, *words]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

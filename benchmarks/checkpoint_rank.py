@@ -1,7 +1,4 @@
-"""A rank of ``benchmarks.checkpoint``: runs the example, and notes the time and the memory of its save or load.
-
-torchrun --nproc-per-node 2 -m benchmarks.checkpoint_rank {stock,plugin,other} {save,load} NOTES [script's arguments]
-"""
+"""A rank of ``benchmarks.checkpoint``: runs the example, and notes the time and the memory of its save or load."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_S = 0.002
 
 
-def main() -> None:
-    """Run the script; write the note."""
-    how, what, notes, *words = sys.argv[1:]
+def run_rank(how: str, what: str, notes: str, *words: str) -> None:
+    """Run the script with the words as its arguments: ``how`` is stock, plugin or other, ``what`` is save or load."""
     sys.argv = [str(_SCRIPT), *words]
     if how == "stock":
         _run_on_cpu()
@@ -80,7 +76,3 @@ def _noted(notes: Path, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
-if __name__ == "__main__":
-    main()
