@@ -49,13 +49,9 @@ def activate(session: Session, host: MegatronHost) -> None:
         _require_bridges(host)
         moments += (Moment.BRIDGES,)
         session.applied.begin_bridges()
-    earlier = tuple(session.applied)
     _put(session, host, (*records, *records_at(session, host, *moments)))
     if has_list:
         warn_of_untried(host.name)
-        # The script may have taken more from Megatron since the first set was applied.
-        for applied in earlier:
-            applied.rebind()
         warn_of_unreached(session)
 
 

@@ -40,7 +40,7 @@ MUTANTS = ROOT / "tests" / "mutants.json"
 MEASURED = ROOT / "out" / "mutants.json"  # which tests enter which function; not kept in the repository
 PARTS = ("vtp_plugin", "patches")
 LEFT_OUT = ("svg.py", "draw", "show.py", "pictures", "/cli")  # what is looked at, not computed with
-BUDGET_S = 120.0
+BUDGET_S = 120.0  # of a machine that is free; --pace makes it longer
 HANG_S = 60.0
 SLOWEST_TEST_S = 45.0  # a test that takes longer is no way to find out within the budget
 COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -194,7 +194,7 @@ def _are_kin(first: ast.AST, second: ast.AST) -> bool:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Run the default tests once, traced, and keep which test enters which function."""
+    """Run default tests once, traced, and note which test enters which function, beside what was noted of others."""
     with tempfile.TemporaryDirectory(prefix="vtp-mutants-") as folder:
         copy, trace = _copy(Path(folder) / "copy"), Path(folder) / "trace"
         trace.mkdir()
@@ -216,6 +216,12 @@ def measure(arguments: argparse.Namespace) -> None:
                     case _:
                         pass
         durations = _durations(report)
+    if arguments.add:
+        known = json.loads(MEASURED.read_text())
+        durations = {**known["durations_s"], **durations}
+        for found, before in ((tests, known["tests"]), (lines, known["lines"])):
+            for key, values in before.items():
+                found[key].update(values)
     MEASURED.parent.mkdir(exist_ok=True)
     measured = {
         "durations_s": durations,
@@ -282,7 +288,7 @@ def run(arguments: argparse.Namespace) -> None:
             try:
                 subprocess.run(["git", "checkout", "-q", "."], cwd=copy, check=True)
                 mutant = Mutant(**{name: entries[number][name] for name in Mutant.__slots__})
-                return number, mutant, _fate(mutant, copy, measured, _killers(entries[number]))
+                return number, mutant, _fate(mutant, copy, measured, _killers(entries[number]), arguments.pace)
             finally:
                 copies.put(copy)
 
@@ -304,7 +310,7 @@ def _killers(entry: dict[str, Any]) -> set[str]:
     return {fate.partition(" by ")[2] for fate in map(str, entry.values()) if fate.startswith("killed ")}
 
 
-def _fate(mutant: Mutant, copy: Path, measured: dict[str, Any], killers: set[str]) -> str:
+def _fate(mutant: Mutant, copy: Path, measured: dict[str, Any], killers: set[str], pace: float) -> str:
     file = mutant.apply(copy)
     if file is None:
         return "the line no longer stands"
@@ -315,20 +321,20 @@ def _fate(mutant: Mutant, copy: Path, measured: dict[str, Any], killers: set[str
     if not names:
         return "no test known that enters it"
     start_s = time.monotonic()
-    while names and (left_s := BUDGET_S - (time.monotonic() - start_s)) > 0:
+    while names and (left_s := BUDGET_S * pace - (time.monotonic() - start_s)) > 0:
         batch = _fitting(names, durations, left_s)
         names = names[len(batch) :]
         # A test that hangs is one that fails; one that is merely late has killed nothing.
-        words = ["-x", "-q", "--no-header", f"--timeout={HANG_S}", *batch]
-        code, output = _pytest(copy, words, timeout_s=left_s + HANG_S)
+        words = ["-x", "-q", "--no-header", f"--timeout={HANG_S * pace}", *batch]
+        code, output = _pytest(copy, words, timeout_s=left_s + HANG_S * pace)
         if code is None:
-            return f"survived {BUDGET_S:.0f} s"
+            return f"survived {BUDGET_S * pace:.0f} s"
         # All of them stand, so a usage error says that the mutant keeps their files from being collected.
         if code != 0:
             failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
             by = failed[0] if failed else f"exit code {code}"
             return f"killed in {time.monotonic() - start_s:.0f} s by {by}"
-    return "survived" if not names else f"survived {BUDGET_S:.0f} s"
+    return "survived" if not names else f"survived {BUDGET_S * pace:.0f} s"
 
 
 def _spread(names: Sequence[str], durations: dict[str, float], killers: set[str], where: str) -> list[str]:
@@ -432,6 +438,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     measured = commands.add_parser("measure", help="run the default tests once, traced")
     measured.add_argument("tests", nargs="*", default=["tests"])
+    measured.add_argument("--add", action="store_true", help="keep what was measured of other tests, of the same code")
     measured.set_defaults(run=measure)
     planted = commands.add_parser("plant", help="choose mutants and write them down")
     planted.add_argument("--count", type=int, default=60)
@@ -440,6 +447,7 @@ def main() -> None:
     ran = commands.add_parser("run", help="see which of them the tests kill")
     ran.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
     ran.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    ran.add_argument("--pace", type=float, default=1.0, help="factor for the limits of time, on a machine that is busy")
     ran.add_argument("--column", default="now", help="under which name the result is kept")
     ran.set_defaults(run=run)
     arguments = parser.parse_args()

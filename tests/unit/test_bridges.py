@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import vtp_plugin
@@ -9,6 +12,7 @@ from tests.pool import run_code
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError, PatchError
 from vtp_plugin.hosts import find_host
+from vtp_plugin.session import Session
 
 # Before apply(), as a script that is written against Megatron's names.
 HELD = """
@@ -50,6 +54,36 @@ def test_names_stand_in_all_modules_without_a_list_and_on_the_cpu() -> None:
     check(is_ours=False)
     """
     )
+
+
+@pytest.mark.needs("bridges")
+@pytest.mark.parametrize(("num_src", "num_dst"), [(2, 3), (3, 2)])
+def test_leaders_of_counts_that_do_not_divide_are_mapped_by_what_they_share(num_src: int, num_dst: int) -> None:
+    from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator, CommRole
+
+    from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_class
+
+    # Two ranks a replica, the first of them the leader.
+    bridge: Any = object.__new__(bridge_class(lambda: Session(VtpConfig()), BridgeCommunicator))
+    bridge.src_grid = SimpleNamespace(rank_offset=0, size=2 * num_src)
+    bridge.dest_grid = SimpleNamespace(rank_offset=2 * num_src, size=2 * num_dst)
+    sources = [2 * i for i in range(num_src)]
+    destinations = [2 * (num_src + j) for j in range(num_dst)]
+    bridge.build_comm_map(sources, destinations)
+    shared = {
+        (src, dst)
+        for i, src in enumerate(sources)
+        for j, dst in enumerate(destinations)
+        if max(i * num_dst, j * num_src) < min((i + 1) * num_dst, (j + 1) * num_src)
+    }
+    sent = {(src, dst) for src in sources for dst in bridge.comm_map[src].send_to_ranks}
+    received = {(src, dst) for dst in destinations for src in bridge.comm_map[dst].recv_from_ranks}
+    assert sent == received == shared
+    roles = {rank: info.role for rank, info in bridge.comm_map.items()}
+    assert roles == {
+        rank: CommRole.SENDER if rank in sources else CommRole.RECEIVER if rank in destinations else CommRole.MEMBER
+        for rank in range(2 * (num_src + num_dst))
+    }
 
 
 @pytest.mark.needs("bridges")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import string
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.hosts import HOSTS, is_in
+from vtp_plugin.hosts import HOSTS, Package, is_in
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.derived import option_context
@@ -52,6 +54,18 @@ def test_a_record_says_one_thing_of_every_family(name: str) -> None:
         for found in (record.at(host.first) for host in HOSTS):
             assert found is None or re.fullmatch(r"(megatron|torch)\.[\w.]+:[\w.]+", found.target)
         assert not set(record.targets) & set(record.unneeded) and all(record.unneeded.values())
+
+
+def test_a_megatron_that_cannot_be_imported_here_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.15 builds a CUDA library while it is imported."""
+    monkeypatch.setattr("vtp_plugin.patches.hosts.find_megatron", lambda: Package("0.15.3", Path("core")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.15\.3 at core builds a CUDA library"):
+        load_host(NEWEST)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load_host(NEWEST).name == NEWEST
 
 
 @pytest.mark.parametrize("name", OLDER)

@@ -13,8 +13,9 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.group_order import GroupSpec, model_parallel_groups
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.layout.channel import ChannelId, Direction
+from vtp_plugin.layout.grids import ExpertGrid
 from vtp_plugin.layout.groups import LayoutRankGenerator
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout, RankOrder, StageGrid
 from vtp_plugin.layout.show import describe_layout, format_ranks
@@ -296,6 +297,11 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
         LayoutRankGenerator(layout).get_ranks("tp-xp")
     with pytest.raises(ConfigError, match="at least one stage"):
         PipelineLayout(())
+
+
+def test_experts_that_do_not_fill_their_stage_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"tp \* ep \* dp = 1 \* 2 \* 1 of stage 1 do not fill its 4 ranks"):
+        PipelineLayout((StageGrid(1, 1, 2), StageGrid(2, 1, 2)), experts=(ExpertGrid(1, 2, 1), ExpertGrid(1, 2, 1)))
 
 
 def test_unequal_copies_of_experts_by_hand() -> None:

@@ -387,13 +387,13 @@ def test_what_the_plugin_itself_holds_stays(host: Any, monkeypatch: pytest.Monke
     assert vars(own)["setup"] is original
 
 
-def test_names_taken_between_two_looks_follow(host: Any, write_module: Callable[[str, str], Any]) -> None:
+def test_an_original_that_comes_to_light_later_is_named(host: Any, write_module: Callable[[str, str], Any]) -> None:
     original = host.setup
     applied = apply(record(TARGETS["setup"]))
     script = write_module("toyscript", "kept = None\n")
+    assert not applied.unreached
     script.kept = original
-    applied.rebind()
-    assert script.kept is host.setup
+    assert applied.unreached == ("toyscript:kept (setup)",)
     applied.revert()
     assert script.kept is original
 

@@ -1,9 +1,9 @@
 """Apply, report and revert replacements of a host package's objects, driven by records.
 
-A replacement reaches the target itself. When records are applied, and at each later :meth:`AppliedPatches.rebind`, it
-also reaches what holds the same object by a name: the names of loaded modules that know the host, and the class
-attributes, default arguments and :func:`functools.partial` objects behind them. It does not reach closures, containers,
-and attributes of other objects: :func:`unreached` names what a detector finds there when asked.
+A replacement reaches the target itself. When records are applied, it also reaches what holds the same object by a name:
+the names of loaded modules that know the host, and the class attributes, default arguments and
+:func:`functools.partial` objects behind them. It does not reach closures, containers, and attributes of other objects,
+nor an original that comes to light later: :func:`unreached` names what a detector finds there when asked.
 
 Words:
     place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).
@@ -11,7 +11,7 @@ Words:
     target: what a record replaces or writes (``Target``).
     declaration: a record as data beside the code that uses it; bound to a run, it can be applied (``Declared``).
     replacement: what stands there afterwards.
-    rebind: give a place that holds the original the replacement.
+    rebind: give a place that holds the original the replacement, while records are applied.
     pin: digest of a source that a patch was written against.
     unreached: places that hold the original and cannot be rebound.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.util
@@ -119,13 +118,6 @@ class AppliedPatches:
         of, known = self._by_original(), self._known()
         hits = find(_swaps(self.patches), self.host.owns)
         return [(of[hit.of], hit) for hit in hits if hit.place.key not in known]
-
-    def rebind(self) -> None:
-        """Look for the originals once more, and replace them where modules have taken them since."""
-        for patch, hit in self.find_places():
-            # Some owners refuse to be changed, such as a class with its own __setattr__. The original stays there.
-            with contextlib.suppress(Exception):
-                self.put(patch, hit)
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
