@@ -426,10 +426,20 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 def _durations(report: Path) -> dict[str, float]:
     """Return the seconds of every test that passed, by its name as pytest takes it."""
     return {
-        f"{case.get('file')}::{case.get('name')}": float(case.get("time", "0"))
+        _test_name(case.get("file", ""), case.get("classname", ""), case.get("name", "")): float(case.get("time", "0"))
         for case in ElementTree.parse(report).iter("testcase")
         if case.find("failure") is None and case.find("error") is None and case.find("skipped") is None
     }
+
+
+def _test_name(file: str, owner: str, name: str) -> str:
+    """Return the name of a test as pytest takes it.
+
+    >>> _test_name("tests/unit/test_a.py", "tests.unit.test_a.TestB", "test_c[1]")
+    'tests/unit/test_a.py::TestB::test_c[1]'
+    """
+    classes = owner.removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")
+    return "::".join([file, *filter(None, classes), name])
 
 
 def main() -> None:

@@ -21,6 +21,8 @@ from vtp_plugin.patching.places import Default, PartialPart
 _OWN: Final = __name__.partition(".")[0]
 # These packages know nothing of a host that is built on torch.
 _BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
+# Values of these kinds hold nothing that can be changed by name. Most defaults are such.
+_LEADING_NOWHERE: Final = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
 _WRAPPING: Final = (staticmethod, classmethod, MethodType)
 
 
@@ -62,7 +64,7 @@ def find(swaps: Iterable[tuple[object, object]], owns: Callable[[str], bool]) ->
     hits: list[Hit] = []
     while ahead:
         owner = ahead.pop()
-        for label, value, place in held(owner.value, lambda value: id(value) in counterparts or _leads_on(value)):
+        for label, value, place in held(owner.value, functools.partial(_wanted, counterparts.keys())):
             if place is None:
                 continue
             where = owner.where + label
@@ -88,6 +90,7 @@ def _knowing_modules(owns: Callable[[str], bool], ids: Collection[int]) -> list[
     modules = [module for name, module in _named_modules() if name.partition(".")[0] not in left_out]
     host = [module for module in modules if owns(home_of(module))]
     wanted = {*ids, *map(id, host)}
+    owns = functools.cache(owns)  # asked about the same few modules by every value
     for module in host:
         wanted |= {id(value) for value in list(namespace(module).values()) if _is_written_in(value, owns)}
     return [module for module in modules if not wanted.isdisjoint(_held_ids(module))]
@@ -107,11 +110,21 @@ def _hits(value: Any, counterparts: Mapping[int, object], **place: Any) -> Itera
         yield Hit(of=id(value.__func__), new=wrapped, **place)
 
 
+def _wanted(ids: Collection[int], names: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Choose the names that hold one of the objects by `id`, or what may lead to one: few of many thousand."""
+    ahead = [item for item in list(names.items()) if type(item[1]) not in _LEADING_NOWHERE or id(item[1]) in ids]
+    return [item for item in ahead if id(item[1]) in ids or _leads_on(item[1])]
+
+
 def _leads_on(value: Any) -> bool:
     """Tell whether a value may hold places, or one of the objects."""
     kind = type(value)
     if kind is FunctionType:
-        return bool(value.__defaults__ or value.__kwdefaults__)
+        defaults, by_name = value.__defaults__, value.__kwdefaults__
+        return not (
+            (defaults is None or _LEADING_NOWHERE.issuperset(map(type, defaults)))
+            and (by_name is None or _LEADING_NOWHERE.issuperset(map(type, by_name.values())))
+        )
     return issubclass(kind, (type, functools.partial, *_WRAPPING))
 
 
@@ -160,12 +173,17 @@ def _named_modules() -> Iterator[tuple[str, ModuleType]]:
             yield name, module
 
 
+def _all(names: Mapping[str, object]) -> list[tuple[str, object]]:
+    return list(names.items())
+
+
 def held(
-    holder: Any, is_wanted: Callable[[Any], bool] = lambda value: True
+    holder: Any, choose: Callable[[Mapping[str, object]], Iterable[tuple[str, object]]] = _all
 ) -> Iterator[tuple[str, object, Place | None]]:
     """Yield what an object holds, each with its label and, where it can be changed, its place.
 
-    Of a module or class only what is wanted. Every mapping is copied first: other threads assign while we look.
+    Of the names of a module or class only those that `choose` returns. Every mapping is copied first: other threads
+    assign while we look.
     """
     # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
     kind = type(holder)
@@ -178,9 +196,8 @@ def held(
             yield f" (partial, {name})", value, Item(holder.keywords, name)
     elif issubclass(kind, ModuleType | type):
         mark = "." if issubclass(kind, type) else ":"
-        for name, value in list(namespace(holder).items()):
-            if is_wanted(value):
-                yield mark + name, value, Name(holder, name)
+        for name, value in choose(namespace(holder)):
+            yield mark + name, value, Name(holder, name)
     elif issubclass(kind, dict):
         for key, value in list(holder.items()):
             yield f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value, None
