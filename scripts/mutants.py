@@ -438,8 +438,8 @@ def _test_name(file: str, owner: str, name: str) -> str:
     >>> _test_name("tests/unit/test_a.py", "tests.unit.test_a.TestB", "test_c[1]")
     'tests/unit/test_a.py::TestB::test_c[1]'
     """
-    classes = owner.removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")
-    return "::".join([file, *filter(None, classes), name])
+    classes = owner.removeprefix(file.removesuffix(".py").replace("/", ".")).split(".")[1:]
+    return "::".join([file, *classes, name])
 
 
 def main() -> None:
