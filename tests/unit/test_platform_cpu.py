@@ -366,6 +366,8 @@ def test_no_call_asks_for_a_driver() -> None:
         with cuda.nvtx.range("x"), cuda.device(0), torch.autocast("cuda", dtype=torch.bfloat16):
             assert torch.is_autocast_enabled("cuda")
             assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+        with torch.autocast("cuda", torch.float16):
+            assert torch.get_autocast_dtype("cuda") == torch.float16
         side = cuda.Stream()
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record()

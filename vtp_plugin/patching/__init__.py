@@ -11,9 +11,8 @@ Words:
     target: what a record replaces or writes (``Target``).
     declaration: a record as data beside the code that uses it; bound to a run, it can be applied (``Declared``).
     replacement: what stands there afterwards.
-    rebind: give a place that holds the original the replacement, while records are applied.
     pin: digest of a source that a patch was written against.
-    unreached: places that hold the original and cannot be rebound.
+    unreached: places that still hold the original.
 """
 
 from __future__ import annotations
