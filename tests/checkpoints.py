@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,18 @@ EXPERTS = "decoder.layers.mlp.experts.linear_fc1.weight"
 NORM = "decoder.layers.input_layernorm.weight"
 OTHER_NORM = "decoder.layers.pre_mlp_layernorm.weight"
 # Layers come first; norms are whole on every rank.
+FC1, FC2 = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.mlp.linear_fc2.weight"
+# Parameters in the order of Megatron's model.
+STOCK_SHAPES = {
+    "embedding.word_embeddings.weight": (32, 4),
+    NORM: (3, 4),
+    QKV: (3, 48, 4),
+    OTHER_NORM: (3, 4),
+    FC1: (3, 32, 4),
+    FC2: (3, 32, 4),
+    "decoder.final_layernorm.weight": (4,),
+    "output_layer.weight": (32, 4),
+}
 SHAPES = {QKV: (2, 12, 4), EXPERTS: (2, 4, 8, 4), NORM: (2, 4), OTHER_NORM: (2, 4), "embedding.weight": (8, 4)}
 
 
@@ -51,13 +63,15 @@ class Model:
     step: float = 3.0
 
 
-def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
+def make_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> Model:
     """Make a model whose values all differ; masters are the weights before rounding."""
     generator = torch.Generator().manual_seed(seed)
     states = {
-        (state, name): torch.randn(shape, generator=generator) for state in STATES for name, shape in SHAPES.items()
+        (state, name): torch.randn(shape, generator=generator) for state in STATES for name, shape in shapes.items()
     }
-    return Model({name: states["param", name].to(dtype, copy=True) for name in SHAPES}, states)
+    return Model({name: states["param", name].to(dtype, copy=True) for name in shapes}, states)
 
 
 def cuts_of(name: str, shape: tuple[int, ...], ranks: int, axis: int) -> Iterator[tuple[int, Cut]]:
@@ -193,18 +207,50 @@ def by_bucket(folder: Path, model: Model, ranks: int = 2, axis: int = 0, *, dp: 
         for rank, cut in cuts_of(name, tuple(weight.shape), ranks, axis):
             held[rank].append(cut)
     buckets = [_write_bucket(writer, model, rank, cuts[::-1], dp) for rank, cuts in held.items()]
-    for rank in held:
+    (folder / MAP).write_text(dump_map(buckets))
+    return _finish_buckets(writer, model, held, **options)
+
+
+def as_stock(folder: Path, model: Model, ranks: int = 2, *, order: Sequence[str] = (), **options: Any) -> Path:
+    """Write the optimizer by bucket as stock Megatron does: layer by layer, every part aligned, and no map.
+
+    Args:
+        folder: to write to.
+        model: of the shapes ``STOCK_SHAPES``.
+        ranks: tensor-parallel ranks.
+        order: of the parameters, if another than Megatron's.
+        options: of the writer.
+    """
+    writer = Writer(folder)
+    for name, weight in model.weights.items():
+        _write_parts(writer, name, weight, name, ranks, 0)
+    names = [*(order or STOCK_SHAPES)]
+    held: dict[int, list[tuple[int, Cut]]] = {rank: [] for rank in range(ranks)}
+    for name in names:
+        for rank, cut in cuts_of(name, tuple(model.weights[name].shape), ranks, 0):
+            depth = cut.blocks[0].box[0][0] if name.startswith("decoder.layers") else len(names)
+            held[rank].append((-1 if name.startswith("embedding") else depth, cut))
+    for rank, cuts in held.items():
+        in_order = [cut for _, cut in sorted(cuts, key=lambda pair: pair[0])]
+        _write_bucket(writer, model, rank, in_order[::-1], 2, alignment=64)
+    return _finish_buckets(writer, model, held, **options)
+
+
+def _finish_buckets(writer: Writer, model: Model, ranks: Iterable[int], **options: Any) -> Path:
+    for rank in ranks:
         writer.object(f"optimizer.distributed.dp_group_idx_{rank}.optimizer/shard_0_1", _groups(model.step), rank)
         writer.object(f"optimizer.distributed.dp_group_idx_{rank}.per_bucket_numel/shard_0_1", [{}], rank)
-    (folder / MAP).write_text(dump_map(buckets))
     return writer.finish(_common(model, "dp_reshardable"), **options)
 
 
-def _write_bucket(writer: Writer, model: Model, rank: int, cuts: Sequence[Cut], dp: int) -> Bucket:
-    key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+def _write_bucket(
+    writer: Writer, model: Model, rank: int, cuts: Sequence[Cut], dp: int, *, alignment: int = 1
+) -> Bucket:
+    dtype = next(iter(model.weights.values())).dtype
+    key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_({dtype}, torch.float32).bucket_idx_0"
     parts, end = [], 0
     for number, cut in enumerate(cuts):
-        end += 3 * (number == 1)  # a gap
+        end = -(-end // alignment) * alignment if alignment > 1 else end + 3 * (number == 1)  # a gap
         parts.append(Placed(cut, end))
         end += cut.numel
     edges = {0, end, *(end * share // dp for share in range(dp))}

@@ -194,7 +194,7 @@ def _judge(
     """
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
-        open_optimizer(host, args, result)
+        open_optimizer(session, host, args, result)
     if not is_read:
         raise _unreadable(host, load_dir)
     stored = stored_arguments(result)

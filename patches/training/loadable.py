@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.forms import FORM
-from vtp_plugin.checkpoint.map_file import MAP, load_map
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.sizes import cuts_experts_apart
+from vtp_plugin.offline.masters import require_masters
 from vtp_plugin.patches.core.optimizer.moved_state import STORED
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
@@ -51,7 +52,7 @@ def require_loadable(
             "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
             "the weights with --no-load-optim"
         )
-    if args.use_distributed_optimizer and not host.is_reshardable(state) and _map_of(host, result) is None:
+    if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
             f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
@@ -66,33 +67,58 @@ def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:
     return is_saved and not (result[2] or args.finetune or args.no_load_optim)
 
 
-def _map_of(host: MegatronHost, result: tuple[Any, ...]) -> Path | None:
-    """Return the map of an optimizer that is stored by bucket; None if there is none."""
+def _folder_by_bucket(host: MegatronHost, result: tuple[Any, ...]) -> Path | None:
+    """Return the folder of a checkpoint whose optimizer is stored by bucket; None if it is not, or cannot be read."""
     state, folder = result[:2]
     if not isinstance(state, dict) or host.form_by_bucket(state) is None or "://" in str(folder):
         return None
-    file = Path(folder) / MAP
-    return file if file.exists() else None
+    return Path(folder)
 
 
-def open_optimizer(host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:
-    """Open the optimizer of a checkpoint that has a map, and note it beside its form, where H20b finds it.
+def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:
+    """Open the optimizer of a checkpoint, and note it beside its form, where H20b finds it.
+
+    Without a map, the ranks share the proof of the one that they work out.
 
     Raises:
-        ConfigError: the map is damaged, or does not fit what is stored.
+        ConfigError: the map is damaged, does not fit what is stored, or cannot be worked out.
     """
-    file = _map_of(host, result)
-    if file is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
+    folder = _folder_by_bucket(host, result)
+    if folder is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
         return
+    contents = Contents(folder)
+    if not contents.has_map and _is_cut_alike(session, args, stored_arguments(result)):
+        return
+    require_masters(contents, args.rank, args.world_size)
     # Not at the top: Megatron 0.12, which has no such form, has no such function.
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
     metadata = host.form_by_bucket(result[0])
     assert metadata is not None
-    stored = StoredOptimizer(file.parent, _get_filesystem_reader(str(file.parent)), load_map(file) or ())
+    stored = StoredOptimizer(folder, _get_filesystem_reader(str(folder)), contents.buckets())
     # With its map any layout can load it, and Megatron asks no more.
     metadata.update({FORM: "fully_reshardable", STORED: stored})
 
+
+def _is_cut_alike(session: Session, args: Any, stored: Any) -> bool:
+    """Tell whether this run's layers lie where those of a checkpoint did, so that Megatron loads it by itself."""
+    layout = session.planned.layout
+    here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
+    there = (stored_tp_sizes(stored), *stored_experts(stored))
+    return here == there and all(
+        (getattr(args, name, None) or None) == (getattr(stored, name, None) or None) for name in _SHARES_OF_LAYERS
+    )
+
+
+_SHARES_OF_LAYERS = (
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "layerwise_disaggregated_training",
+)
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Tensor-parallel size of every stage, expert-parallel size, and tensor-parallel size of the experts."""

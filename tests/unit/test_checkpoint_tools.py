@@ -41,7 +41,7 @@ def test_show_is_short(run: Run, tmp_path: Path) -> None:
     assert lines[4].startswith("weight: 5 tensors, bfloat16, 14 pieces, ")
     assert [line.partition(" ")[0] for line in lines[5:]] == ["master:", "exp_avg:", "exp_avg_sq:"]
     (folder / MAP).unlink()
-    assert f"dp_reshardable, without {MAP}: only its own layout loads it" in run("show", folder)[1][3]
+    assert f"dp_reshardable, without {MAP}: any layout loads it if where its" in run("show", folder)[1][3]
 
 
 def test_show_names_every_tensor_if_asked(run: Run, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from vtp_plugin.checkpoint.fill import Stored, boxes_between
 from vtp_plugin.checkpoint.forms import BY_BUCKET
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.map_file import MAP, load_map
-from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.checkpoint.rebuilt import rebuild
+from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.ground.boxes import Box, box_shape, whole_box
 
 WEIGHT: Final = "weight"
@@ -101,7 +102,7 @@ class Contents:
         """Return the optimizer's tensors, by state and name of the parameter.
 
         Raises:
-            ConfigError: only a map says whose they are, and there is none, or another form would have to be known.
+            ConfigError: it is not known whose they are, or another form would have to be known.
         """
         if self.form == BY_BUCKET:
             return self._states_of_buckets()
@@ -114,17 +115,17 @@ class Contents:
         return {(_kind(match.group(1)), match.group(2)): _whole(tensor) for match, tensor in named if match is not None}
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Read the map.
+        """Read the map, or work it out where there is none; then only the master weights can prove it.
 
         Raises:
-            ConfigError: there is none, or it does not fit what is stored.
+            ConfigError: it does not fit what is stored.
         """
-        buckets = load_map(self.folder / MAP)
-        if buckets is None:
-            raise ConfigError(
-                f"{self.folder} has no {MAP}; it holds the optimizer as {BY_BUCKET}, and only that file says which "
-                "parameter lies where; save it with this plugin, or leave the optimizer out with --weights-only"
-            )
+        if (buckets := load_map(self.folder / MAP)) is None:
+            weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
+            try:
+                buckets = tuple(rebuild(weights, self.pieces, self.arguments))
+            except PlanError as error:
+                raise no_map(self.folder, str(error)) from None
         refuse(check_map(str(self.folder / MAP), buckets, self.pieces))
         return buckets
 
@@ -197,6 +198,20 @@ class Contents:
             for part in bucket.parts
             for state in sorted(states[bucket.key])
         }
+
+
+def no_map(folder: Path, problem: str) -> ConfigError:
+    """Say that it is not known which parameter lies where in the buckets of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        problem: why it could not be worked out.
+    """
+    return ConfigError(
+        f"{folder} has no {MAP}, and where its optimizer's parameters lie cannot be worked out: {problem}; only the "
+        "order of GPT models of Megatron 0.15 to 0.19 is known; load it in the layout that wrote it and save it with "
+        "this plugin, or load only the weights with --no-load-optim (diff: --weights-only)"
+    )
 
 
 def _lazy(

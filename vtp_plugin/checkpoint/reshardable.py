@@ -29,8 +29,6 @@ def check_source(contents: Contents) -> Iterator[str]:
     elif form != BY_BUCKET:
         rule = "any layout loads that as it is" if form in (IN_MODEL_SPACE, PLAIN) else f"only {BY_BUCKET} is rewritten"
         yield f"{contents.folder} holds the optimizer as {form}; {rule}; load it, or copy it"
-    elif not contents.has_map:
-        contents.buckets()
     elif not isinstance(contents.common.get("content_metadata"), Mapping):
         yield (
             f"{contents.folder} does not say in which form its optimizer is; Megatron 0.15 and later do; take one that "

@@ -134,8 +134,11 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _diff(options: argparse.Namespace) -> None:
     from vtp_plugin.offline.compare import Comparison
+    from vtp_plugin.offline.masters import require_masters
 
     a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
+    for each in () if options.weights_only else (a, b):
+        require_masters(each)
     found = [*Comparison(a, b, is_weights_only=options.weights_only)]
     steps = [] if options.weights_only else [a.steps(), b.steps()]
     is_equal = all(each.is_equal for each in found) and (not steps or steps[0] == steps[1])
@@ -172,8 +175,10 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     refuse(check_source(contents))
+    from vtp_plugin.offline.masters import require_masters
     from vtp_plugin.offline.reshard import Reshard
 
+    require_masters(contents)
     name = contents.folder.resolve().name
     if not re.fullmatch(r"iter_\d{7,}|release", name):
         name = f"iter_{contents.common.get('iteration') or 0:07d}"

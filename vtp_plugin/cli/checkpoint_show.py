@@ -90,7 +90,9 @@ def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
     moves = _MOVES.get(form, "unknown to this version")
     if form == BY_BUCKET:
         moves = (
-            f"with {MAP}: any layout loads it" if facts["has_map"] else f"without {MAP}: only its own layout loads it"
+            f"with {MAP}: any layout loads it"
+            if facts["has_map"]
+            else f"without {MAP}: any layout loads it if where its parameters lie can be worked out"
         )
     steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "unknown"
     yield f"optimizer {form}, {moves}; steps {steps}"

@@ -82,8 +82,8 @@ class Comparison:
         found = _Found(_unlike(a := ours.get(key), b := theirs.get(key)))
         if found.problem is None:
             assert a is not None and b is not None
-            pairs, found.problem = _pairs(a, b)
-            for of_a, of_b, box in pairs:
+            common, found.problem = pairs(a, b)
+            for of_a, of_b, box in common:
                 found.add(ours_read, of_a, theirs_read, of_b, box)
         state, name = key
         is_equal = found.is_equal and found.problem is None
@@ -144,21 +144,21 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(found.max()) if found.numel() else 0.0
 
 
-def _pairs(a: Whole, b: Whole) -> tuple[list[tuple[Part, Part, Box]], str | None]:
+def pairs(a: Whole, b: Whole) -> tuple[list[tuple[Part, Part, Box]], str | None]:
     """List what two tensors have in common, and say why it is not all."""
     ours, theirs = a.parts(), b.parts()
     parts = (*ours, *theirs)
-    pairs: list[tuple[Part, Part, Box]] = []
+    found: list[tuple[Part, Part, Box]] = []
     # A number has no dimension along which its parts could be sorted; it has one part.
     for i, j in overlaps([part.box for part in parts]) if a.shape else ((0, 1),):
         if (i < len(ours)) == (j < len(ours)):
             return [], f"{format_box(parts[i].box)} is stored twice in {'A' if i < len(ours) else 'B'}"
         common = intersect(parts[i].box, parts[j].box)
         assert common is not None
-        pairs.append((parts[i], parts[j], common))
-    count, size = sum(volume(box) for _, _, box in pairs), math.prod(a.shape)
+        found.append((parts[i], parts[j], common))
+    count, size = sum(volume(box) for _, _, box in found), math.prod(a.shape)
     problem = None if count == size else f"only {count} of {size} elements are stored in both"
-    return sorted(pairs, key=lambda pair: (pair[0].extent.file, pair[0].extent.offset, pair[2])), problem
+    return sorted(found, key=lambda pair: (pair[0].extent.file, pair[0].extent.offset, pair[2])), problem
 
 
 def _wholes(side: Contents, *, is_weights_only: bool) -> dict[Key, Whole]:

@@ -291,8 +291,9 @@ def _copy(folder: Path, extent: Extent, file: BinaryIO) -> None:
 
 
 def _identity(folder: Path) -> str:
-    """Return what tells a checkpoint from others: a sum over its index and its map."""
-    return hashlib.sha256((folder / INDEX).read_bytes() + (folder / MAP).read_bytes()).hexdigest()
+    """Return what tells a checkpoint from others: a sum over its index, and over its map if it has one."""
+    files = [file for file in (folder / INDEX, folder / MAP) if file.exists()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _read_line(line: str) -> Any:

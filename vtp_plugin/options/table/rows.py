@@ -554,7 +554,7 @@ RULES: tuple[OptionRule, ...] = (
         "--ckpt-fully-parallel-load",
     ),
     *supported(
-        "weights load into any list, optimizer states into the same list or when fully reshardable",
+        "weights and optimizer states load into any list, in the forms of the table in docs/checkpoints.md",
         _RESHARD,
         case("--load", given),
         "--dist-ckpt-optim-fully-reshardable",

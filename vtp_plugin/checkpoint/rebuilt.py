@@ -1,0 +1,184 @@
+"""A map for a checkpoint that has none: where Megatron has put each parameter, worked out from what is stored.
+
+Megatron takes the parameters of a rank in the reverse order of its model, and lays each behind the one before, at the
+next multiple of 64 elements. How many buckets there are, and how long, is known from what is stored, and so is where
+parameters may begin and end. So the buckets of all stages, walked through in the order of depth and each from its end,
+take the parameters of the whole model in its order: how layers are shared out among stages, and how large Megatron
+wanted its buckets, need not be known. That a parameter is where this says is proved by its master weights
+(``vtp_plugin/offline/masters.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.cuts import Bucket, Cut, Piece, Placed
+from vtp_plugin.checkpoint.index import StoredTensor
+from vtp_plugin.checkpoint.model_order import OUTPUT, WORD_EMBEDDING, Parameter, expert_ranks, parameters_of
+from vtp_plugin.errors import PlanError
+
+_BUCKET: Final = re.compile(
+    r"(?:chained_([01])\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)"
+)
+_NEEDED: Final = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_ALIGNMENT: Final = 64
+"""Elements; every parameter begins at a multiple of so many in its bucket (``pad_param_start``)."""
+
+
+def rebuild(weights: Mapping[str, StoredTensor], pieces: Iterable[Piece], arguments: Mapping[str, Any]) -> list[Bucket]:
+    """Work out the map of a checkpoint.
+
+    Args:
+        weights: of the checkpoint.
+        pieces: of all its buckets.
+        arguments: of the run that wrote it.
+
+    Raises:
+        PlanError: a parameter does not fit; the text names the first one.
+    """
+    if len(set(arguments.get("vtp_size_list") or ())) > 1:
+        raise PlanError("stages were of unequal sizes")
+    if missing := [name for name in _NEEDED if not arguments.get(name)]:
+        raise PlanError(f"its arguments do not say {missing[0]}")
+    groups = _groups(pieces)
+    parameters = parameters_of(weights, arguments)
+    tp, pp = arguments["tensor_model_parallel_size"], arguments["pipeline_model_parallel_size"]
+    num_chunks = arguments.get("virtual_pipeline_model_parallel_size") or 1
+    has_own_experts = any(is_expert for is_expert, _ in groups)
+    dense = [parameter for parameter in parameters if parameter.expert is None or not has_own_experts]
+    for rank in range(tp):
+        own = [(parameter.dtype, parameter.cuts[rank]) for parameter in dense]
+        if pp > 1 and OUTPUT not in weights:
+            # The last stage has the embedding once more.
+            own += [
+                (parameter.dtype, replace(parameter.cuts[rank], is_copy=True))
+                for parameter in dense
+                if parameter.cuts[rank].name == WORD_EMBEDDING
+            ]
+        _deal(own, _stages(groups, False, [rank + tp * stage for stage in range(pp)], num_chunks))
+    if has_own_experts:
+        _deal_experts([each for each in parameters if each.expert is not None], groups, arguments, num_chunks)
+    return [bucket.made() for buffers in groups.values() for buffer in buffers for bucket in buffer.buckets]
+
+
+def _deal_experts(experts: Sequence[Parameter], groups: _Groups, arguments: Mapping[str, Any], num_chunks: int) -> None:
+    """Put experts into buckets of their own, which the ranks of each share of the experts have."""
+    ep, etp = arguments.get("expert_model_parallel_size") or 1, expert_ranks(arguments)
+    share = len({parameter.expert for parameter in experts}) // ep
+    for part in range(ep):
+        held = range(part * share, (part + 1) * share)
+        for rank in range(etp):
+            own = [(parameter.dtype, parameter.cuts[rank]) for parameter in experts if parameter.expert in held]
+            stages = range(arguments["pipeline_model_parallel_size"])
+            _deal(own, _stages(groups, True, [rank + etp * (part + ep * stage) for stage in stages], num_chunks))
+
+
+@dataclass
+class _Bucket:
+    """A bucket that is filled from its end.
+
+    Attributes:
+        key: its name.
+        edges: where its stored pieces begin and end.
+        limit: where what is next must end at the latest.
+    """
+
+    key: str
+    edges: set[int] = field(default_factory=lambda: {0})
+    parts: list[Placed] = field(default_factory=list)
+    limit: int = -1
+
+    def put(self, cut: Cut) -> None:
+        """Put a parameter before what is there.
+
+        Raises:
+            PlanError: none is stored there.
+        """
+        limit = max(self.edges) if self.limit < 0 else self.limit
+        start = (limit - cut.numel) // _ALIGNMENT * _ALIGNMENT
+        if not {start, start + cut.numel} <= self.edges:
+            raise _misfit(cut, f"at {start}:{start + cut.numel} of {self.key}, where no stored piece begins and ends")
+        self.limit = start
+        self.parts.append(Placed(cut, start))
+
+    def made(self) -> Bucket:
+        return Bucket(self.key, max(self.edges), tuple(self.parts[::-1]))
+
+
+@dataclass
+class _Buffer:
+    """Buckets of parameters of one type, of one chunk of a model."""
+
+    dtype: str
+    buckets: list[_Bucket] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        return all(bucket.limit == 0 for bucket in self.buckets)
+
+    def put(self, cut: Cut) -> None:
+        next(bucket for bucket in reversed(self.buckets) if bucket.limit != 0).put(cut)
+
+
+_Groups = dict[tuple[bool, int], list[_Buffer]]
+"""The buffers of every data-parallel group in order, by whether it is one of experts, and its number."""
+
+
+def _groups(pieces: Iterable[Piece]) -> _Groups:
+    known: dict[tuple[bool, int, int], tuple[str, dict[int, _Bucket]]] = {}
+    for piece in pieces:
+        match = _BUCKET.fullmatch(piece.key)
+        if match is None:
+            raise PlanError(f"{piece.key} is no bucket that this version knows")
+        chained, group, buffer, dtype, bucket = match.groups()
+        _, buckets = known.setdefault((chained == "1", int(group), int(buffer)), (dtype, {}))
+        buckets.setdefault(int(bucket), _Bucket(piece.key)).edges.update((piece.offset, piece.offset + piece.numel))
+    groups: defaultdict[tuple[bool, int], list[_Buffer]] = defaultdict(list)
+    for (is_expert, group, _), (dtype, buckets) in sorted(known.items(), key=lambda item: item[0]):
+        groups[is_expert, group].append(_Buffer(dtype, [buckets[number] for number in sorted(buckets)]))
+    return groups
+
+
+def _stages(groups: _Groups, is_expert: bool, numbers: Sequence[int], num_chunks: int) -> list[list[_Buffer]]:
+    """List the buffers of all virtual stages in the order of depth; a stage without parameters has none."""
+    by_stage = [_chunks(groups.get((is_expert, number), ())) for number in numbers]
+    return [chunks[index] for index in range(num_chunks) for chunks in by_stage if index < len(chunks)]
+
+
+def _chunks(buffers: Iterable[_Buffer]) -> list[list[_Buffer]]:
+    """Tell the buffers of one chunk from those of the next, which begins where a type comes again."""
+    chunks: list[list[_Buffer]] = []
+    for buffer in buffers:
+        if not chunks or any(buffer.dtype == other.dtype for other in chunks[-1]):
+            chunks.append([])
+        chunks[-1].append(buffer)
+    return chunks
+
+
+def _deal(parameters: Sequence[tuple[str, Cut]], stages: Sequence[Sequence[_Buffer]]) -> None:
+    """Put the parameters of one rank of every stage, in the order of the model, into the buckets of the stages.
+
+    Raises:
+        PlanError: one does not fit.
+    """
+    left: Iterator[tuple[str, Cut]] = iter(parameters)
+    for buffers in stages:
+        while not all(buffer.is_full for buffer in buffers):
+            dtype, cut = next(left, (None, None))
+            if cut is None:
+                raise PlanError(f"nothing is left for {buffers[0].buckets[0].key}")
+            buffer = next((each for each in buffers if each.dtype == dtype and not each.is_full), None)
+            if buffer is None:
+                raise _misfit(cut, f"in a bucket of {dtype}, and there is none, or it is full")
+            buffer.put(cut)
+    if (extra := next(left, None)) is not None:
+        raise _misfit(extra[1], "in no bucket")
+
+
+def _misfit(cut: Cut, where: str) -> PlanError:
+    return PlanError(f"{cut.name} {cut.blocks[0].box} would lie {where}")
