@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
     frozenset({"config"}),
     frozenset({"options", "pictures"}),
-    frozenset({"offline", "runtime"}),
+    frozenset({"fit", "offline", "runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
     frozenset({"api"}),
@@ -78,6 +78,7 @@ PURE_PARTS = frozenset(
         "footprint",
         "schedule",
         "options",
+        "fit",
         "pictures",
     }
 )

@@ -50,6 +50,7 @@ class _Holder:
 def apply(
     *,
     vtp_size_list: Sequence[int] | str | None = None,
+    stages: Sequence[int] | str | None = None,
     vtp_cp_list: Sequence[int] | str | None = None,
     vtp_dp_list: Sequence[int] | str | None = None,
     vtp_ep_list: Sequence[int] | str | None = None,
@@ -88,6 +89,8 @@ def apply(
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
+        stages: with ``"auto"``: the fewest and the most pipeline stages, such as ``"2:4"``; sizes, layers and replicas
+            are fitted to the cards that are there. ``None`` makes every node of the launcher one stage.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes

@@ -19,6 +19,7 @@ U_SHAPED: dict[str, Any] = {"layerwise_disaggregated": True}
 # For every option another value than its default, in the options that it needs.
 CHANGES: dict[str, dict[str, Any]] = {
     "size_list": {"size_list": (1, 2)},
+    "stages": {"size_list": "auto", "stages": (1, 2)},
     "cp_list": {"cp_list": (1, 2)},
     "dp_list": {"dp_list": (1, 2)},
     "ep_list": {"ep_list": (1, 2)},

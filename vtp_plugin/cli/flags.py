@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli.have import add_have_flags, fit_to_cards
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.fit.search import Fitted
 from vtp_plugin.footprint.state import Footprint, footprints
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
@@ -63,6 +65,7 @@ _SWITCHES = {
     "--dataloader-inter-document-masking": "as --sft",
 }
 _OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches", "--bridge")
+_OF_A_FIT = ("--have", "--card-memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Run:
         num_microbatches: of a step, in one team of replicas; None if a flag is missing.
         memory: what every rank holds, or why that is not known.
         about_activations: what activations are, or why they are not known.
+        fitted: the list that was fitted to ``--have``; None where the list was given.
+        about_fit: why it was chosen, line by line.
     """
 
     config: VtpConfig
@@ -96,6 +101,8 @@ class Run:
     num_microbatches: int | None
     memory: tuple[Footprint, ...] | str
     about_activations: str
+    fitted: Fitted | None = None
+    about_fit: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -133,6 +140,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Of this command")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks; default: the fewest that fit")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_have_flags(group)
 
 
 def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
@@ -146,11 +154,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
     """
     check_unknown(args.unknown)
-    config = read_flags(args, VtpConfig())
-    if config.size_list is None:
-        raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
-    if not isinstance(config.size_list, tuple):
-        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list")
+    config, fitted, about_fit = _read_list(args)
+    assert isinstance(config.size_list, tuple)
     layout = _layout(args, config, config.size_list)
     replicas = replica_map(config, layout)
     _check(args, config, layout, replicas)
@@ -171,9 +176,27 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         is_sharded=args.sequence_parallel,
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
-        memory=_memory(args, config, layout, num_chunks, has_activations=not why_no_activations),
+        memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
         about_activations=why_no_activations or activation_flags.about_activations(args),
+        fitted=fitted,
+        about_fit=about_fit,
     )
+
+
+def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None, tuple[str, ...]]:
+    """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
+    if args.have is not None and args.vtp_size_list is None:
+        args.vtp_size_list = "auto"
+    config = read_flags(args, VtpConfig())
+    if args.have is not None:
+        return fit_to_cards(args, config)
+    if args.card_memory is not None:
+        raise ConfigError("--card-memory is for --have; give both or none")
+    if config.size_list is None:
+        raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
+    if not isinstance(config.size_list, tuple):
+        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list, or say --have 8,6,8")
+    return config, None, ()
 
 
 def check_unknown(words: Sequence[str]) -> None:
@@ -200,7 +223,7 @@ def known_flags() -> tuple[str, ...]:
     of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
     kept = activation_flags
     of_the_model += (*kept.NUMBERS, *kept.SWITCHES, *kept.TEXTS, *kept.LISTS, *kept.DROPOUTS)
-    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS
+    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS, *_OF_A_FIT
 
 
 def num_typos(word: str, other: str) -> int:
@@ -235,7 +258,13 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 
 
 def _memory(
-    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, *, has_activations: bool
+    args: argparse.Namespace,
+    config: VtpConfig,
+    layout: PipelineLayout,
+    num_chunks: int,
+    fitted: Fitted | None,
+    *,
+    has_activations: bool,
 ) -> tuple[Footprint, ...] | str:
     is_u_shaped = config.layerwise_disaggregated
     if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
@@ -243,7 +272,8 @@ def _memory(
     if config.encoder_layer_list is not None:
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
-    chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts)
+    layers = None if fitted is None or is_u_shaped else fitted.layers
+    chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts, layers)
     model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
     return footprints(
         model, training, layout, chunks, activation_flags.read_microbatch(args) if has_activations else None

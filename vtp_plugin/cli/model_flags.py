@@ -161,7 +161,11 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
 
 
 def read_chunks(
-    args: argparse.Namespace, num_stages: int, num_chunks: int, u_layers: Sequence[int] | None
+    args: argparse.Namespace,
+    num_stages: int,
+    num_chunks: int,
+    u_layers: Sequence[int] | None,
+    layers: Sequence[int] | None = None,
 ) -> tuple[tuple[Chunk, ...], ...]:
     """Give the model chunks of every stage.
 
@@ -170,6 +174,7 @@ def read_chunks(
         num_stages: of the pipeline.
         num_chunks: of every stage.
         u_layers: number of layers of every part of a U-shape; None without one.
+        layers: of every stage, where they were fitted.
 
     Raises:
         ConfigError: the layers cannot be shared out.
@@ -177,7 +182,7 @@ def read_chunks(
     if u_layers is not None:
         return u_chunks(u_layers)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    return plain_chunks(args.num_layers, num_stages, num_chunks, first=first, last=last)
+    return plain_chunks(args.num_layers, num_stages, num_chunks, first=first, last=last, layers=layers)
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:

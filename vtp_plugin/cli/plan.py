@@ -12,6 +12,7 @@ from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_jso
 from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.memory import memory_as_json, memory_lines
 from vtp_plugin.cli.parser import print_json
+from vtp_plugin.fit.search import Fitted
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
 from vtp_plugin.layout.show import format_ranks, size_names, size_texts
@@ -21,7 +22,9 @@ _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
 _MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
-Keys of --json: world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
+Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare (cards
+of every node), step (as simulated; a layer takes a card 1), reasons;
+world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
 ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes, optimizer_bytes and activation_bytes (of a
 microbatch, null where not known) of every rank, or a text that says what is missing; boundaries: upstream,
@@ -50,7 +53,10 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("plan", _as_json(flags, views))
         return
-    head, sums = [*_stages(flags), *memory_lines(flags), *_tensor(flags)], [*_buffers(views), *_traffic(flags, views)]
+    head, sums = (
+        [*flags.about_fit, *_stages(flags), *memory_lines(flags), *_tensor(flags)],
+        [*_buffers(views), *_traffic(flags, views)],
+    )
     lines: list[str] = []
     # If it is too long for a terminal, first leave out the messages of each boundary, then the end.
     for is_short in (False, True):
@@ -176,9 +182,22 @@ def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
         yield f"site {source} sends to site {target}: {size} for each microbatch, {what}"
 
 
+def _fit_as_json(fitted: Fitted, about: Sequence[str]) -> dict[str, object]:
+    return {
+        "sizes": list(fitted.sizes),
+        "layers": list(fitted.layers),
+        "num_replicas": fitted.num_replicas,
+        "nodes": [[fitted.nodes[place].name for place in places] for places in fitted.places],
+        "spare": {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True)},
+        "step": fitted.step,
+        "reasons": list(about),
+    }
+
+
 def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
     layout = flags.layout
     return {
+        "fit": None if flags.fitted is None else _fit_as_json(flags.fitted, flags.about_fit),
         "world_size": layout.world_size,
         "rank_order": "tp-cp-dp-pp" if layout.order is RankOrder.STAGE_MAJOR else "tp-cp-pp-dp",
         "writer_rank": _writer(flags),

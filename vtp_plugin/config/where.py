@@ -18,6 +18,7 @@ from vtp_plugin.ground.values import (
     parse_etp_list,
     parse_layer_list,
     parse_size_list,
+    parse_stages,
 )
 
 option = functools.partial(declare, FlagGroup.WHERE)
@@ -30,10 +31,19 @@ class Where:
     size_list: tuple[int, ...] | Literal["auto"] | None = option(
         same("vtp_size_list", at_start=True),
         None,
-        "tensor-parallel size of every pipeline stage, first stage first; or 'auto': node k of the launcher is stage k",
+        "tensor-parallel size of every pipeline stage, first stage first; or 'auto': node k of the launcher is stage "
+        "k, or with --vtp-stages a list that fits the cards that are there",
         "1,4,4",
         keyword="vtp_size_list",
         parse=parse_size_list,
+    )
+    stages: tuple[int, int] | None = option(
+        same("vtp_stages", at_start=True, separator=":", none=""),
+        None,
+        "with '--vtp-size-list auto': the fewest and the most pipeline stages; sizes, layers and replicas are fitted "
+        "to the cards that are there. --vtp-sites then names every site once, in the order of the pipeline",
+        "MIN:MAX",
+        parse=parse_stages,
     )
     cp_list: tuple[int, ...] | None = option(
         same("vtp_cp_list", at_start=True),
@@ -109,6 +119,11 @@ class Where:
 
     def check_where(self) -> None:
         """Refuse lists that do not fit each other."""
+        if self.stages is not None and self.size_list != "auto":
+            raise LayoutError(
+                f"vtp_stages {':'.join(map(str, self.stages))} is for a list that is fitted to what is there; give "
+                "--vtp-size-list auto, or leave it out"
+            )
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
         self._check_list("ep_list", self.ep_list, "expert-parallel")

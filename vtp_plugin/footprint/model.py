@@ -130,7 +130,13 @@ def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
 
 
 def plain_chunks(
-    num_layers: int, num_stages: int, num_chunks: int = 1, *, first: int | None = None, last: int | None = None
+    num_layers: int,
+    num_stages: int,
+    num_chunks: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    layers: Sequence[int] | None = None,
 ) -> tuple[tuple[Chunk, ...], ...]:
     """Give the chunks of every stage where the first chunks of all stages precede their second ones.
 
@@ -140,6 +146,7 @@ def plain_chunks(
         num_chunks: of every stage.
         first: layers of the first stage, where it has others than the stages between.
         last: layers of the last stage, likewise.
+        layers: of every stage, instead of the two.
 
     Raises:
         ConfigError: the layers cannot be shared out evenly.
@@ -148,16 +155,19 @@ def plain_chunks(
     [[(0,), (2,)], [(1,), (3,)]]
     >>> [chunk.layers for (chunk,) in plain_chunks(4, 3, first=1, last=1)]
     [(0,), (1, 2), (3,)]
+    >>> [chunk.layers for (chunk,) in plain_chunks(4, 2, layers=(3, 1))]
+    [(0, 1, 2), (3,)]
     """
     given = [number for number in (first, last) if number is not None]
     rest, num_rest = num_layers - sum(given), num_stages - len(given)
-    if rest < 0 or (rest % num_rest if num_rest else rest):
+    if layers is None and (rest < 0 or (rest % num_rest if num_rest else rest)):
         raise ConfigError(f"--num-layers {num_layers}; {rest} layers for {num_rest} stages; give every stage as many")
     counts = [rest // num_rest if num_rest else 0] * num_stages
     if first is not None:
         counts[0] = first
     if last is not None:
         counts[-1] = last
+    counts = counts if layers is None else list(layers)
     if any(count % num_chunks for count in counts):
         raise ConfigError(f"stages of {counts} layers; each has {num_chunks} chunks; give every chunk as many layers")
     chunks: list[list[Chunk]] = [[] for _ in range(num_stages)]

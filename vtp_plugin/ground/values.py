@@ -23,6 +23,25 @@ def parse_size_list(value: str | Sequence[int]) -> tuple[int, ...] | Literal["au
     return "auto" if value == "auto" else _sizes(value, name="vtp_size_list", what="tensor-parallel", example="1,4,4")
 
 
+def parse_stages(value: str | Sequence[int]) -> tuple[int, int]:
+    """Read how many stages a pipeline may have, from a flag's text or from two integers.
+
+    >>> parse_stages("2:4"), parse_stages("3"), parse_stages((1, 2))
+    ((2, 4), (3, 3), (1, 2))
+
+    Raises:
+        ConfigError: it is no range of positive whole numbers.
+    """
+    entries = _entries(value.split(":") if isinstance(value, str) else value)
+    shown = ":".join(entries)
+    if len(entries) not in (1, 2) or not all(entry.isdecimal() and int(entry) > 0 for entry in entries):
+        raise LayoutError(f"vtp_stages {shown!r} is no range of stages; write the fewest and the most, such as 2:4")
+    least, most = int(entries[0]), int(entries[-1])
+    if least > most:
+        raise LayoutError(f"vtp_stages {shown} begins above its end; write the fewest stages first, such as 2:4")
+    return least, most
+
+
 def parse_cp_list(value: str | Sequence[int]) -> tuple[int, ...]:
     """Read the context-parallel size of every stage from a flag's text or from a sequence of integers.
 
@@ -131,10 +150,10 @@ def parse_bytes(value: str | int) -> int:
     (262144, 4194304, 1000)
 
     Raises:
-        ConfigError: it is not a whole number of bytes, KiB or MiB.
+        ConfigError: it is not a whole number of bytes, KiB, MiB or GiB.
     """
     text = str(value).strip()
-    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("", 1)):
+    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("", 1)):
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.isascii() and number.isdigit():
             return int(number) * factor

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import PatchError, PlanError
+from vtp_plugin.errors import LayoutError, PatchError, PlanError
 from vtp_plugin.ground import log
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import plan_layout
@@ -198,6 +198,8 @@ class Session:
         """
         if self.config.size_list != "auto":
             return
+        if self.config.stages is not None:
+            raise LayoutError("--vtp-stages in a run is not built yet; take the list from plan --have")
         assert self.ranks.store is not None
         dp = self.config.data_parallel_size or 1
         sizes = gather_node_sizes(self.ranks.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)

@@ -157,7 +157,7 @@ def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
     steps = [math.lcm(*pair) for pair in zip(chunks, slices, strict=True)]
     flag = "--seq-length" if _number(args, "seq_length") else "--encoder-seq-length"
     length = _number(args, "seq_length") or _number(args, "encoder_seq_length")
-    choices = " or ".join(str(choice) for choice in _nearest_multiples(length, math.lcm(*steps)))
+    choices = " or ".join(str(choice) for choice in nearest_multiples(length, math.lcm(*steps)))
     for stage, (tp, cp, step) in enumerate(zip(context.tp_sizes, cp_sizes, steps, strict=True)):
         if not length % step:
             continue
@@ -198,7 +198,7 @@ def _check_multiple(
         stages,
         fits=lambda value, size: value % size == 0,
         rule="which must divide it",
-        nearest=_nearest_multiples(value, math.lcm(*(size for _, size in stages))),
+        nearest=nearest_multiples(value, math.lcm(*(size for _, size in stages))),
         what=what,
     )
 
@@ -220,10 +220,10 @@ def _check(
             yield f"{name}; stage {stage} has {what} size {size}, {rule}; use {choices}"
 
 
-def _nearest_multiples(value: int, step: int) -> tuple[int, ...]:
+def nearest_multiples(value: int, step: int) -> tuple[int, ...]:
     """Return the multiples next to a value that is none, on both sides.
 
-    >>> _nearest_multiples(6, 4), _nearest_multiples(3, 4)
+    >>> nearest_multiples(6, 4), nearest_multiples(3, 4)
     ((4, 8), (4,))
     """
     below = value // step * step

@@ -1,0 +1,224 @@
+"""A list that is fitted to cards is valid, none leaves fewer cards spare, and a card more never makes it worse.
+
+The judge is brute force of its own: it knows the rules of the model and tries every list in every way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.cards import Node
+from vtp_plugin.fit.choose import fit
+from vtp_plugin.fit.layers import share_layers, slowest
+from vtp_plugin.fit.search import Fitted, search
+from vtp_plugin.fit.step import step_costs, step_time
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+
+MODELS = st.fixed_dictionaries(
+    {
+        "num_layers": st.integers(1, 9),
+        "num_attention_heads": st.sampled_from([4, 6, 8, 12, 30]),
+        "num_query_groups": st.sampled_from([1, 2, 4, 6]),
+        "group_query_attention": st.booleans(),
+        "sequence_parallel": st.booleans(),
+        "seq_length": st.sampled_from([8, 12, 24, 60]),
+        "padded_vocab_size": st.sampled_from([None, 6, 8, 60]),
+        "micro_batch_size": st.integers(1, 2),
+        "global_batch_size": st.sampled_from([4, 6, 8, 12, 24]),
+    }
+)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[list[int], SimpleNamespace, tuple[int, int]]:
+    cards = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    first = draw(st.integers(1, 3))
+    return cards, SimpleNamespace(**draw(MODELS)), (first, draw(st.integers(first, 4)))
+
+
+def nodes_of(cards: list[int], memory: int | None = None) -> list[Node]:
+    return [Node(name=f"n{i}", num_cards=number, memory_bytes=memory) for i, number in enumerate(cards)]
+
+
+def divides(size: int, model: SimpleNamespace) -> bool:
+    groups = model.num_query_groups
+    return (
+        model.num_attention_heads % size == 0
+        and (not model.group_query_attention or groups % size == 0 or size % groups == 0)
+        and (not model.sequence_parallel or model.seq_length % size == 0)
+        and (not model.padded_vocab_size or model.padded_vocab_size % size == 0)
+    )
+
+
+@functools.cache
+def goes_in(groups: tuple[int, ...], rooms: tuple[int, ...]) -> bool:
+    """Try every place for every group."""
+    if not groups:
+        return True
+    size, *rest = groups
+    return sum(groups) <= sum(rooms) and any(
+        room >= size and goes_in(tuple(rest), tuple(sorted([*rooms[:index], room - size, *rooms[index + 1 :]])))
+        for index, room in enumerate(rooms)
+        if room not in rooms[:index]
+    )
+
+
+def brute(cards: list[int], model: SimpleNamespace, stages: tuple[int, int], replicas: int) -> tuple[int, int] | None:
+    """Return the most cards that can work, and the fewest stages for that."""
+    if model.global_batch_size % (model.micro_batch_size * replicas):
+        return None
+    sizes = [size for size in range(1, 7) if divides(size, model)]
+    lists = (
+        chosen
+        for count in range(stages[0], min(stages[1], model.num_layers) + 1)
+        for chosen in itertools.combinations_with_replacement(sizes, count)
+        if goes_in(tuple(sorted(chosen * replicas, reverse=True)), tuple(cards))
+    )
+    return max(((sum(chosen) * replicas, -len(chosen)) for chosen in lists), default=None)
+
+
+def check(found: Fitted, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
+    assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(found.places)
+    assert all(divides(size, model) for size in found.sizes) and sum(found.layers) == model.num_layers
+    assert model.global_batch_size % (model.micro_batch_size * found.num_replicas) == 0 and min(found.layers) > 0
+    used = [0] * len(cards)
+    for size, places in zip(found.sizes, found.places, strict=True):
+        assert len(places) == found.num_replicas
+        for place in places:
+            used[place] += size
+    assert [number - one for number, one in zip(cards, used, strict=True)] == list(found.num_spare)
+    assert min(found.num_spare) >= 0
+    assert [places[0] for places in found.places] == sorted(places[0] for places in found.places)
+
+
+@settings(max_examples=200, deadline=None)
+@given(questions())
+def test_every_list_is_valid_and_none_leaves_fewer_cards_spare(
+    question: tuple[list[int], SimpleNamespace, tuple[int, int]],
+) -> None:
+    cards, model, stages = question
+    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    found = search(nodes_of(cards), ask)
+    for replicas in range(1, sum(cards) + 2):
+        best = brute(cards, model, stages, replicas)
+        one = found.get(replicas)
+        assert (best is None) == (one is None), replicas
+        if one is not None:
+            check(one, cards, model, stages)
+            assert (one.num_used, -len(one.sizes)) == best
+    try:
+        chosen, _ = fit(nodes_of(cards), ask)
+    except ConfigError as error:
+        assert not found and ";" in str(error)
+    else:
+        assert chosen.step == min(one.step for one in found.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(questions(), st.integers(0, 3))
+def test_a_card_more_never_makes_it_worse(
+    question: tuple[list[int], SimpleNamespace, tuple[int, int]], where: int
+) -> None:
+    cards, model, stages = question
+    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    before = search(nodes_of(cards), ask)
+    where %= len(cards)
+    after = search(nodes_of([*cards[:where], cards[where] + 1, *cards[where + 1 :]]), ask)
+    for replicas, one in before.items():
+        assert after[replicas].num_used >= one.num_used
+        assert (after[replicas].num_used, -len(after[replicas].sizes)) >= (one.num_used, -len(one.sizes))
+
+
+@settings(max_examples=50, deadline=None)
+@given(questions(), st.randoms())
+def test_the_order_of_joining_does_not_matter(
+    question: tuple[list[int], SimpleNamespace, tuple[int, int]], random: object
+) -> None:
+    cards, model, stages = question
+    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    nodes = nodes_of(cards)
+    mixed = nodes[::-1]
+    random.shuffle(mixed)  # type: ignore[attr-defined]
+    try:
+        expected = fit(nodes, ask)
+    except ConfigError as error:
+        try:
+            fit(mixed, ask)
+        except ConfigError as other:
+            assert str(other) == str(error)
+            return
+        raise
+    assert fit(mixed, ask) == expected
+
+
+SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), SIZES, st.data())
+def test_no_way_to_share_layers_is_faster(num_layers: int, sizes: list[int], data: st.DataObject) -> None:
+    most = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 6)), min_size=len(sizes), max_size=len(sizes)))
+    is_alike = data.draw(st.booleans())
+    ways = [
+        slowest(layers, sizes)
+        for layers in itertools.product(range(1, num_layers + 1), repeat=len(sizes))
+        if sum(layers) == num_layers
+        and all(limit is None or number <= limit for number, limit in zip(layers, most, strict=True))
+        and (not is_alike or len(set(layers[1:-1])) < 2)
+    ]
+    layers = share_layers(num_layers, sizes, most, is_alike=is_alike)
+    assert (layers is None) == (not ways)
+    if layers is not None:
+        assert sum(layers) == num_layers and slowest(layers, sizes) == min(ways)
+
+
+@settings(max_examples=50, deadline=None)
+@given(questions(), st.integers(3, 12))
+def test_what_fits_into_memory_is_found(
+    question: tuple[list[int], SimpleNamespace, tuple[int, int]], memory: int
+) -> None:
+    """Here a stage holds two units for each layer, cut by its ranks, and one of its own."""
+    cards, model, stages = question
+
+    def held(layout: PipelineLayout, layers: tuple[int, ...]) -> list[float]:
+        return [1 + 2 * number / size for number, size in zip(layers, layout.tp_sizes, strict=True)]
+
+    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1], num_replicas=1, stage_bytes=held)  # type: ignore[arg-type]
+    one = search(nodes_of(cards, memory), ask).get(1)
+    sizes = [size for size in range(1, 7) if divides(size, model)]
+    best = max(
+        (
+            sum(chosen)
+            for count in range(stages[0], min(stages[1], model.num_layers) + 1)
+            for chosen in itertools.combinations_with_replacement(sizes, count)
+            if model.global_batch_size % model.micro_batch_size == 0
+            and sum(int((memory - 1) * size // 2) for size in chosen) >= model.num_layers
+            and min(int((memory - 1) * size // 2) for size in chosen) > 0
+            and goes_in(tuple(sorted(chosen, reverse=True)), tuple(cards))
+        ),
+        default=None,
+    )
+    assert best == (None if one is None else one.num_used)
+    if one is not None:
+        layout = PipelineLayout.from_sizes(one.sizes, world_size=sum(one.sizes))
+        assert max(held(layout, one.layers)) <= memory
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.data())
+def test_long_steps_are_simulated_by_their_beginning(sizes: list[int], data: st.DataObject) -> None:
+    layers = data.draw(st.lists(st.integers(1, 8), min_size=len(sizes), max_size=len(sizes)))
+    number = data.draw(st.integers(1, 60))
+    placement, costs = step_costs(sizes, layers)
+    schedule, _ = make_schedule(ScheduleRequest(placement=placement, num_microbatches=number))
+    whole = simulate(schedule, costs, mode="rendezvous").makespan
+    assert abs(step_time(sizes, layers, number) - whole) < 1e-6

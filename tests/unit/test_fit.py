@@ -1,0 +1,215 @@
+"""What is fitted to cards in cases worked out by hand, what is refused, and how ``plan --have`` shows it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vtp_plugin.cli.main import main
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.cards import Node, in_order
+from vtp_plugin.fit.choose import fit
+from vtp_plugin.fit.reasons import describe
+from vtp_plugin.fit.search import Fitted
+
+MODEL = {
+    "num_layers": 12,
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "seq_length": 8192,
+    "sequence_parallel": True,
+    "num_attention_heads": 64,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+}
+
+
+def ask(stages: str, **changes: Any) -> Ask:
+    least, most = map(int, stages.split(":"))
+    of_ask = {name: changes.pop(name) for name in [*changes] if name in Ask.__dataclass_fields__}
+    return Ask(args=SimpleNamespace(**{**MODEL, **changes}), least_stages=least, most_stages=most, **of_ask)
+
+
+def nodes(*cards: int, **same: Any) -> list[Node]:
+    return [Node(name=f"n{i}", num_cards=number, **same) for i, number in enumerate(cards)]
+
+
+def lines(fitted: Fitted, wanted: Ask, rivals: dict[int, Fitted]) -> str:
+    return "\n".join(describe(fitted, wanted, rivals))
+
+
+def test_six_cards_become_two_stages_with_layers_two_to_one() -> None:
+    wanted = ask("1:2", num_replicas=1)
+    fitted, rivals = fit(nodes(6), wanted)
+    assert (fitted.sizes, fitted.layers, fitted.num_spare) == ((4, 2), (8, 4), (0,))
+    assert "n0 has 6 cards, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
+        fitted, wanted, rivals
+    )
+
+
+def test_a_damaged_replica_is_left_out_or_all_shrink_whichever_is_faster() -> None:
+    """Two stages on four nodes, of which one has lost cards.
+
+    12 layers can be moved away, 8 and 4: 12 cards of two replicas beat 8 of one. Two layers cannot: the stage with
+    one card would compute one for 17 microbatches, of three cards each stage computes a third for 34.
+    """
+    shrunk, rivals = fit(nodes(4, 4, 4, 2), ask("2:2", global_batch_size=32))
+    assert (shrunk.sizes, shrunk.layers, shrunk.num_replicas) == ((4, 2), (8, 4), 2)
+    assert rivals[1].sizes == (4, 4) and rivals[1].step > shrunk.step
+    few = {"num_layers": 2, "num_attention_heads": 3, "group_query_attention": False, "seq_length": 9}
+    left_out, rivals = fit(nodes(3, 3, 3, 1), ask("2:2", global_batch_size=34, **few))
+    assert (left_out.sizes, left_out.num_replicas, left_out.step) == ((3, 3), 1, pytest.approx(35))
+    assert (rivals[2].sizes, rivals[2].step) == ((3, 1), pytest.approx(52))
+
+
+def test_stages_of_sites_follow_the_sites() -> None:
+    cloud = [Node(name=f"c{i}", num_cards=4, site="cloud") for i in range(2)]
+    edge = Node(name="z", num_cards=1, site="edge")
+    fitted, _ = fit([*cloud, edge], ask("3:3", sites=("edge", "cloud")))
+    assert (fitted.sizes, fitted.sites) == ((1, 4, 4), ("edge", "cloud", "cloud"))
+
+
+def test_a_u_keeps_the_layers_of_its_edge() -> None:
+    cloud = [Node(name="c0", num_cards=4, site="cloud"), Node(name="c1", num_cards=2, site="cloud")]
+    wanted = ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_replicas=1)
+    fitted, _ = fit([*cloud, Node(name="e", num_cards=2, site="edge")], wanted)
+    assert (fitted.sizes, fitted.layers) == ((2, 4, 2), (2, 6, 3, 1))
+    with pytest.raises(ConfigError, match="site edge has no card left: the edge holds the data"):
+        fit([*cloud, Node(name="e", num_cards=0, site="edge")], wanted)
+
+
+def test_experts_must_fit_the_replicas() -> None:
+    """Four copies of a stage's ranks are wanted where experts are shared by four."""
+    wanted = ask("1:1", num_experts=8, moe_ffn_hidden_size=64, ep=4, etp=1, hidden_size=64)
+    fitted, _ = fit(nodes(2, 2), wanted)
+    assert fitted.sizes[0] * fitted.num_replicas == 4
+
+
+def test_memory_moves_layers_away_from_a_small_card() -> None:
+    given = [Node(name="a", num_cards=2, memory_bytes=100), Node(name="b", num_cards=2, memory_bytes=20)]
+    wanted = ask("2:2", num_replicas=1, stage_bytes=lambda layout, layers: [5 * number for number in layers])
+    assert fit(given, wanted)[0].layers == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("cards", "changes", "text"),
+    [
+        ((1, 1), {"stages": "3:4"}, "cards 1\\+1; 1 replica of at least 3 stages .* need 3 cards; bring 1 back"),
+        ((), {"stages": "1:1"}, "cards 0; 1 replica of at least 1 stages .* need 1 cards; bring 1 back"),
+        ((4,), {"stages": "2:2", "num_layers": 1}, "--num-layers 1; --vtp-stages 2:2 wants at least 2 stages"),
+        (
+            (4,),
+            {"stages": "1:1", "global_batch_size": 15, "micro_batch_size": 2},
+            "--global-batch-size 15; 1 replica of --micro-batch-size 2 take 2 samples, .* use 14 or 16",
+        ),
+        (
+            (2, 2),
+            {"stages": "1:1", "num_replicas": 3},
+            "--global-batch-size 16; 3 replicas of --micro-batch-size 1 take 3 samples, .* use 15 or 18",
+        ),
+        ((8,), {"stages": "1:1", "seq_length": 6, "cp": 2}, "--seq-length 6 .*so 4 must divide it; use 4 or 8"),
+        ((2,), {"stages": "1:1", "num_replicas": 4}, "cards 2; 4 replicas of at least 1 stages .* bring 2 back"),
+        (
+            (2, 1),
+            {"stages": "2:2", "stage_bytes": lambda layout, layers: [3 * n for n in layers], "memory": 17},
+            "cards 2\\+1; no list within --vtp-stages 2:2 fits the model's memory; 64 more would not do either",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(cards: tuple[int, ...], changes: Any, text: str) -> None:
+    given = dict(changes)
+    memory = given.pop("memory", None)
+    with pytest.raises(ConfigError, match=text):
+        fit(nodes(*cards, memory_bytes=memory), ask(given.pop("stages"), **given))
+
+
+def test_the_nearest_number_of_cards_is_named() -> None:
+    """A stage of one card holds four layers, one of two eight: twelve need three."""
+
+    def held(layout: Any, layers: Any) -> list[float]:
+        return [number / size for number, size in zip(layers, layout.tp_sizes, strict=True)]
+
+    with pytest.raises(ConfigError, match="1 more on n1 would do"):
+        fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, stage_bytes=held))
+
+
+def test_nodes_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match="kinds of cards are mixed: cuda on a, npu on b; a run has one kind"):
+        in_order([Node(name="a", num_cards=1, kind="cuda"), Node(name="b", num_cards=1, kind="npu")], ())
+    with pytest.raises(ConfigError, match="2 nodes are called a"):
+        in_order([Node(name="a", num_cards=1), Node(name="a", num_cards=1)], ())
+    with pytest.raises(ConfigError, match="site 'fog' of a is none of --vtp-sites edge,cloud"):
+        in_order([Node(name="a", num_cards=1, site="fog")], ("edge", "cloud"))
+
+
+def test_spare_cards_are_explained() -> None:
+    """Three cards do not divide a sequence of 8,192: a third stage would take the last one."""
+    wanted = ask("2:2", num_replicas=1)
+    text = lines(*(lambda found: (found[0], wanted, found[1]))(fit(nodes(4, 3), wanted)))
+    assert "spare cards: 1 of n1; --vtp-stages 2:3 would use 7 cards, as --vtp-size-list 4,2,1" in text
+
+
+FLAGS = shlex.split(
+    "--num-layers 24 --hidden-size 256 --num-attention-heads 64 --group-query-attention --num-query-groups 8 "
+    "--seq-length 8192 --max-position-embeddings 8192 --sequence-parallel --micro-batch-size 1 --global-batch-size 64 "
+    "--vocab-size 32000"
+)
+
+
+def test_plan_shows_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--have", "8,6,8", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1", *FLAGS])
+    text = capsys.readouterr().out
+    assert text.startswith("fitted: --vtp-size-list 8,4,2,8, layers ") and "22 of 22 cards work" in text
+    assert "node 1 has 6 cards, but no stage can have tensor-parallel size 6" in text
+    main(["plan", "--json", "--have", "edge:1,cloud:4", "--vtp-stages", "2", "--vtp-sites", "edge,cloud", *FLAGS])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fit"]["sizes"] == [stage["tp"] for stage in plan["stages"]] == [1, 4]
+    assert [stage["site"] for stage in plan["stages"]] == ["edge", "cloud"]
+
+
+def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage of two cards holds as much as one of four with twice the layers; a small card takes fewer."""
+    words = ["plan", "--json", "--have", "4,2", "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", *FLAGS]
+    words += ["--vocab-size", "640000"]  # both ends hold it, and the second one has half the cards
+    main(words)
+    free = json.loads(capsys.readouterr().out)
+
+    def held(plan: Any) -> list[int]:
+        keys = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+        return [sum(rank[key] for key in keys) for rank in plan["memory"]]
+
+    assert free["fit"]["layers"] == [16, 8]
+    limit = max(held(free)) - 1
+    main([*words, "--card-memory", str(limit)])
+    tight = json.loads(capsys.readouterr().out)
+    assert tight["fit"]["layers"] != free["fit"]["layers"] and max(held(tight)) <= limit
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--have 8,x", "--have '8,x' has the entry 'x'"),
+        ("--have 8 --vtp-size-list 4,4", "say the same thing twice"),
+        ("--have 8 --tensor-model-parallel-size 8", "--tensor-model-parallel-size 8 with --vtp-size-list auto"),
+        ("--vtp-size-list 4,4 --card-memory 80GiB", "--card-memory is for --have"),
+        ("--vtp-size-list 4,4 --vtp-stages 2:3", "vtp_stages 2:3 is for a list that is fitted"),
+        ("--have 8 --vtp-stages 3:2", "vtp_stages 3:2 begins above its end"),
+        ("--have 8 --vtp-stages some", "vtp_stages 'some' is no range of stages"),
+        ("--have 8 --layerwise-disaggregated-training", "needs --num-layer-list for the edge's two parts"),
+    ],
+)
+def test_plan_refuses_what_contradicts_itself(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", *words.split(), *FLAGS])
+    assert text in capsys.readouterr().err
+
+
+def test_plan_asks_for_what_a_fit_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--have", "8"])
+    assert "--num-layers, --micro-batch-size, --global-batch-size missing" in capsys.readouterr().err
