@@ -71,6 +71,8 @@ def apply(
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
     replan_share: float = 0.25,
+    load_newest_valid: bool = False,
+    keep_checkpoints: int | None = None,
     log_level: LogLevelName = "INFO",
     share_errors: bool = False,
     bridges: bool | Literal["extended"] = False,
@@ -121,6 +123,8 @@ def apply(
             ``None`` measures it.
         replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see
             :class:`~vtp_plugin.config.VtpConfig`.
+        load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
+        keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
         bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;

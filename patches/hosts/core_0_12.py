@@ -21,11 +21,12 @@ from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.options.table.versions import LAYER_RULES, ULayers
+from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checked
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
 from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patching import replaces, subclasses
 from vtp_plugin.runtime.wire.model_group import ModelGroup
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Session
@@ -229,6 +230,24 @@ def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: 
 def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice."""
     return load_in_passes(original, *args)
+
+
+@subclasses(
+    "megatron.core.dist_checkpointing.strategies.torch:CachedMetadataFileSystemReader",
+    id="H23a",
+    when=Moment.LIST,
+    why="it is H23 of later families: torch reads a piece without looking whether a byte has changed",
+    remove_when=_GONE,
+)
+def _make_reader(original: type[Any]) -> type[Any]:
+    """Make a reader that checks what it reads."""
+
+    class CheckedReader(original):
+        def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(path, *args, **kwargs)
+            checked(self, path)
+
+    return CheckedReader
 
 
 @replaces(

@@ -12,8 +12,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.files import check_files, check_tracker, naming_broken_files
-from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.checkpoint.files import naming_broken_files
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.loadable import (
@@ -24,6 +24,7 @@ from vtp_plugin.patches.training.loadable import (
     stored_experts,
     stored_tp_sizes,
 )
+from vtp_plugin.patches.training.newest import check_own_files, choose, chosen_step, look_at, require_manifest
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.stored_optimizer import Request
@@ -104,6 +105,8 @@ def _load(
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
     if is_first:
+        if session.config.load_newest_valid and load_dir is not None:
+            choose(session, load_dir, args)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, load_dir, args))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
@@ -111,7 +114,8 @@ def _load(
         _agree(session, functools.partial(_prepare, wanted))
     is_read = True
     try:
-        with naming_broken_files(load_dir, args.ckpt_step):
+        with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
+            check_own_files(session, load_dir, args)
             result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
@@ -146,11 +150,7 @@ def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object
     from megatron.training.checkpointing import checkpoint_exists
 
     if load_dir is not None:
-        refuse(check_tracker(load_dir, args.ckpt_step))
-        is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
-        # What lies elsewhere is read only if it is newer, which Megatron finds out.
-        if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
-            refuse(check_files(load_dir, args.ckpt_step))
+        look_at(session, load_dir, args)
     return {"checkpoint found in --load": checkpoint_exists(load_dir)}
 
 
@@ -198,6 +198,8 @@ def _judge(
     if not is_read:
         raise _unreadable(host, load_dir)
     stored = stored_arguments(result)
+    if stored is not None and result[1]:
+        require_manifest(result[1], stored)
     return {
         "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
         "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_tp_sizes(stored))),
@@ -229,31 +231,3 @@ def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: An
     for name in _PER_STAGE:
         result["args"].pop(name, None)
     return result
-
-
-@replaces(
-    "megatron.training.checkpointing:save_checkpoint",
-    id="H9c",
-    when=Moment.LIST,
-    why="in the old format every rank writes its file, so each site may have its folder, but only rank 0 notes the "
-    "iteration: the others would not find their files when the run is resumed",
-    remove_when="every folder gets the note",
-    aliases=("megatron.training.training:save_checkpoint",),
-)
-def _save(original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Run `save_checkpoint`, then note the iteration in a folder that rank 0 does not see."""
-    # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-    from megatron.training.global_vars import get_args
-
-    original(iteration, *args, **kwargs)
-    arguments = get_args()
-    if arguments.ckpt_format != "torch" or kwargs.get("non_persistent_ckpt"):
-        return
-    tracker, text = Path(get_checkpoint_tracker_filename(arguments.save)), str(iteration)
-    # Rank 0 has written its note before all ranks met at the end of the original.
-    if not tracker.exists() or tracker.read_text().strip() != text:
-        # All ranks of a site write the same note. Each replaces the file whole, so nobody reads half of one.
-        partial = tracker.with_name(f"{tracker.name}.{arguments.rank}")
-        partial.write_text(text)
-        partial.replace(tracker)

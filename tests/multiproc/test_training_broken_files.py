@@ -66,11 +66,11 @@ def _case(name: str, file: str, spoil: Callable[[Path], Any], *words: str, full:
         _case("cut", f"{LATEST}/__1_0.distcp", _cut, "is cut off, with ", OLDER, full=False),
         _case("cut-of-rank-0", f"{LATEST}/__0_0.distcp", _cut, "is cut off, with ", OLDER),
         _case("lost", f"{LATEST}/__2_0.distcp", Path.unlink, "is missing", OLDER),
-        _case("index", f"{LATEST}/.metadata", _cut, "is damaged", OLDER),
+        _case("index", f"{LATEST}/.metadata", _cut, "is cut off, with ", OLDER),
         _case("no-index", f"{LATEST}/.metadata", Path.unlink, "is missing", OLDER),
-        _case("config", f"{LATEST}/metadata.json", _damage, "is damaged", OLDER),
+        _case("config", f"{LATEST}/metadata.json", _damage, "has grown, with ", OLDER),
         _case("no-config", f"{LATEST}/metadata.json", Path.unlink, "is missing", OLDER),
-        _case("common", f"{LATEST}/common.pt", _cut, "is cut off or damaged", OLDER),
+        _case("common", f"{LATEST}/common.pt", _cut, "is cut off, with ", OLDER),
         _case("no-common", f"{LATEST}/common.pt", Path.unlink, "is missing", OLDER),
         _case("folder", LATEST, shutil.rmtree, f"is missing; {TRACKER} names it", OLDER),
         _case("tracker", TRACKER, _write("4 and"), "holds '4 and'; it must hold", "write 4 into it", full=False),
@@ -98,10 +98,10 @@ def test_a_broken_file_is_named(
 @pytest.mark.parametrize(
     ("file", "spoil", "words"),
     [
-        ("mp_rank_00_000/model_optim_rng.pt", _cut, ["is cut off or damaged", OLDER]),
-        ("mp_rank_01_001/model_optim_rng.pt", _cut, ["is cut off or damaged", OLDER]),
-        ("mp_rank_00_000/model_optim_rng.pt", Path.unlink, ["the file of this rank, cannot be read"]),
-        ("mp_rank_01_001/model_optim_rng.pt", Path.unlink, ["the file of this rank, cannot be read"]),
+        ("mp_rank_00_000/model_optim_rng.pt", _cut, ["is cut off, with ", OLDER]),
+        ("mp_rank_01_001/model_optim_rng.pt", _cut, ["is cut off, with ", OLDER]),
+        ("mp_rank_00_000/model_optim_rng.pt", Path.unlink, ["is missing", OLDER]),
+        ("mp_rank_01_001/model_optim_rng.pt", Path.unlink, ["is missing", OLDER]),
     ],
 )
 def test_a_broken_file_of_one_rank_is_named(

@@ -46,7 +46,7 @@ def test_it_is_the_same_state_by_name(run: Run, tmp_path: Path, is_older: bool, 
     assert not any("dp_group_idx" in key for key in (*contents.index.tensors, *contents.index.objects))
     assert (b / "common.pt").exists() == is_older
     assert sorted(path.name for path in b.iterdir() if path.name != "common.pt") == [
-        ".metadata", "__0_0.distcp", "metadata.json",
+        ".metadata", "__0_0.distcp", "metadata.json", "vtp_manifest.json",
     ]  # fmt: skip
 
 
@@ -134,8 +134,12 @@ def test_what_was_stopped_goes_on(run: Run, tmp_path: Path, count: int, is_torn:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
         _stop_at(patch, count, is_torn=is_torn)
         run("reshard", "--from", a, "--to", tmp_path / "b")
-    half = tmp_path / "b" / "iter_0000003"
-    assert not (tmp_path / "b" / "latest_checkpointed_iteration.txt").exists() and not (half / "metadata.json").exists()
+    half, whole = tmp_path / "b" / "partial_iter_0000003", tmp_path / "b" / "iter_0000003"
+    assert (
+        not whole.exists()
+        and not (tmp_path / "b" / "latest_checkpointed_iteration.txt").exists()
+        and not (half / "metadata.json").exists()
+    )
     if is_torn:
         with (half / JOURNAL).open("a") as journal:
             journal.write('["decoder.la')
@@ -143,9 +147,9 @@ def test_what_was_stopped_goes_on(run: Run, tmp_path: Path, count: int, is_torn:
     code, lines = run("reshard", "--from", a, "--to", tmp_path / "b", "--json")
     told = json.loads("\n".join(lines))
     assert code == 0 and (told["num_bytes_found"] > 0) == (count > 0) and told["num_bytes_found"] < told["num_bytes"]
-    assert _bytes_of(half) == _bytes_of(tmp_path / "whole" / "iter_0000003")
+    assert _bytes_of(whole) == _bytes_of(tmp_path / "whole" / "iter_0000003") and not half.exists()
     assert (
-        (half / "__0_0.distcp").read_bytes().startswith(before if not is_torn else before[: -len("PK and some more")])
+        (whole / "__0_0.distcp").read_bytes().startswith(before if not is_torn else before[: -len("PK and some more")])
     )
 
 
@@ -155,11 +159,11 @@ def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -
     with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
         _stop_at(patch, 20, is_torn=False)
         run("reshard", "--from", a, "--to", tmp_path / "b")
-    half = tmp_path / "b" / "iter_0000003"
+    half, whole = tmp_path / "b" / "partial_iter_0000003", tmp_path / "b" / "iter_0000003"
     file = half / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:9000])
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
-    assert _bytes_of(half) == _bytes_of(tmp_path / "whole" / "iter_0000003")
+    assert _bytes_of(whole) == _bytes_of(tmp_path / "whole" / "iter_0000003")
 
 
 def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "in_flight": {"in_flight": (3, 2)},
     "costs": {"costs": ("latency_ms=20", "mbit=5")},
     "replan_share": {"replan_share": 0.5},
+    "load_newest_valid": {"load_newest_valid": True},
+    "keep_checkpoints": {"keep_checkpoints": 2},
     "sites": {"sites": ("edge", "cloud")},
     "share_errors": {"share_errors": True},
     "audit": {"audit": "audit.jsonl"},

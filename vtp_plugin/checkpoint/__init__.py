@@ -9,4 +9,7 @@ Words:
     bucket: parts that the distributed optimizer stores one behind another, as one flat tensor for every state.
     piece: a range of a bucket that lies together in a file; the bytes there are its extent.
     map: which part lies where in which bucket.
+
+Whatever makes a checkpoint does so in ``with whole_folder(DIR / "iter_0000100") as folder`` of
+:mod:`vtp_plugin.checkpoint.whole`: it is there with its manifest, synced, or not at all.
 """

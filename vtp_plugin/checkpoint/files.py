@@ -3,7 +3,8 @@
 A folder of checkpoints has the file ``latest_checkpointed_iteration.txt``, which names one of its folders
 ``iter_0000100`` or ``release``. Such a folder holds, as ``--ckpt-format torch_dist``, ``metadata.json``, ``*.distcp``
 and ``.metadata``, which says where in which file each tensor lies; before Megatron 0.19 also ``common.pt``. In the
-format ``torch`` it holds a folder ``mp_rank_*`` for each rank of a replica.
+format ``torch`` it holds a folder ``mp_rank_*`` for each rank of a replica. Where this plugin saved it there is a
+manifest, too: files that the ranks read piece by piece are checked then, and all others here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from vtp_plugin.checkpoint.manifest import MANIFEST, load_manifest, problems_of_pieces, problems_of_sizes
 from vtp_plugin.errors import ConfigError, VtpError
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
@@ -42,7 +44,7 @@ def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     text = file.read_text(errors="replace").strip() if file.is_file() else None
     if text is not None and re.fullmatch(r"\d+|release", text):
         return ()
-    whole = _whole_iterations(folder)
+    whole = iterations(folder, is_whole=True)
     if text is None and (step or not whole):
         return ()
     shown = "is missing" if text is None else f"holds {text[:40]!r}" if text else "is empty"
@@ -64,29 +66,44 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     if "://" in load_dir or not (step or tracker.is_file()):
         return ()
     name = str(step) if step else tracker.read_text(errors="replace").strip()
-    checkpoint = _of_iteration(folder, name)
+    checkpoint = of_iteration(folder, name)
     if not checkpoint.is_dir():
         problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
-    elif (found := _broken_file(checkpoint)) is not None:
+    elif (found := broken_file(checkpoint)) is not None:
         problem = f"{found}; without it this checkpoint cannot be loaded"
     else:
         return ()
-    others = [number for number in _whole_iterations(folder) if str(number) != name]
+    return (f"{problem}; {way_out(checkpoint)}",)
+
+
+def way_out(checkpoint: Path) -> str:
+    """Say what to do about a checkpoint that cannot be loaded."""
+    others = [
+        number
+        for number in iterations(checkpoint.parent, is_whole=True)
+        if of_iteration(checkpoint.parent, str(number)) != checkpoint
+    ]
     instead = f"load an older one with --ckpt-step {others[-1]}" if others else "load another folder"
-    return (f"{problem}; copy it again, or {instead}",)
+    return f"copy it again, or {instead}"
 
 
-def find_checkpoint(folder: Path) -> Path:
+def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
     """Return the checkpoint that a user means: the folder itself, or the newest one in it. None of its files is read.
+
+    Args:
+        folder: that the user named.
+        takes_any: also take one of the format ``torch``.
 
     Raises:
         ConfigError: neither is there.
     """
-    if (folder / "metadata.json").exists() or (folder / ".metadata").exists():
+    if any((folder / name).exists() for name in ("metadata.json", ".metadata", MANIFEST)):
         return folder
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; a checkpoint is one; give its path")
     if any(folder.glob("mp_rank_*")):
+        if takes_any:
+            return folder
         raise ConfigError(
             f"{folder} has the format torch, one file for each rank; these tools read torch_dist; load it and save it "
             "with --ckpt-format torch_dist"
@@ -97,13 +114,18 @@ def find_checkpoint(folder: Path) -> Path:
             f"{folder} holds neither a checkpoint nor {TRACKER}; a checkpoint has a file .metadata; give a folder like "
             "iter_0000100, or the one that holds it"
         )
-    checkpoint = _of_iteration(folder, tracker.read_text(errors="replace").strip())
+    checkpoint = of_iteration(folder, tracker.read_text(errors="replace").strip())
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
     return checkpoint
 
 
-def _of_iteration(folder: Path, name: str) -> Path:
+def of_iteration(folder: Path, name: str) -> Path:
+    """Return where a checkpoint lies that the tracker names.
+
+    >>> str(of_iteration(Path("runs"), "100")), str(of_iteration(Path("runs"), "release"))
+    ('runs/iter_0000100', 'runs/release')
+    """
     return folder / (f"iter_{int(name):07d}" if name.isdecimal() else name)
 
 
@@ -125,21 +147,58 @@ def naming_broken_files(load_dir: str | None, step: int | None) -> Iterator[None
     except VtpError:
         raise
     except BaseException as error:  # torch's CheckpointException is none of Exception, and Megatron leaves by exit()
+        if (told := _told(error)) is not None:
+            raise told from error
         problems = () if load_dir is None else check_files(load_dir, step)
         if not problems:
             raise
         raise ConfigError(problems[0]) from error
 
 
-def _whole_iterations(folder: Path) -> list[int]:
-    """Give the iterations of the whole checkpoints in a folder, in order."""
-    names = (re.fullmatch(r"iter_(\d+)", path.name) for path in folder.glob("iter_*"))
+def _told(error: BaseException) -> VtpError | None:
+    """Find in torch's error, which has those of all ranks, one of ours."""
+    failures: Any = getattr(error, "failures", None)
+    found = (wrapped[0] for wrapped in failures.values()) if isinstance(failures, dict) else ()
+    return next((each for each in found if isinstance(each, VtpError)), None)
+
+
+def iterations(folder: Path, *, is_whole: bool = False) -> list[int]:
+    """Give the iterations of the checkpoints in a folder, in order.
+
+    Args:
+        folder: of the checkpoints.
+        is_whole: only of those in which no file is missing or too short; most of what is in the files is not read.
+    """
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.glob("iter_*"))
     numbers = sorted(int(name.group(1)) for name in names if name)
-    return [number for number in numbers if _broken_file(folder / f"iter_{number:07d}") is None]
+    return [number for number in numbers if not is_whole or broken_file(of_iteration(folder, str(number))) is None]
 
 
-def _broken_file(checkpoint: Path) -> str | None:
-    """Name the first broken file of a checkpoint, with what is wrong; None if there is none."""
+def is_read_in_pieces(name: str) -> bool:
+    """Tell whether ranks check a file of a checkpoint while they load it.
+
+    >>> is_read_in_pieces("__0_0.distcp"), is_read_in_pieces("mp_rank_00/model_optim_rng.pt")
+    (True, True)
+    >>> is_read_in_pieces("metadata.json")
+    False
+    """
+    return name.endswith(".distcp") or name.startswith("mp_rank_")
+
+
+def broken_file(checkpoint: Path) -> str | None:
+    """Name the first broken file of a checkpoint, with what is wrong; None if there is none.
+
+    Of files that are read in pieces only the length is looked at.
+    """
+    try:
+        manifest = load_manifest(checkpoint)
+    except ConfigError as error:
+        return str(error).partition(";")[0]
+    if manifest is not None:
+        shared = manifest.of_files([name for name in manifest.sizes if not is_read_in_pieces(name)])
+        problems = (*problems_of_sizes(checkpoint, manifest), *problems_of_pieces(checkpoint, shared))
+        if problems:
+            return problems[0]
     if any(checkpoint.glob("mp_rank_*")):
         files = sorted(checkpoint.glob("mp_rank_*/*.pt"))
         return next((problem for file in files if (problem := _archive_problem(file))), None)

@@ -12,19 +12,106 @@ from vtp_plugin.checkpoint.archive import DamagedError, Extent, check_archive, f
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import problem_of_config
 from vtp_plugin.checkpoint.forms import BY_BUCKET
-from vtp_plugin.checkpoint.index import Index, StoredTensor
+from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
+from vtp_plugin.checkpoint.manifest import Manifest, files_of, load_manifest, problems_of_pieces, problems_of_sizes
+from vtp_plugin.checkpoint.newest import arguments_of, problem_without_manifest
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import box_shape, format_box, overlaps, volume
 
 _COPY: Final = "copy it again, or take another checkpoint"
 
 
+class Verification:
+    """What is to be read of a checkpoint to know whether it is whole.
+
+    Args:
+        folder: of the checkpoint, in any format.
+
+    Attributes:
+        folder: the same.
+        manifest: of it; None if it has none.
+        num_bytes: that are read.
+
+    Raises:
+        ConfigError: it has no manifest, and its index cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest, self._damage = folder, None, ""
+        try:
+            self.manifest = load_manifest(folder)
+        except ConfigError as error:
+            self._damage = str(error)
+        self._is_old = any(folder.glob("mp_rank_*"))
+        if self._damage:
+            self.num_bytes = 0
+        elif self.manifest is not None:
+            self.num_bytes = self.manifest.num_bytes
+        elif self._is_old:
+            self.num_bytes = sum((folder / name).stat().st_size for name in files_of(folder))
+        else:
+            self.num_bytes = read_index(folder).num_bytes
+
+    def problems(self, on_read: Callable[[int], None]) -> Iterator[str]:
+        """Say what is broken in the checkpoint.
+
+        Args:
+            on_read: called with a number of bytes, whenever so many more have been read.
+
+        Yields:
+            Lines ``value; rule; way out``.
+        """
+        if self._damage:
+            yield self._damage
+        elif self.manifest is not None:
+            yield from self._compare(self.manifest, on_read)
+        else:
+            found = problem_without_manifest(self.folder, arguments_of(self.folder))
+            yield from () if found is None else (f"{found}; it has the hashes of all files; {_COPY}",)
+            yield from self._read(on_read)
+
+    def _compare(self, manifest: Manifest, on_read: Callable[[int], None]) -> Iterator[str]:
+        """Compare all files with their hashes; then look whether what is there fits together."""
+        texts = (
+            *problems_of_sizes(self.folder, manifest),
+            *problems_of_pieces(self.folder, manifest, on_read),
+        )
+        yield from (f"{text}; it must be as it was written; {_COPY}" for text in texts)
+        if not manifest.can_check:
+            yield from self._read(on_read)
+        elif not texts and not self._is_old:
+            yield from check_fit(Contents(self.folder))
+
+    def _read(self, on_read: Callable[[int], None]) -> Iterator[str]:
+        if not self._is_old:
+            yield from check_checkpoint(Contents(self.folder), on_read)
+            return
+        for name in files_of(self.folder):
+            if name.endswith(".pt") and (problem := check_archive(self.folder, Extent(name))) is not None:
+                yield f"{self.folder / name} {problem}; a rank reads it; {_COPY}"
+            on_read((self.folder / name).stat().st_size)
+
+
 def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iterator[str]:
-    """Say what is broken in a checkpoint. Everything that its index names is read.
+    """Say what is broken in a checkpoint without a manifest. Everything that its index names is read.
 
     Args:
         contents: of the checkpoint.
         on_read: called with a number of bytes, whenever so many more have been read.
+
+    Yields:
+        Lines ``value; rule; way out``.
+    """
+    yield from check_fit(contents)
+    index = contents.index
+    sizes = {file: _size(contents.folder / file) for file in sorted({extent.file for _, extent in index.extents()})}
+    yield from _check_contents(index, sizes, on_read)
+    if (contents.folder / "common.pt").exists() and (found := check_archive(contents.folder, Extent("common.pt"))):
+        yield f"{contents.folder / 'common.pt'} {found}; it holds what all ranks share; {_COPY}"
+
+
+def check_fit(contents: Contents) -> Iterator[str]:
+    """Say what of a checkpoint is missing or does not fit together, without reading what its index names.
 
     Yields:
         Lines ``value; rule; way out``.
@@ -38,9 +125,6 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
         yield from (f"{contents.folder}: {key} {problem}; {_COPY}" for problem in _problems_of_cover(tensor))
     if contents.form == BY_BUCKET and contents.has_map:
         yield from _check_map(contents)
-    yield from _check_contents(index, sizes, on_read)
-    if (contents.folder / "common.pt").exists() and (found := check_archive(contents.folder, Extent("common.pt"))):
-        yield f"{contents.folder / 'common.pt'} {found}; it holds what all ranks share; {_COPY}"
 
 
 def _size(file: Path) -> int | None:

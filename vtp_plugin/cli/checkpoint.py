@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import TRACKER, find_checkpoint
+from vtp_plugin.checkpoint.files import find_checkpoint
+from vtp_plugin.checkpoint.manifest import MANIFEST
 from vtp_plugin.checkpoint.reshardable import check_source, is_kept
-from vtp_plugin.checkpoint.verify import check_checkpoint
+from vtp_plugin.checkpoint.verify import Verification
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
@@ -56,9 +57,10 @@ def _add_verify(actions: Any) -> None:
     verify = actions.add_parser(
         "verify",
         help="read all of a checkpoint, and say what is broken",
-        description="Read all of a checkpoint: are all files there and whole, is every element stored once, does the "
-        "map fit, can each piece be read, do the check sums that torch.save writes hold?",
-        epilog="Exit code 0: all is whole; 1: something is broken; 2: its index cannot be read.\n"
+        description="Read all of a checkpoint: are all files there and whole, does every piece have the hash of its "
+        "manifest, is every element stored once, does the map fit? Without a manifest: can each piece be read, do the "
+        "check sums that torch.save writes hold?",
+        epilog="Exit code 0: all is whole; 1: something is broken; 2: there is no manifest, and no index.\n"
         "Keys of --json: folder, problems.",
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
@@ -117,18 +119,18 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    contents = Contents(find_checkpoint(options.folder))
-    total = contents.index.num_bytes
+    work = Verification(find_checkpoint(options.folder, takes_any=True))
     problems: list[str] = []
-    with progress(total, "verify") as on_read:
-        for problem in check_checkpoint(contents, on_read):
+    with progress(work.num_bytes, "verify") as on_read:
+        for problem in work.problems(on_read):
             problems.append(problem)
             if not options.json:
                 print(problem)
     if options.json:
-        print_json("checkpoint verify", {"folder": str(contents.folder), "problems": problems})
+        print_json("checkpoint verify", {"folder": str(work.folder), "problems": problems})
     elif not problems:
-        print(f"{contents.folder} is whole: {format_bytes(total)} were read")
+        how = "" if work.manifest is not None else f"; it has no {MANIFEST}, so sums of torch.save were compared"
+        print(f"{work.folder} is whole: {format_bytes(work.num_bytes)} were read{how}")
     sys.exit(1 if problems else 0)
 
 
@@ -188,7 +190,6 @@ def _reshard(options: argparse.Namespace) -> None:
     with progress(total, "reshard") as on_written:
         on_written(found)
         work.write(on_written)
-    (options.target / TRACKER).write_text(name.removeprefix("iter_").lstrip("0") or "0")
     if options.json:
         counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
         print_json("checkpoint reshard", {"folder": str(target), **counts})

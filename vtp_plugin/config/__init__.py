@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.config.failure import Failure, LogLevelName
+from vtp_plugin.config.saved import Saved
 from vtp_plugin.config.trust import Trust
 from vtp_plugin.config.what import DpModeName, TransportName, What
 from vtp_plugin.config.when import ScheduleName, When
@@ -39,7 +40,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class VtpConfig(Failure, Trust, When, What, Where):  # a dataclass has the fields of its last base first
+class VtpConfig(Failure, Saved, Trust, When, What, Where):  # a dataclass has the fields of its last base first
     """The plugin's options. Each is valid by itself; whether it fits the world and the model is checked later.
 
     The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
@@ -60,6 +61,7 @@ class VtpConfig(Failure, Trust, When, What, Where):  # a dataclass has the field
         self.check_where()
         self.check_what()
         self.check_when()
+        self.check_saved()
         self.check_failure()
 
     @property

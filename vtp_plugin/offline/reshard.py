@@ -32,6 +32,7 @@ from vtp_plugin.checkpoint.contents import MASTER, Contents, Part
 from vtp_plugin.checkpoint.index import INDEX
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.checkpoint.reshardable import COMMON_FILE, is_kept, rewritten_common
+from vtp_plugin.checkpoint.whole import partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume, whole_box
 from vtp_plugin.offline.elements import SLAB_BYTES, Elements, typed
@@ -116,7 +117,7 @@ class Reshard:
 
     Args:
         contents: of the checkpoint as it is.
-        target: folder to write to.
+        target: folder that appears when all of it is written.
 
     Attributes:
         pieces: what is to be written, in order.
@@ -127,11 +128,11 @@ class Reshard:
     """
 
     def __init__(self, contents: Contents, target: Path) -> None:
-        self.contents, self._target = contents, target
+        self.contents, self._final, self._target = contents, target, partial_of(target)
         self._elements = Elements(contents.folder)
         self.pieces: Sequence[NewPiece] = [*plan_pieces(contents, self._elements)]
         self.places: list[Extent] = []
-        self._journal = target / JOURNAL
+        self._journal = self._target / JOURNAL
         self._head = {"version": 1, "source": str(contents.folder.resolve()), "sha256": _identity(contents.folder)}
 
     def __repr__(self) -> str:
@@ -146,11 +147,11 @@ class Reshard:
         Raises:
             ConfigError: the folder holds a checkpoint, or part of another one.
         """
-        if (self._target / "metadata.json").exists():
-            raise ConfigError(f"{self._target} holds a checkpoint; none is overwritten; give another folder with --to")
+        if (self._final / "metadata.json").exists():
+            raise ConfigError(f"{self._final} holds a checkpoint; none is overwritten; give another folder with --to")
+        if self._final.exists() and any(self._final.iterdir()):
+            raise ConfigError(f"{self._final} is not empty; nothing is overwritten; give another folder with --to")
         if not self._journal.exists():
-            if self._target.exists() and any(self._target.iterdir()):
-                raise ConfigError(f"{self._target} is not empty; nothing is overwritten; give another folder with --to")
             return 0
         lines = self._journal.read_text().splitlines()
         if not lines or _read_line(lines[0]) != self._head:
@@ -178,17 +179,17 @@ class Reshard:
         Args:
             on_written: called with the bytes of each piece.
         """
-        self._target.mkdir(parents=True, exist_ok=True)
-        self._keep_only_written()
-        with self._journal.open("a") as journal:
-            for piece in self.pieces[len(self.places) :]:
-                place = self._append(lambda file, piece=piece: self._write_piece(piece, file))
-                line = [piece.key, [start for start, _ in piece.box], place.file, place.offset, place.length]
-                journal.write(json.dumps(line) + "\n")
-                journal.flush()
-                self.places.append(place)
-                on_written(piece.num_bytes)
-        self._finish()
+        with whole_folder(self._final):
+            self._keep_only_written()
+            with self._journal.open("a") as journal:
+                for piece in self.pieces[len(self.places) :]:
+                    place = self._append(lambda file, piece=piece: self._write_piece(piece, file))
+                    line = [piece.key, [start for start, _ in piece.box], place.file, place.offset, place.length]
+                    journal.write(json.dumps(line) + "\n")
+                    journal.flush()
+                    self.places.append(place)
+                    on_written(piece.num_bytes)
+            self._finish()
 
     def _keep_only_written(self) -> None:
         """Take away what stands behind the last whole piece, in files and in the journal."""
@@ -240,7 +241,7 @@ class Reshard:
         return typed(self._elements.read(part, box), dtype).view(box_shape(box))
 
     def _finish(self) -> None:
-        """Write what all ranks share and the index; last of all the file by which Megatron knows a whole checkpoint."""
+        """Write what all ranks share, the index, and the file that says the format."""
         key, data = rewritten_common(self.contents)
         if key == COMMON_FILE:
             (self._target / COMMON_FILE).write_bytes(data)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vtp_plugin.checkpoint.saving import Savings
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, PatchError, PlanError
 from vtp_plugin.ground import log
@@ -50,6 +51,7 @@ class Session:
         ranks: what this rank does together with all others, outside the process groups.
         applied: sets of patches in the order of application.
         pipelines: those that this rank works in: the run's own, and those of modules.
+        savings: the checkpoints that are being written.
         writes: the names of Megatron and torch that patches may write.
     """
 
@@ -64,6 +66,7 @@ class Session:
         self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
         self.applied = AppliedSets()
         self.pipelines = Pipelines()
+        self.savings = Savings()
         self.writes = Writes()
         self._config = config
         self._platform = platform

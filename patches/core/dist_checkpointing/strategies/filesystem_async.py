@@ -1,0 +1,95 @@
+"""H22: pieces of a checkpoint are hashed while they are written, and synced to their last byte."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.checkpoint.digest import Hashing
+from vtp_plugin.ground.undo import Name, UndoStack
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
+
+_CLASS = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
+# An attribute of what a rank tells of a piece: the process that writes has no other way to rank 0.
+_DIGEST = "vtp_digest"
+
+
+@replaces(
+    f"{_CLASS}.get_save_function_and_args",
+    id="H22e",
+    when=Moment.LIST,
+    why="its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker "
+    "that stays, tensors of CPUs are shared with it, and the run goes on changing them while it writes",
+    remove_when="with H22",
+)
+def _make_function(session: Session, original: Callable[[Any], Sequence[Any]], writer: Any) -> tuple[Any, ...]:
+    """Run `get_save_function_and_args`, and put around the function what it lacks."""
+    if session.savings.copies_tensors and writer.write_buckets:
+        writer.write_buckets = [
+            (path, name, (objects, [(item, _copy(tensor)) for item, tensor in tensors]))
+            for path, name, (objects, tensors) in writer.write_buckets
+        ]
+    function, *rest = original(writer)
+    return (None if function is None else functools.partial(write_hashed, function), *rest)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+
+def write_hashed(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Write files as Megatron does, with the hash of each piece; a process that was started anew calls it, too."""
+    write = _hashing(filesystem_async._write_item)
+    with UndoStack().during(Name(filesystem_async, "_write_item"), write):
+        function(*args, **kwargs)
+
+
+def _hashing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # Megatron asks for its parameters
+    def write(*args: Any, **kwargs: Any) -> Any:
+        # Older torches have no transforms before the stream.
+        place = next(number for number, each in enumerate(args) if hasattr(each, "fileno"))
+        stream = _HashedStream(args[place])
+        result = original(*args[:place], stream, *args[place + 1 :], **kwargs)
+        args[place].flush()  # what is in Python's buffer is not synced
+        setattr(result.storage_data, _DIGEST, str(stream.hashing))
+        return result
+
+    return write
+
+
+class _HashedStream:
+    """A file that is only written, and the hash of that."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.hashing = Hashing()
+        self.tell, self.flush = stream.tell, stream.flush
+
+    def write(self, data: Any) -> int:
+        self.hashing.update(data)
+        return self._stream.write(data)
+
+
+@replaces(
+    f"{_CLASS}.finish",
+    id="H22f",
+    when=Moment.LIST,
+    why="rank 0 gets what all ranks tell of their pieces, and with it the hashes",
+    remove_when="with H22",
+)
+def _finish(session: Session, original: Callable[..., None], writer: Any, metadata: Any, results: Any) -> None:
+    """Take the hashes for the manifest, then run `finish`."""
+    saving = session.savings.find(writer.path)
+    for info in (result.storage_data for of_rank in results for result in of_rank):
+        digest = vars(info).pop(_DIGEST, None)
+        if saving is not None and digest is not None and saving.partial == writer.path:
+            saving.digests[Extent(info.relative_path, info.offset, info.length)] = digest
+    original(writer, metadata, results)

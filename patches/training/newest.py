@@ -1,0 +1,150 @@
+"""Which checkpoint a run loads, and whether the files that a rank reads as a whole are as they were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.checkpoint.files import TRACKER, check_files, check_tracker, of_iteration, way_out
+from vtp_plugin.checkpoint.manifest import MANIFEST, load_manifest, problems_of_pieces
+from vtp_plugin.checkpoint.newest import candidates, problem_of, problem_without_manifest, share_out
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground import log
+from vtp_plugin.session import Session
+
+
+def look_at(session: Session, load_dir: str, args: Any) -> None:
+    """Check that the checkpoint that is to be loaded is whole; one rank of each site looks at its files.
+
+    Raises:
+        ConfigError: a file is broken.
+    """
+    if load_dir in session.savings.trackers:  # all of it has been read
+        return
+    refuse(check_tracker(load_dir, args.ckpt_step))
+    is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
+    # What lies elsewhere is read only if it is newer, which Megatron finds out.
+    if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
+        refuse(check_files(load_dir, args.ckpt_step))
+        checkpoint = _loaded(session, load_dir, args)
+        if checkpoint is not None and not (checkpoint / MANIFEST).exists():
+            log.info(f"{checkpoint} has no {MANIFEST}, so nobody can tell whether a byte of it has changed")
+
+
+def chosen_step(session: Session, load_dir: str | None, args: Any) -> int | None:
+    """Return the iteration that is loaded, if it is another one than the tracker names; None otherwise."""
+    stand_in = session.savings.trackers.get(str(load_dir))
+    text = "" if stand_in is None else stand_in.read_text()
+    return int(text) if text.isdecimal() else args.ckpt_step
+
+
+def _loaded(session: Session, load_dir: str, args: Any) -> Path | None:
+    """Return the checkpoint that Megatron will load from a folder; None if there is none."""
+    step, tracker = chosen_step(session, load_dir, args), Path(load_dir) / TRACKER
+    if "://" in load_dir or not (step or tracker.is_file()):
+        return None
+    return of_iteration(Path(load_dir), str(step or tracker.read_text(errors="replace").strip()))
+
+
+def choose(session: Session, load_dir: str, args: Any) -> None:
+    """Let Megatron load the newest checkpoint of a folder that is whole; all ranks call it, and read a part each.
+
+    Raises:
+        ConfigError: none is whole, or a step is asked for.
+    """
+    folder = Path(load_dir)
+    if "://" in load_dir:
+        raise ConfigError(
+            f"--vtp-load-newest-valid with --load {load_dir}; it looks into folders; leave it out, or copy the "
+            "checkpoints into a folder"
+        )
+    if args.ckpt_step:
+        raise ConfigError(f"--vtp-load-newest-valid with --ckpt-step {args.ckpt_step}; leave one of them out")
+    passed: list[str] = []
+    names = candidates(folder)
+    if session.ranks.store is not None:
+        session.ranks.agree("checkpoints to choose from", lambda: {"checkpoints in --load": ",".join(names)})
+    for name in names:
+        checkpoint = of_iteration(folder, name)
+        problem = _agreed(session, _problem_here(checkpoint, args))
+        if not problem:
+            _load_it(session, folder, name, passed, args)
+            return
+        passed.append(problem)
+    if names:
+        raise ConfigError(f"{load_dir} holds no checkpoint that is whole: {'; '.join(passed)}; load another folder")
+
+
+def _problem_here(checkpoint: Path, args: Any) -> str | None:
+    """Say what is wrong with the share of this rank; in the old format those are its own files."""
+    try:
+        manifest = load_manifest(checkpoint)
+    except ConfigError as error:
+        return str(error).partition(";")[0]
+    own: Callable[[str], bool] = share_out(manifest, args.rank, args.world_size)
+    if any(checkpoint.glob("mp_rank_*")):
+        folders = own_folders(checkpoint)
+        own = lambda name: name.partition("/")[0] in folders  # noqa: E731
+    return problem_of(checkpoint, own)
+
+
+def own_folders(checkpoint: Path) -> set[str]:
+    """Return the names of the folders of the old format that a rank reads; before there are groups, that of rank 0."""
+    from megatron.core import parallel_state
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    if not parallel_state.model_parallel_is_initialized():
+        return {"mp_rank_00", "mp_rank_00_000"}
+    return {Path(get_checkpoint_name(str(checkpoint.parent), 0)).parent.name}
+
+
+def _agreed(session: Session, problem: str | None) -> str:
+    """Give all ranks the first problem that one of them found; empty if none did."""
+    if session.ranks.store is None:
+        return problem or ""
+    first: Callable[[Sequence[dict[str, Any]]], str] = lambda found: next((key for each in found for key in each), "")  # noqa: E731
+    return session.ranks.share_reports({} if problem is None else {problem: {}}, first)
+
+
+def _load_it(session: Session, folder: Path, name: str, passed: Sequence[str], args: Any) -> None:
+    """Let Megatron find a checkpoint in the place of what the tracker names."""
+    for problem in passed:
+        log.info(f"passed over: {problem}")
+    tracker = folder / TRACKER
+    if passed or not tracker.is_file() or tracker.read_text(errors="replace").strip() != name:
+        stand_in = session.savings.scratch(f"{TRACKER}.loaded")
+        stand_in.write_text(name)
+        session.savings.trackers[os.fspath(folder)] = stand_in
+        log.info(f"loads {of_iteration(folder, name)}, the newest checkpoint that is whole")
+
+
+def check_own_files(session: Session, load_dir: str | None, args: Any) -> None:
+    """Compare the files of the old format that this rank reads with their hashes.
+
+    Raises:
+        ConfigError: one has changed.
+    """
+    checkpoint = None if load_dir is None else _loaded(session, load_dir, args)
+    if checkpoint is None or not any(checkpoint.glob("mp_rank_*")):
+        return
+    if (manifest := load_manifest(checkpoint)) is None:
+        return
+    folders = own_folders(checkpoint)
+    own = manifest.of_files([name for name in manifest.sizes if name.partition("/")[0] in folders])
+    for problem in problems_of_pieces(checkpoint, own):
+        raise ConfigError(f"{problem}; without it this checkpoint cannot be loaded; {way_out(checkpoint)}")
+
+
+def require_manifest(name: str, stored: Any) -> None:
+    """Refuse a checkpoint that was saved with a manifest and has none.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    # In the old format the name is that of a rank's file.
+    checkpoint = Path(name) if Path(name).is_dir() else Path(name).parents[1]
+    problem = problem_without_manifest(checkpoint, vars(stored))
+    if problem is not None:
+        raise ConfigError(f"{problem}; without it nobody can tell whether a byte has changed; {way_out(checkpoint)}")

@@ -1,0 +1,237 @@
+"""A checkpoint that Megatron is writing: where its files go meanwhile, and how it becomes one that others see.
+
+Steps, each on all ranks before the next: what stopped saves have left is cleared away; Megatron writes, into a folder
+beside the checkpoint's place, and each rank syncs what it has written; one rank of every folder writes the manifest,
+moves the folder to its place, then the tracker; what is no longer kept is removed. :mod:`vtp_plugin.checkpoint.whole`
+has the moves.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.checkpoint.digest import digest_of
+from vtp_plugin.checkpoint.files import TRACKER, iterations
+from vtp_plugin.checkpoint.manifest import dump_manifest, files_of, make_manifest
+from vtp_plugin.checkpoint.whole import (
+    clear,
+    discard,
+    finish_folder,
+    make_folder,
+    partial_of,
+    sync,
+    tracker_text,
+    write_whole,
+)
+
+_CLAIM = "vtp_claim"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which older checkpoints stay when a new one is there.
+
+    Attributes:
+        count: of the newest ones, the new one among them; None for all.
+        interval: the one before the new one stays only if its iteration is a multiple; None for any.
+    """
+
+    count: int | None = None
+    interval: int | None = None
+
+    def removed(self, found: Iterable[int], whole: Collection[int], new: int, before: int | None) -> list[int]:
+        """Say which checkpoints go.
+
+        Args:
+            found: iterations of all that are there.
+            whole: of those that can be loaded; only they count.
+            new: the iteration that was saved now, which stays.
+            before: what the tracker named until now.
+
+        >>> Kept(count=2).removed([2, 4, 6, 8], {2, 4, 8}, new=8, before=6)
+        [2]
+        >>> Kept(interval=4).removed([2, 4, 6], {2, 4, 6}, new=6, before=4)
+        []
+        >>> Kept(interval=4).removed([2, 4], {2, 4}, new=4, before=2)
+        [2]
+        """
+        gone: set[int] = set()
+        if self.count is not None:
+            newest = sorted({*whole, new}, reverse=True)[: self.count]
+            gone |= {number for number in found if number < min(newest)}
+        if self.interval is not None and before is not None and before % self.interval:
+            gone |= {before}
+        return sorted(gone - {new})
+
+
+@dataclass(slots=True)
+class Saving:
+    """One checkpoint, from its first file on.
+
+    Attributes:
+        final: where it will be.
+        is_by_rank: whether every rank may have a folder of its own, as in the format ``torch``.
+        own: folder of this rank's files in :attr:`partial`, where each rank has one.
+        is_in_background: whether Megatron goes on writing when its function has returned.
+        digests: of the pieces that were hashed while they were written.
+        afterwards: what is to be done once others can see it.
+    """
+
+    final: Path
+    is_by_rank: bool
+    own: Path | None = None
+    is_in_background: bool = False
+    digests: dict[Extent, str] = field(default_factory=dict)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written."""
+        return partial_of(self.final)
+
+    def begin(self, spared: Collection[Path]) -> None:
+        """Clear away what stopped saves have left; others may do so at the same time."""
+        make_folder(self.final.parent)
+        clear(self.final.parent, spared)
+
+    def sync_own(self, *, is_first: bool) -> dict[Extent, str]:
+        """Sync what this rank has written and nobody else has synced, and hash it where it is stored by rank.
+
+        Args:
+            is_first: whether this is rank 0, which writes what all ranks share.
+
+        Returns:
+            The hashes of files that no other rank gives.
+        """
+        if not self.is_by_rank:
+            # Whoever wrote a piece has synced it, in this process or another: see H22d.
+            for name in files_of(self.partial) if is_first else ():
+                if not name.endswith(".distcp"):
+                    sync(self.partial / name)
+            return {}
+        own = self.own
+        if own is None or not own.is_dir():
+            return {}
+        names = [str(own.relative_to(self.partial) / file) for file in files_of(own)]
+        is_claimed = _claim(self.partial / f"{_CLAIM}_{own.name}")
+        with ThreadPoolExecutor(1) as hashing:  # while the disk writes
+            work = hashing.submit(self._hash, names if is_claimed else ())
+            for name in names:
+                sync(self.partial / name)
+            return work.result()
+
+    def _hash(self, names: Sequence[str]) -> dict[Extent, str]:
+        extents = [Extent(name, 0, (self.partial / name).stat().st_size) for name in names]
+        return {extent: digest_of(self.partial, extent) for extent in extents}
+
+    def claim(self) -> bool:
+        """Tell whether this rank is the one that publishes the folder that it sees; all ask before one does."""
+        return _claim(self.partial / _CLAIM)
+
+    def publish(self, kept: Kept) -> None:
+        """Move the checkpoint to its place, name it in the tracker, and begin to remove what is no longer kept.
+
+        Args:
+            kept: which older ones stay.
+        """
+        for claim in self.partial.glob(f"{_CLAIM}*"):
+            claim.unlink()
+        # The files of other sites may be in folders of their own.
+        here = {extent: digest for extent, digest in self.digests.items() if (self.partial / extent.file).exists()}
+        folder = self.final.parent
+        finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, here)))
+        before = _iteration_of_tracker(folder)
+        write_whole(folder / TRACKER, tracker_text(self.final))
+        new = _iteration_of_tracker(folder)
+        if new is not None and (kept.count, kept.interval) != (None, None):
+            gone = kept.removed(iterations(folder), iterations(folder, is_whole=True), new, before)
+            paths = [path for number in gone if not (path := folder / f"iter_{number:07d}").is_symlink()]
+            threading.Thread(target=lambda: [discard(path) for path in paths]).start()
+
+
+def _claim(file: Path) -> bool:
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _iteration_of_tracker(folder: Path) -> int | None:
+    try:
+        return int((folder / TRACKER).read_text())
+    except (OSError, ValueError):  # there is none, or it names a release
+        return None
+
+
+class Savings:
+    """The checkpoints that are being written, in this process.
+
+    Attributes:
+        current: the one that Megatron's function is at, before it returns.
+        trackers: files that stand for the trackers of folders, by the folder.
+        copies_tensors: whether a process that shares the tensors of this one writes them while the run goes on.
+    """
+
+    def __init__(self) -> None:
+        self.current: Saving | None = None
+        self.trackers: dict[str, Path] = {}
+        self.copies_tensors = False
+        self._iteration: int | None = None
+        self._in_flight: dict[Path, Saving] = {}
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{len(self._in_flight)} checkpoints are being written>"
+
+    @contextmanager
+    def call(self, iteration: int) -> Iterator[None]:
+        """Know that Megatron's function saves an iteration."""
+        self._iteration, self.current = iteration, None
+        try:
+            yield
+        finally:
+            self._iteration = None
+
+    def take(self) -> Saving | None:
+        """Return the checkpoint that Megatron's function was at, if it is all written; it has returned."""
+        saving, self.current = self.current, None
+        return None if saving is None or saving.is_in_background else saving
+
+    def is_called_for(self, iteration: int) -> bool:
+        """Tell whether Megatron's function is saving that iteration."""
+        return self._iteration == iteration
+
+    def begin(self, saving: Saving) -> Saving:
+        """Begin to write one."""
+        self.current = self._in_flight[saving.partial] = saving
+        saving.begin(self._in_flight.keys())
+        return saving
+
+    def find(self, path: str | os.PathLike[str]) -> Saving | None:
+        """Return the one that is written into a folder, or that a file belongs to; None if none is."""
+        folders = (Path(path), *Path(path).parents)
+        return next((self._in_flight[folder] for folder in folders if folder in self._in_flight), None)
+
+    def end(self, saving: Saving) -> None:
+        """Forget one, and do what waited for it."""
+        del self._in_flight[saving.partial]
+        self.trackers.pop(str(saving.final.parent), None)
+        for act in saving.afterwards:
+            act()
+
+    def scratch(self, name: str) -> Path:
+        """Return a place for a file of this process."""
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="vtp-")
+        file = Path(self._scratch.name) / name
+        file.unlink(missing_ok=True)
+        return file
