@@ -1,0 +1,183 @@
+"""Damage of every file of a checkpoint is found and named; a folder appears as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import by_bucket, make_model
+from tests.unit.test_checkpoint_tools import Run, run  # noqa: F401
+from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.checkpoint.checking import PieceChecks
+from vtp_plugin.checkpoint.digest import ALGORITHMS, Hashing
+from vtp_plugin.checkpoint.files import TRACKER, iterations
+from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
+from vtp_plugin.checkpoint.newest import candidates, problem_of
+from vtp_plugin.checkpoint.saving import Kept, Saving, Savings
+from vtp_plugin.checkpoint.whole import clear, discard, partial_of, put_in_place, whole_folder, write_whole
+from vtp_plugin.errors import ConfigError
+
+
+def _cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def _flip(file: Path) -> None:
+    """Flip one bit in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"cut": _cut, "empty": _empty, "missing": Path.unlink, "bit": _flip}
+
+
+def _save(folder: Path, iteration: int) -> Path:
+    final = folder / f"iter_{iteration:07d}"
+    with whole_folder(final) as partial:
+        source = by_bucket(folder / f"source{iteration}", make_model(iteration))
+        for file in source.iterdir():
+            file.rename(partial / file.name)
+        source.rmdir()
+    return final
+
+
+FILES = [".metadata", "metadata.json", "__0_0.distcp", "vtp_optimizer_map.json", MANIFEST]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_of_every_file_is_named(run: Run, tmp_path: Path, name: str, damage: str) -> None:  # noqa: F811
+    checkpoint = _save(tmp_path, 2)
+    assert problem_of(checkpoint) is None
+    code, (line,) = run("verify", checkpoint)
+    assert code == 0 and line.startswith(f"{checkpoint} is whole") and MANIFEST not in line
+    DAMAGES[damage](checkpoint / name)
+    if (name, damage) == (MANIFEST, "missing"):  # arguments, which these have not, say that there was one
+        assert problem_of(checkpoint) is None
+        return
+    problem = problem_of(checkpoint)
+    assert problem is not None and problem.startswith(f"{checkpoint / name} "), problem
+    code, lines = run("verify", tmp_path)
+    assert code == 1 and lines[0].startswith(f"{checkpoint / name} ") and lines[0].count(";") == 2
+
+
+def test_a_changed_piece_is_found_while_it_is_read(tmp_path: Path) -> None:
+    checkpoint = _save(tmp_path, 2)
+    (checkpoint / "__9_0.distcp").write_bytes(b"0123456789")
+    manifest = make_manifest(checkpoint, _pieces(checkpoint / "__9_0.distcp", 4, 6))
+    with PieceChecks(checkpoint, manifest) as checks:
+        checks.begin(Extent("__9_0.distcp", 0, 4))
+        checks.begin(Extent("__0_0.distcp", 3, 5))
+    _flip(checkpoint / "__9_0.distcp")
+    with PieceChecks(checkpoint, manifest) as checks:
+        checks.begin(Extent("__9_0.distcp", 0, 4))
+    with (
+        pytest.raises(ConfigError, match=r"__9_0\.distcp is damaged between bytes 4 and 10; without it .*; copy it"),
+        PieceChecks(checkpoint, manifest) as checks,
+    ):
+        checks.begin(Extent("__9_0.distcp", 4, 6))
+        raise ValueError("which torch raises of a damaged archive")
+
+
+def _pieces(file: Path, *lengths: int) -> dict[Extent, str]:
+    found, start = {}, 0
+    for length in lengths:
+        hashing = Hashing()
+        hashing.update(file.read_bytes()[start : start + length])
+        found[Extent(file.name, start, length)] = str(hashing)
+        start += length
+    return found
+
+
+def test_what_was_not_written_to_its_end_gets_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+    with pytest.raises(ConfigError, match="a has 3 bytes, and 4 were written"):
+        make_manifest(tmp_path, {Extent("a", 0, 4): "crc32:00000000"})
+
+
+def test_a_hash_that_nobody_here_can_make_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+    manifest = Manifest({"a": 3}, {Extent("a", 0, 3): "better:12"})
+    write_whole(tmp_path / MANIFEST, dump_manifest(manifest))
+    assert load_manifest(tmp_path) == manifest and not manifest.can_check
+    write_whole(tmp_path / MANIFEST, dump_manifest(manifest).replace('"version":1', '"version":2'))
+    with pytest.raises(ConfigError, match="is damaged"):  # its own hash tells
+        load_manifest(tmp_path)
+
+
+def test_the_best_hash_is_the_fast_one() -> None:
+    assert next(iter(ALGORITHMS)) in ("xxh3_128", "crc32")
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "iter_0000004"
+
+    def fail() -> None:
+        with whole_folder(final) as partial:
+            (partial / "a").write_text("half")
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    assert not final.exists() and (partial_of(final) / "a").exists() and not (final.parent / TRACKER).exists()
+    assert iterations(final.parent) == [] and candidates(final.parent) == ()
+    with whole_folder(final) as partial:
+        (partial / "a").write_text("whole")
+    assert (final / "a").read_text() == "whole" and not partial_of(final).exists()
+    assert (final.parent / TRACKER).read_text() == "4"
+    assert sorted(path.name for path in final.parent.iterdir()) == ["iter_0000004", TRACKER]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_folder_takes_the_place_of_another(
+    tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr("vtp_plugin.checkpoint.whole._exchange", lambda *_: False)
+    for name in ("partial_iter_0000002", "iter_0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    put_in_place(tmp_path / "partial_iter_0000002", tmp_path / "iter_0000002")
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["iter_0000002", "partial_iter_0000002"]
+
+
+def test_what_a_stopped_save_left_is_cleared_away_unless_it_goes_on(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        (tmp_path / f"partial_iter_000000{iteration}").mkdir()
+    savings = Savings()
+    with savings.call(6):
+        begun = savings.begin(Saving(tmp_path / "iter_0000004", is_by_rank=False))
+        savings.begin(Saving(tmp_path / "iter_0000006", is_by_rank=False))
+    assert [path.name for path in tmp_path.iterdir()] == ["partial_iter_0000004"]
+    assert savings.find(begun.partial / "mp_rank_00" / "x") is begun and savings.find(tmp_path) is None
+    discard(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_the_newest_that_is_whole_comes_first(tmp_path: Path, iteration: int) -> None:
+    for number in (2, 4, 6):
+        _save(tmp_path, number)
+    (tmp_path / TRACKER).write_text(str(iteration))
+    assert candidates(tmp_path) == tuple(str(number) for number in (4, 2) if number <= iteration)
+    (tmp_path / TRACKER).write_text("")
+    assert candidates(tmp_path) == ("6", "4", "2")
+
+
+def test_the_last_good_one_stays(tmp_path: Path) -> None:
+    """Broken ones do not count, and the new one always stays."""
+    for number in (2, 4, 6):
+        _flip(_save(tmp_path, number) / "metadata.json") if number == 4 else _save(tmp_path, number)
+    found, whole = iterations(tmp_path), iterations(tmp_path, is_whole=True)
+    assert (found, whole) == ([2, 4, 6], [2, 6])
+    assert Kept(count=2).removed(found, whole, new=6, before=4) == []
+    assert Kept(count=1).removed(found, whole, new=6, before=4) == [2, 4]
+    assert Kept(count=1).removed([2, 4, 6], [6], new=4, before=6) == [2]  # of a run that went back
