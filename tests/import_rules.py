@@ -19,7 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "schedule"}),
     frozenset({"config"}),
-    frozenset({"options", "pictures"}),
+    frozenset({"options", "pictures", "trace"}),
     frozenset({"fit", "offline", "runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
@@ -82,6 +82,7 @@ PURE_PARTS = frozenset(
         "options",
         "fit",
         "pictures",
+        "trace",
     }
 )
 

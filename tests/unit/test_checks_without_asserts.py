@@ -32,6 +32,7 @@ from vtp_plugin.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.boundary.strategies.slices import plan_sliced
 from vtp_plugin.boundary.spread import Spread, replicated
 from vtp_plugin.errors import VtpError
+from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.wire.collectives import StageCollectives
@@ -39,6 +40,7 @@ from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.links import ChannelLink
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.work import TimedWaits
 from vtp_plugin.schedule.cost.costs import uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -63,7 +65,7 @@ spec = ChannelSpec(name="boundary 0->1, forward", src=upper, dst=down, strategy=
 options = {"stage_group": None, "platform": platform, "monitor": None, "timeout_s": 5.0}
 (channel,) = open_channels([spec], **options)
 form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
-stage = StageCollectives("boundary", None, None, TimedWaits(platform, None), None)
+stage = StageCollectives("boundary", None, None, TimedWaits(platform, None, Recorder(platform)), None)
 
 
 class Compute:

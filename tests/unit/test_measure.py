@@ -16,8 +16,9 @@ import torch.distributed as dist
 from tests.pace import pace
 from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.step.measure import Report, TimedCompute, share_reports
+from vtp_plugin.runtime.step.measure import Report, TimedCompute, report_computes, share_reports
 from vtp_plugin.runtime.step.step_times import StepTimes
+from vtp_plugin.runtime.wire.recorder import Recorder, Stopwatch
 from vtp_plugin.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.generate import one_f_one_b
@@ -52,23 +53,27 @@ class Work:
         output.data = torch.empty(1)
 
 
-def compute_all(timed: TimedCompute, work: Work) -> Report:
+def compute_all(platform: Any, work: Work) -> Report:
     """Three microbatches on two virtual stages: the median is the one in the middle."""
-    timed.compute = work
-    for op in (Op.F, Op.B):
-        for vstage in (0, 3):
-            for microbatch in (4, 0, 1):
-                action = Action(op=op, vstage=vstage, microbatch=microbatch)
-                if op is Op.F:
-                    timed.release(timed.forward(action, None))
-                else:
-                    timed.backward(action, None, torch.zeros(1), None, is_last=False)
+    recorder = Recorder(platform)
+    timed = TimedCompute(work, recorder)
+    timed.forward(Action(op=Op.F, vstage=0, microbatch=100), None)  # nobody listens
+    with recorder.listening() as noted:
+        for op in (Op.F, Op.B):
+            for vstage in (0, 3):
+                for microbatch in (4, 0, 1):
+                    action = Action(op=op, vstage=vstage, microbatch=microbatch)
+                    if op is Op.F:
+                        timed.release(timed.forward(action, None))
+                    else:
+                        timed.backward(action, None, torch.zeros(1), None, is_last=False)
     assert timed.shapes == {0: (3, 1, 2), 3: (3, 1, 2)}
-    return timed.report()
+    assert len(noted) == 12 and not recorder.is_on
+    return report_computes(noted, recorder.watch)
 
 
 def test_the_host_is_timed_by_its_clock() -> None:
-    report = compute_all(TimedCompute(CpuPlatform("of the test")), Work(lambda ms: time.sleep(ms / 1e3)))
+    report = compute_all(CpuPlatform("of the test"), Work(lambda ms: time.sleep(ms / 1e3)))
     for name, vstage, least in (("forward_ms", "0", 11), ("forward_ms", "3", 41), ("backward_ms", "3", 82)):
         assert least <= report[name][vstage] <= least + 50 * pace()
     assert report.keys() == {"forward_ms", "backward_ms"}
@@ -98,7 +103,7 @@ def test_a_device_is_timed_by_events_in_its_stream() -> None:
         clock_ms += ms
 
     platform: Any = SimpleNamespace(host_blocking_wait=False, module=lambda: SimpleNamespace(Event=Event))
-    assert compute_all(TimedCompute(platform), Work(spend)) == {
+    assert compute_all(platform, Work(spend)) == {
         "forward_ms": {"0": 11, "3": 41},
         "backward_ms": {"0": 22, "3": 82},
     }
@@ -111,7 +116,7 @@ class Clock:
         self.now_s = 0.0
         self.num_shared = 0
         self._others_ms = others_ms
-        monkeypatch.setattr("vtp_plugin.runtime.step.measure.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vtp_plugin.runtime.wire.recorder.time.perf_counter", lambda: self.now_s)
 
     def share(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         self.num_shared += 1
@@ -131,7 +136,7 @@ def test_steps_are_compared_with_their_plan(monkeypatch: pytest.MonkeyPatch) -> 
     schedule, costs = one_f_one_b(2, 4), uniform_costs(plain_placement(2), forward=10.0, backward=20.0)
     predicted_ms = simulate(schedule, costs).makespan
     clock = Clock(monkeypatch, others_ms=[20.0])
-    times = StepTimes(CpuPlatform("of the test"), clock.share, interval=4, share=0.25)
+    times = StepTimes(Stopwatch(CpuPlatform("of the test")), clock.share, interval=4, share=0.25)
     texts = clock.steps(times, [9000, 100, 110, 900, 100, 1000, 100, 100], schedule, costs)
     assert [*map(bool, texts)] == [False, False, False, True] * 2 and clock.num_shared == 2
     assert texts[3] == (
@@ -141,7 +146,7 @@ def test_steps_are_compared_with_their_plan(monkeypatch: pytest.MonkeyPatch) -> 
     assert "real 100.0 ms" in texts[7] and "median of 4 steps" in texts[7]
     # Another rank is slower; another plan begins anew; without costs there is nothing to compare.
     clock = Clock(monkeypatch, others_ms=[120.0])
-    times = StepTimes(CpuPlatform("of the test"), clock.share, interval=2, share=0.25)
+    times = StepTimes(Stopwatch(CpuPlatform("of the test")), clock.share, interval=2, share=0.25)
     texts = clock.steps(times, [100, 100, 100, 100], schedule, costs)
     assert "real 120.0 ms" in texts[1] and "one step" in texts[1] and "median of 3 steps" in texts[3]
     assert clock.steps(times, [100, 100], schedule, None) == ["", ""]

@@ -179,6 +179,7 @@ EVENTS = (
     HCCL_ALIAS.partition("    # No torch_npu, no HCCL options")[0]
     + """
     from vtp_plugin.runtime.life.monitor import Monitor
+    from vtp_plugin.runtime.wire.recorder import Recorder
     from vtp_plugin.runtime.wire.work import TimedWaits
 
     log, passed = [], []
@@ -202,7 +203,7 @@ EVENTS = (
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monitor = Monitor(store, rank=0, world_size=1, timeout_s=60)
-    waits = TimedWaits(platform=Host("stub"), monitor=monitor)
+    waits = TimedWaits(platform=Host("stub"), monitor=monitor, recorder=Recorder(Host("stub")))
     sent, received = torch.full((3,), float(rank)), torch.empty(3)
     works = [Work(dist.irecv(received, 1 - rank), "received"), Work(dist.isend(sent, 1 - rank), "sent")]
     waits.wait_for(works, "boundary 0->1, forward, microbatch 0", "rank 1")

@@ -26,6 +26,7 @@ from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.dispatch import NUM_PLANS
 from vtp_plugin.runtime.wire.transfers import ChannelGroups, Parcel, Transfers
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.work import TimedWaits, ranks_text
 
 _PROBLEM = -1
@@ -61,7 +62,7 @@ class ColocatedBridge:
         self._spec, self._axes = spec, axes
         self._platform = platform
         self._device = platform.device()
-        waits = TimedWaits(platform, monitor)
+        waits = TimedWaits(platform, monitor, Recorder(platform))
         # All ranks say what they have, which opens the backend's communicator of the whole group.
         groups = ChannelGroups(messages=group, stage=None)
         self._transfers, self._statements = (Transfers(spec.name, groups, platform, waits, audit) for _ in range(2))

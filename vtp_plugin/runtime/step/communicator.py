@@ -20,6 +20,7 @@ from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.channel import Channel
 from vtp_plugin.runtime.wire.process_groups import open_group
 from vtp_plugin.runtime.wire.receives import RecvWork
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.runtime.wire.transfers import ChannelGroups
 from vtp_plugin.runtime.wire.work import OpenSends, SendWork
@@ -52,6 +53,7 @@ def open_channels(
     monitor: Monitor | None,
     timeout_s: float,
     audit: Audit | None = None,
+    recorder: Recorder | None = None,
 ) -> list[Channel | None]:
     """Open and warm up this rank's channels. All ranks call this with the same specs in the same order.
 
@@ -74,7 +76,7 @@ def open_channels(
             pieces = open_group(ranks, platform=platform, timeout_s=timeout_s, description=name) or pieces
         groups = ChannelGroups(messages=group, stage=stage_group, pieces=pieces)
         is_member = rank in spec.members
-        channels.append(Channel(spec, order, groups, platform, monitor, audit) if is_member else None)
+        channels.append(Channel(spec, order, groups, platform, monitor, audit, recorder) if is_member else None)
     for channel in channels:
         if channel is not None:
             channel.warm_up()

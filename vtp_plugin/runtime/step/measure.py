@@ -8,9 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,9 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 from vtp_plugin.runtime.step.executor import Compute, Inputs
 from vtp_plugin.runtime.step.links import ChannelLink, LinkId
-from vtp_plugin.schedule.order.actions import Action, Op
+from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.schedule.order.actions import Action
+from vtp_plugin.trace.causes import Cause
 
 Report = dict[str, dict[str, float]]
 _NUM_PINGS = 5
@@ -67,57 +67,28 @@ def share_reports(
     return posts.get("text").decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Stopwatch:
-    """Marks points in this rank's work; on a device it marks the stream and does not hold up the host.
-
-    Attributes:
-        platform: says whether the host computes itself.
-    """
-
-    platform: Platform
-
-    def mark(self) -> Any:
-        """Mark the end of what was issued so far: a time, or an event of the device."""
-        if self.platform.host_blocking_wait:
-            return time.perf_counter()
-        event = self.platform.module().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between_ms(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; waits until the work has reached the second."""
-        if self.platform.host_blocking_wait:
-            return 1e3 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
 class TimedCompute:
     """Lets another object compute and notes how long it takes; see :class:`~vtp_plugin.runtime.step.executor.Compute`.
 
-    Waits for receives do not count: they are issued before the first mark.
+    Waits for receives do not count: they are issued before a compute begins.
 
     Attributes:
-        compute: does the work; set before every step that is timed.
         shapes: by virtual stage, the local shape of the first output.
 
     Args:
-        platform: where this rank computes.
+        compute: does the work.
+        recorder: gets the durations.
     """
 
-    compute: Compute
-
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, compute: Compute, recorder: Recorder) -> None:
         self.shapes: dict[int, tuple[int, ...]] = {}
-        self._watch = Stopwatch(platform)
-        self._marks: defaultdict[tuple[Op, int], list[tuple[Any, Any]]] = defaultdict(list)
+        self._compute = compute
+        self._recorder = recorder
 
     def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
         """Run a forward."""
-        start = self._watch.mark()
-        output = self.compute.forward(action, activation)
-        self._marks[Op.F, action.vstage].append((start, self._watch.mark()))
+        with self._recorder.span(Cause.FORWARD, action):
+            output = self._compute.forward(action, activation)
         self.shapes.setdefault(action.vstage, tuple(output.shape))
         return output
 
@@ -131,22 +102,29 @@ class TimedCompute:
         is_last: bool,
     ) -> Inputs:
         """Run a backward."""
-        start = self._watch.mark()
-        result = self.compute.backward(action, activation, output, gradient, is_last=is_last)
-        self._marks[Op.B, action.vstage].append((start, self._watch.mark()))
-        return result
+        with self._recorder.span(Cause.BACKWARD, action):
+            return self._compute.backward(action, activation, output, gradient, is_last=is_last)
 
     def release(self, output: torch.Tensor) -> None:
         """Let go of an output's data."""
-        self.compute.release(output)
+        self._compute.release(output)
 
-    def report(self) -> Report:
-        """Return the median duration of forwards and backwards over all steps, by virtual stage."""
-        report: Report = {"forward_ms": {}, "backward_ms": {}}
-        for (op, vstage), marks in self._marks.items():
-            durations = [self._watch.between_ms(*pair) for pair in marks]
-            report["forward_ms" if op is Op.F else "backward_ms"][str(vstage)] = statistics.median(durations)
-        return report
+
+def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
+    """Return the median duration of forwards and backwards, by virtual stage.
+
+    Args:
+        noted: by the recorder, in one or more steps.
+        watch: made its marks.
+    """
+    durations: defaultdict[tuple[Cause, int], list[float]] = defaultdict(list)
+    for one in noted:
+        if isinstance(one.name, Action) and one.name.op.is_compute:
+            durations[one.cause, one.name.vstage].append(watch.between_ms(one.start, one.end))
+    report: Report = {"forward_ms": {}, "backward_ms": {}}
+    for (cause, vstage), each in durations.items():
+        report[f"{cause}_ms"][str(vstage)] = statistics.median(each)
+    return report
 
 
 def measure_links(

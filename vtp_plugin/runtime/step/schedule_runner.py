@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,8 +14,9 @@ from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
-from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links
+from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
+from vtp_plugin.runtime.wire.recorder import Noted, Recorder
 from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
 from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
@@ -56,6 +58,7 @@ class ScheduleRunner:
         platform: where this rank computes.
         options: what the orders are planned for.
         companions: what crosses with activations.
+        recorder: measures what this rank does.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class ScheduleRunner:
         platform: Platform,
         options: ScheduleOptions,
         companions: Companions | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.placement = placement
         self._companions = companions
@@ -75,16 +79,20 @@ class ScheduleRunner:
         self._stage = placement.stage_of(worker)
         self._ranks = ranks
         self._platform = platform
+        self._recorder = recorder or Recorder(platform)
         self._schedules: dict[ScheduleRequest, Schedule] = {}
         self._num_trained = 0
         self._report: Report | None = None
-        self._timed: TimedCompute | None = None
+        self._noted: list[Noted] = []
         self._num_left = NUM_MEASURED_STEPS if self.costs is None and is_u_shaped(placement) else 0
         self._num_replans = 0
         self._has_stated_costs = options.costs is not None
         self._has_warned = False
         self._times = StepTimes(
-            platform, ranks.share_reports, interval=options.report_interval_steps, share=options.replan_share
+            self._recorder.watch,
+            ranks.share_reports,
+            interval=options.report_interval_steps,
+            share=options.replan_share,
         )
 
     @property
@@ -171,25 +179,21 @@ class ScheduleRunner:
             Executor(schedule, self._worker, links, compute, self._companions).run()
             return
         self._num_trained += 1
-        timed = self._measured(compute)
+        is_measured = self._num_left > 0 and self._num_trained > 1
+        timed = TimedCompute(compute, self._recorder)
         start = self._times.begin()
-        Executor(schedule, self._worker, links, timed or compute, self._companions).run()
+        with self._recorder.listening() if is_measured else contextlib.nullcontext(list[Noted]()) as noted:
+            Executor(schedule, self._worker, links, timed, self._companions).run()
         time = self._times.end(start, schedule, self.costs)
-        if timed is not None and self._num_left == 0:
-            self._report = {**timed.report(), **measure_links(known, timed.shapes, self._platform)}
-            self._timed = None
+        if is_measured:
+            self._num_left -= 1
+            self._noted += noted
+            if self._num_left == 0:
+                computes = report_computes(self._noted, self._recorder.watch)
+                self._report = {**computes, **measure_links(known, timed.shapes, self._platform)}
+                self._noted = []
         if time is not None:
             self._compare(time)
-
-    def _measured(self, compute: Compute) -> TimedCompute | None:
-        """Return what times the compute of this training step; None if it is not to be measured."""
-        if self._num_left == 0 or self._num_trained == 1:
-            return None
-        self._num_left -= 1
-        if self._timed is None:
-            self._timed = TimedCompute(self._platform)
-        self._timed.compute = compute
-        return self._timed
 
     def _compare(self, time: StepTime) -> None:
         """Print predicted and real time; if they are too far apart, measure again, or warn of stated costs."""

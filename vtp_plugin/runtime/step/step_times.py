@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.step.measure import Report, Stopwatch
+from vtp_plugin.runtime.step.measure import Report
+from vtp_plugin.runtime.wire.recorder import Stopwatch
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.order.schedule import Schedule
@@ -27,7 +27,7 @@ class StepTimes:
     A step costs two marks in the rank's work. The ranks exchange figures only at the end of every interval.
 
     Args:
-        platform: where this rank computes.
+        watch: marks the steps.
         share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
         interval: training steps from one comparison to the next.
         share: real and predicted time differ when they are further apart than this share of the predicted one.
@@ -35,13 +35,13 @@ class StepTimes:
 
     def __init__(
         self,
-        platform: Platform,
+        watch: Stopwatch,
         share_reports: Callable[[Report, Callable[[Sequence[Report]], str]], str],
         *,
         interval: int,
         share: float,
     ) -> None:
-        self._watch = Stopwatch(platform)
+        self._watch = watch
         self._share_reports = share_reports
         self._interval = interval
         self._share = share

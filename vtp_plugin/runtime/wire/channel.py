@@ -29,6 +29,7 @@ from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.dispatch import Dispatch
 from vtp_plugin.runtime.wire.process_groups import close_groups
 from vtp_plugin.runtime.wire.receives import Receives, RecvWork
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.runtime.wire.transfers import ChannelGroups, Transfers
 from vtp_plugin.runtime.wire.work import SendWork, TimedWaits
@@ -44,6 +45,7 @@ class Channel:
         platform: says how to wait.
         monitor: keeps the time; None in single-process use.
         audit: records every message; None without ``--vtp-audit``.
+        recorder: notes what takes how long; None for nobody who listens.
         is_coalesced: headers and the warm-up are coalesced, so that one communicator of the backend carries everything.
     """
 
@@ -55,6 +57,7 @@ class Channel:
         platform: Platform,
         monitor: Monitor | None,
         audit: Audit | None = None,
+        recorder: Recorder | None = None,
         *,
         is_coalesced: bool = False,
     ) -> None:
@@ -65,7 +68,9 @@ class Channel:
         self._platform = platform
         self._monitor = monitor
         self._audit = audit
-        self._transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor), audit)
+        self._recorder = recorder or Recorder(platform)
+        waits = TimedWaits(platform, monitor, self._recorder)
+        self._transfers = Transfers(spec.name, groups, platform, waits, audit)
         self._dispatch = Dispatch(spec, self._transfers, platform, is_coalesced=is_coalesced)
         # It knows the dispatch only: a reference cycle would keep a closed channel's groups until the next collection.
         self._receives = Receives(self._dispatch)
@@ -140,7 +145,7 @@ class Channel:
             raise PlanError(f"{spec.name}: {strategy} needs the ranks {spec.participants}, which have no group")
         require_valid(spec.probe)
         require_valid(spec.plan_header(HeaderCodec().length))
-        return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit)
+        return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit, self._recorder)
 
     def warm_up(self) -> None:
         """Let the backend connect, see :meth:`~vtp_plugin.runtime.wire.transfers.Transfers.warm_up`."""

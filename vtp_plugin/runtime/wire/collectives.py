@@ -17,6 +17,7 @@ from vtp_plugin.boundary.side import Shape
 from vtp_plugin.boundary.spread import Holding, even_cuts
 from vtp_plugin.errors import PlanError
 from vtp_plugin.runtime.wire.work import Finish, TimedWaits, ranks_text
+from vtp_plugin.trace.causes import Cause
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class StageCollectives:
             whole = self.empty(holding.local_shape, tensor.dtype)
             parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
         part = tensor.contiguous()
-        self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group))
+        self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group), Cause.PACK)
         return whole
 
     def _sum(
@@ -123,6 +124,7 @@ class StageCollectives:
             ranks,
             position,
             lambda: dist.all_to_all_single(incoming, outgoing, bytes_taken, splits, self.stage_group),
+            Cause.PACK,
         )
 
     def post_finish(
@@ -170,12 +172,19 @@ class StageCollectives:
         else:
             raise PlanError(f"{position}: finish {kind}: it completes nothing")
 
-    def _run(self, kind: str, ranks: Sequence[int], position: str, run: Callable[[], object]) -> None:
-        """Run a collective, timed."""
+    def _run(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        position: str,
+        run: Callable[[], object],
+        cause: Cause = Cause.FINISH,
+    ) -> None:
+        """Run a collective, timed; a start belongs to what packs the tensor."""
         if self.stage_group is None:
             raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
-        with self.waits.timed(position, peer, f"{kind} among {peer}"):
+        with self.waits.timed(position, peer, f"{kind} among {peer}", cause):
             run()
 
 

@@ -22,6 +22,7 @@ from vtp_plugin.runtime.wire.audit import Audit, require_allowed
 from vtp_plugin.runtime.wire.collectives import StageCollectives
 from vtp_plugin.runtime.wire.memory import HostMemory
 from vtp_plugin.runtime.wire.work import Landing, SendWork, TimedWaits, ranks_text
+from vtp_plugin.trace.causes import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +140,11 @@ class Transfers:
                 (A mismatch in size would end the receiving process inside gloo.)
             PlanError: this rank is not in the group of the channel.
         """
-        messages = self._outgoing(tensor, parcel)
-        works = self._post(messages, parcel)
+        recorder = self._waits.recorder
+        with recorder.span(Cause.PACK, parcel.position):
+            messages = self._outgoing(tensor, parcel)
+        with recorder.span(Cause.SEND, parcel.position):
+            works = self._post(messages, parcel)
         return SendWork(works, [piece for _, piece, _ in messages], self._wait_for(parcel))
 
     def receive(self, parcel: Parcel) -> Landing:

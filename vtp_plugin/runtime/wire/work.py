@@ -15,6 +15,8 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.disclosure import first_line
 from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.wire.recorder import Recorder
+from vtp_plugin.trace.causes import Cause
 
 
 class Finish(Protocol):
@@ -39,26 +41,30 @@ class TimedWaits:
     Attributes:
         platform: says whether a wait holds up the host or the device's stream.
         monitor: keeps the time; None in single-process use.
+        recorder: notes what is waited for.
     """
 
     platform: Platform
     monitor: Monitor | None
+    recorder: Recorder
 
     @contextlib.contextmanager
-    def timed(self, position: str, peer: str, what: str) -> Iterator[None]:
+    def timed(self, position: str, peer: str, what: str, cause: Cause = Cause.WAIT) -> Iterator[None]:
         """Keep the time of a block that waits.
 
         Args:
             position: boundary, direction and microbatch.
             peer: who is waited for.
             what: is broken if the backend fails.
+            cause: what this rank's time goes to.
 
         Raises:
             PeerError: the backend failed.
         """
         wait = self.monitor.begin(position, peer) if self.monitor is not None else None
         try:
-            yield
+            with self.recorder.span(cause, position):
+                yield
         except RuntimeError as error:
             raise PeerError(
                 f"{position}: {what} broke ({first_line(str(error))})", shared=f"{position}: {what} broke"
