@@ -14,5 +14,4 @@ class Moment(TextEnum):
     STAGES = "With a list of sizes, or with `--vtp-bridges`"
     LIST = "With a list of sizes"
     BRIDGES = "With `--vtp-bridges`"
-    SITES = "With several sites, or `--layerwise-disaggregated-training`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"

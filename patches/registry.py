@@ -63,7 +63,6 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.hyper_comm_grid",
         "core.models.mimo.model.base",
     ),
-    Moment.SITES: ("training.training",),
     Moment.U_SHAPE: (
         "core.pipeline_parallel.utils",
         "core.parallel_state",
@@ -117,6 +116,4 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
 
 def list_moments(config: VtpConfig) -> tuple[Moment, ...]:
     """Return the moments that come with a list of sizes, besides ``Moment.STAGES``."""
-    is_u_shaped = config.layerwise_disaggregated
-    wanted = {Moment.LIST: True, Moment.SITES: config.has_several_sites or is_u_shaped, Moment.U_SHAPE: is_u_shaped}
-    return tuple(moment for moment, is_wanted in wanted.items() if is_wanted)
+    return (Moment.LIST, Moment.U_SHAPE) if config.layerwise_disaggregated else (Moment.LIST,)

@@ -74,6 +74,8 @@ def apply(
     load_newest_valid: bool = False,
     keep_checkpoints: int | None = None,
     log_level: LogLevelName = "INFO",
+    trace: str | None = None,
+    trace_steps: str | Sequence[int] = (2, 21),
     share_errors: bool = False,
     bridges: bool | Literal["extended"] = False,
 ) -> None:
@@ -126,6 +128,8 @@ def apply(
         load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
+        trace: folder for files of what each rank does and when; all ranks give one, or none.
+        trace_steps: first and last training step that is written there, such as ``"2-21"``, from 1 on.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
         bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;
             ``"extended"`` lets the colocated one take what Megatron's refuses.

@@ -1,4 +1,4 @@
-"""H18: timers inside a planned step. U6b: the rank that reports prints the timers, too."""
+"""H18: timers inside a planned step. H18b: what they time. U6b: the rank that reports prints the timers, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Writes, Written, replaces
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.session import Session
+from vtp_plugin.trace.causes import Cause
 
 _TORCH = Written(
     id="H18",
@@ -50,6 +52,59 @@ class StreamTorch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+_CAUSES = {
+    "forward-compute": Cause.FORWARD,
+    "backward-compute": Cause.BACKWARD,
+    "batch-generator": Cause.BATCH,
+    "save-checkpoint": Cause.SAVE,
+    "save-checkpoint-non-persistent": Cause.SAVE,
+    "evaluate": Cause.EVALUATE,
+}
+
+
+class TimedStretch:
+    """A timer of Megatron that also tells the recorder what it times, whether Megatron itself does so or not.
+
+    Args:
+        timer: of Megatron.
+        cause: of what it times.
+        recorder: is told.
+    """
+
+    def __init__(self, timer: Any, cause: Cause, recorder: Recorder) -> None:
+        self._timer, self._cause, self._recorder = timer, cause, recorder
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Begin; a barrier before it counts, too."""
+        self._recorder.begin(self._cause)
+        self._timer.start(*args, **kwargs)
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """End."""
+        self._timer.stop(*args, **kwargs)
+        self._recorder.end(self._cause)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timer, name)
+
+
+@replaces(
+    "megatron.core.timers:Timers.__call__",
+    id="H18b",
+    when=Moment.LIST,
+    why="Megatron says by its timers when it computes, reads, saves and evaluates; while somebody "
+    "listens, a trace is told, whatever --timing-log-level says",
+    remove_when="Megatron can tell somebody else what its timers time",
+)
+def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run `Timers.__call__`; a timer of what a trace knows tells the recorder."""
+    timer = original(timers, name, *args, **kwargs)
+    cause = _CAUSES.get(name)
+    if cause is None or not session.recorder.is_on:
+        return timer
+    return TimedStretch(timer, cause, session.recorder)
 
 
 @replaces(

@@ -1,4 +1,4 @@
-"""U5: start-up where stages have different numbers of chunks, and only the first has data. S1: a log on each site.
+"""U5: start-up where stages have different numbers of chunks, and only the first has data. S1: the log.
 
 H15: the lengths of packed samples, as the log counts them. H19: iterators that Megatron reads, or stores, itself.
 """
@@ -16,6 +16,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
+from vtp_plugin.trace.causes import Cause
 
 
 @replaces(
@@ -91,12 +92,22 @@ def _iterators(given: Any) -> list[Any]:
 @replaces(
     "megatron.training.training:training_log",
     id="S1",
-    when=Moment.SITES,
-    why="one rank of the world prints the line of an iteration, so only its site sees it",
-    remove_when="Megatron knows sites",
+    when=Moment.LIST,
+    why="one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer "
+    "has ended, and a trace is told how long the log takes",
+    remove_when="Megatron knows sites, and times its log",
 )
-def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss."""
+    session.recorder.end(Cause.OPTIMIZER)
+    with session.recorder.span(Cause.LOG):
+        if session.is_planned:
+            _log_on_site(session, original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+
+def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Print number and time of an iteration on a site that would see nothing; the arguments are of `training_log`."""
     from megatron.training.global_vars import get_args, get_timers
 
     rank, planned = dist.get_rank(), session.planned
@@ -112,7 +123,6 @@ def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **k
             elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)
             elapsed_ms = 1e3 * elapsed_s / (1 if is_first else options.log_interval)
             log.info(f"iteration {iteration}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}")
-    return original(*args, **kwargs)
 
 
 @replaces(

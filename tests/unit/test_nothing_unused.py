@@ -36,7 +36,6 @@ CALLED_BY_OTHERS = {
     "seekable": "of a file",
 }
 DECLARING = {"replaces", "subclasses"}
-IN_EXAMPLES = {"parse_actions"}  # what examples in docstrings are written with
 OTHER_USERS = [path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")]
 
 
@@ -87,7 +86,7 @@ def unused(texts: dict[str, str], others: Iterable[str] = ()) -> list[str]:
 def test_the_plugin_uses_what_it_defines() -> None:
     texts = {module.removesuffix(".__init__"): source for module, source in sources()}
     found = [line.split(": ") for line in unused(texts, (path.read_text() for path in OTHER_USERS))]
-    known = {*CALLED_BY_OTHERS, *IN_EXAMPLES}
+    known = {*CALLED_BY_OTHERS}
     assert known <= {name for _, name in found}, "an exception that is none"
     known |= {*vtp_plugin.__all__}
     rest = [

@@ -45,12 +45,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "audit": {"audit": "audit.jsonl"},
     "timeout_s": {"timeout_s": 5.0},
     "log_level": {"log_level": "DEBUG"},
+    "trace": {"trace": "logs"},
+    "trace_steps": {"trace_steps": (4, 5)},
 }
 STATED = {
     "size_list": "None on rank 0 and 1,2 on rank 1",
     "in_flight": " on rank 0 and 3,2 on rank 1",
     "costs": " on rank 0 and latency_ms=20 mbit=5 on rank 1",
     "transport": "auto on rank 0 and sliced on rank 1",
+    "trace": "False on rank 0 and True on rank 1",
+    "trace_steps": "2-21 on rank 0 and 4-5 on rank 1",
     "timeout_s": "600.0 on rank 0 and 5.0 on rank 1",
 }
 FROM_LAYOUT = {"size_list", "cp_list", "dp_list", "ep_list", "etp_list"}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, draw, plan, run, simulate
+from vtp_plugin.cli import checkpoint, doctor, draw, plan, run, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 
@@ -20,6 +20,7 @@ _COMMANDS = {
         checkpoint.run,
         "show, verify, compare or rewrite checkpoints, without a run",
     ),
+    "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
 }
 

@@ -96,7 +96,9 @@ def run(options: argparse.Namespace) -> None:
     if options.output is not None:
         title = f"{schedule.name}, {asked.title}, {asked.request.num_microbatches} microbatches"
         is_picture = options.output.suffix == ".svg"
-        text = draw_svg(timeline, title=title, unit=asked.unit) if is_picture else chrome_trace(timeline)
+        # The model durations are drawn as seconds.
+        unit_s = 1e-3 if asked.unit else 1.0
+        text = draw_svg(timeline, title=title, unit=asked.unit) if is_picture else chrome_trace(timeline, unit_s=unit_s)
         write_file(options.output, text)
     if options.json:
         print_json("simulate", _as_json(timeline, schedule, asked, options.output))

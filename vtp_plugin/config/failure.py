@@ -8,7 +8,8 @@ from typing import Literal
 
 from vtp_plugin.config.declare import declare
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.ground.flag import FlagGroup, own, same
+from vtp_plugin.ground.flag import FlagGroup, given, own, same
+from vtp_plugin.ground.values import parse_steps
 
 LogLevelName = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 option = functools.partial(declare, FlagGroup.FAILURE)
@@ -16,7 +17,7 @@ option = functools.partial(declare, FlagGroup.FAILURE)
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Options about the log, and about ranks that stop or do not come."""
+    """Options about the log, the trace, and ranks that stop or do not come."""
 
     timeout_s: float = option(
         same("timeout_s", at_start=True),
@@ -31,6 +32,22 @@ class Failure:
         "how much the plugin says: DEBUG, INFO (default), WARNING or ERROR. INFO comes from rank 0 and from the first "
         "rank of every other site, DEBUG from all ranks",
         "INFO",
+    )
+
+    trace: str | None = option(
+        given("whether --vtp-trace is given"),
+        None,
+        "write what each rank does and when into a folder, rank 3 into rank3.jsonl; `trace` joins the files to one "
+        "picture of all ranks beside the plan. All ranks give it or none; sites may name different folders",
+        "DIR",
+    )
+    trace_steps: tuple[int, int] = option(
+        same("vtp_trace_steps", separator="-"),
+        (2, 21),
+        "with --vtp-trace: first and last training step that is written, counted from the start of the process; "
+        "default 2-21. A step of one rank takes about 100 bytes for each message and each compute",
+        "2-21",
+        parse=parse_steps,
     )
 
     def check_failure(self) -> None:

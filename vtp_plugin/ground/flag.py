@@ -21,7 +21,7 @@ class FlagGroup(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Whether all ranks of a run must have one value of an option; :func:`same` and :func:`own` make it.
+    """Whether all ranks of a run must have one value of an option; :func:`same`, :func:`given` and :func:`own` make it.
 
     Attributes:
         name: what it is called where ranks disagree; None if each rank may have its own value.
@@ -29,7 +29,7 @@ class Compared:
         at_start: compared before anything is derived from it, since it decides how ranks find and treat each other.
         separator: between the entries of a list.
         none: how it is stated if it was not given.
-        is_path: it names a file or a folder, which other sites must not read.
+        is_path: it names a file or a folder, which other sites must not read; compared is whether it is given.
     """
 
     name: str | None = None
@@ -44,7 +44,11 @@ class Compared:
 
         >>> same("vtp_size_list").state((1, 2)), same("sites", none="").state(None), same("timeout_s").state(600.0)
         ('1,2', '', 600.0)
+        >>> given("whether there is a trace").state("logs"), given("whether there is a trace").state(None)
+        (True, False)
         """
+        if self.is_path:
+            return value is not None
         if isinstance(value, tuple):
             return self.separator.join(map(str, value))
         return self.none if value is None else value
@@ -53,6 +57,11 @@ class Compared:
 def same(name: str, *, at_start: bool = False, separator: str = ",", none: object = None) -> Compared:
     """All ranks must have one value of the option; attributes as of :class:`Compared`."""
     return Compared(name=name, at_start=at_start, separator=separator, none=none)
+
+
+def given(name: str) -> Compared:
+    """All ranks must give the option or none, each with a path of its own."""
+    return Compared(name=name, is_path=True)
 
 
 def own(reason: str, *, is_path: bool = False) -> Compared:

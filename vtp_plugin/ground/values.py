@@ -106,6 +106,24 @@ def parse_bridges(value: bool | str) -> bool | Literal["extended"]:
     return "extended"
 
 
+def parse_steps(value: str | Sequence[int]) -> tuple[int, int]:
+    """Read the first and the last of some steps.
+
+    >>> parse_steps("2-21"), parse_steps([3, 3])
+    ((2, 21), (3, 3))
+
+    Raises:
+        ConfigError: they are no two numbers, or there is no such step.
+    """
+    words = value.split("-") if isinstance(value, str) else [str(one) for one in value]
+    if len(words) != 2 or not all(word.strip().isdigit() for word in words):
+        raise LayoutError(f"vtp_trace_steps {value!r} must be the first and the last step, such as 2-21")
+    first, last = map(int, words)
+    if not 1 <= first <= last:
+        raise LayoutError(f"vtp_trace_steps {first}-{last}: steps count from 1, and the last is not before the first")
+    return first, last
+
+
 def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
     """Read the limit of microbatches in flight, one for all stages or one for each.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Iterator
 
-from vtp_plugin.pictures import svg
+from vtp_plugin.pictures import chrome, svg
 from vtp_plugin.schedule.cost.simulate import Span, Timeline
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.messages import channel_label
@@ -134,28 +133,29 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
     return svg.document(full_width, bottom + 30, title=title, style=_STYLE, body=body)
 
 
-def chrome_trace(timeline: Timeline) -> str:
-    """Write the step as a trace in Chrome's JSON format, which ui.perfetto.dev opens.
+def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
+    """Write the step as a trace in Chrome's JSON format.
 
-    Workers are the threads of one process, channels those of another. The timeline must be in seconds.
+    Workers are the rows of one process, channels those of another.
+
+    Args:
+        timeline: What to draw.
+        unit_s: Of its times, in seconds.
     """
-    events = [_meta("process_name", pid, 0, name) for pid, name in enumerate(("stages", "channels"))]
+    events = [chrome.name_process(process, name) for process, name in enumerate(("stages", "channels"))]
     for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):
-        events.append(_meta("thread_name", 0, worker, label))
-        events += [
-            {"ph": "X", "name": str(span.action), "cat": _pass_name(span.action), "pid": 0, "tid": worker}
-            | {"ts": _us(span.start), "dur": _us(span.end) - _us(span.start)}
-            for span in spans
-        ]
+        events += chrome.name_row(0, worker, label)
+        for span in spans:
+            times = unit_s * span.start, unit_s * span.end
+            events.append(chrome.box(0, worker, str(span.action), _pass_name(span.action), *times))
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
     channels = [*names]
-    events += [_meta("thread_name", 1, tid, name) for tid, name in enumerate(names.values())]
+    for row, name in enumerate(names.values()):
+        events += chrome.name_row(1, row, name)
     for number, flight in enumerate(timeline.flights):
-        # Messages overlap in time if the latency is long, so they cannot be nested spans of a thread.
-        common = {"name": str(flight.action), "cat": names[flight.channel], "id": number, "pid": 1}
-        common["tid"] = channels.index(flight.channel)
-        events += [{"ph": "b", "ts": _us(flight.start)} | common, {"ph": "e", "ts": _us(flight.end)} | common]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
+        row, times = channels.index(flight.channel), (unit_s * flight.start, unit_s * flight.end)
+        events += chrome.flight(1, row, str(flight.action), names[flight.channel], number, *times)
+    return chrome.document(events)
 
 
 def _labels(timeline: Timeline) -> list[str]:
@@ -238,11 +238,3 @@ def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
         lines.append(svg.text(x + _SAMPLE_WIDTH, y + 8, text))
         x += entry_width
     return lines, y + _LINE_HEIGHT
-
-
-def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)

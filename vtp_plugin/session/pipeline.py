@@ -27,6 +27,7 @@ from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.tied import TiedWeight, join_tied_weight
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session.pipeline_plan import PipelinePlan
 from vtp_plugin.session.ranks import Agree, AllRanks
@@ -164,6 +165,7 @@ def open_pipeline(
     ranks: AllRanks,
     platform: Platform,
     audit: Audit | None,
+    recorder: Recorder,
     *,
     stage_group: dist.ProcessGroup | None,
     pipeline_groups: tuple[dist.ProcessGroup, ...],
@@ -175,6 +177,7 @@ def open_pipeline(
         ranks: all of the run.
         platform: where this rank computes.
         audit: record of what crosses; None unless asked for.
+        recorder: measures what this rank does.
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica that this rank works in.
 
@@ -191,6 +194,7 @@ def open_pipeline(
         monitor=ranks.monitor,
         timeout_s=ranks.timeout_s,
         audit=audit,
+        recorder=recorder,
     )
     if rank not in plan.members:
         return None
@@ -206,7 +210,7 @@ def open_pipeline(
         opened=tuple(channel for channel in opened if channel is not None),
         communicators=join_channels(channels, worker),
         channels=channels,
-        schedule_runner=_make_runner(plan, ranks, platform, channels, worker),
+        schedule_runner=_make_runner(plan, ranks, platform, channels, worker, recorder),
         tied_weight=_join_tied(plan, opened),
         agree=agree,
     )
@@ -221,7 +225,12 @@ def _check_of(plan: PipelinePlan) -> tuple[str, Sequence[int] | None]:
 
 
 def _make_runner(
-    plan: PipelinePlan, ranks: AllRanks, platform: Platform, channels: Mapping[ChannelId, Channel], worker: int
+    plan: PipelinePlan,
+    ranks: AllRanks,
+    platform: Platform,
+    channels: Mapping[ChannelId, Channel],
+    worker: int,
+    recorder: Recorder,
 ) -> ScheduleRunner | None:
     """Make what runs planned schedules of this pipeline alone."""
     if plan.orders is None:
@@ -230,7 +239,7 @@ def _make_runner(
     if plan.companion is not None:
         stage = plan.placement.stage_of(worker)
         companions = Companions(plan.placement, stage, channels, plan.companion, platform)
-    return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, companions)
+    return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, companions, recorder)
 
 
 def _join_tied(plan: PipelinePlan, opened: Sequence[Channel | None]) -> TiedWeight | None:

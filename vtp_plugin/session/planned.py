@@ -148,6 +148,12 @@ class PlannedRun:
         config, layout, replicas = self.config, self.layout, self.replicas
         num_stages, is_u_shaped = layout.num_stages, config.layerwise_disaggregated
         placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
+        if config.trace is not None and (num_stages == 1 or not self.is_active):
+            shown = ",".join(map(str, layout.tp_sizes))
+            raise ConfigError(
+                f"--vtp-trace {config.trace}: with --vtp-size-list {shown} nothing crosses over the plugin's channels; "
+                f"give {'--vtp-force' if num_stages > 1 else 'more stages'}, or leave it out"
+            )
         if config.num_rings > 1 and num_chunks != config.num_rings + 1:
             raise ConfigError(
                 f"--vtp-encoder-layer-list with {num_chunks} model chunks: the edge has {config.num_rings + 1}; give "

@@ -7,12 +7,14 @@ import contextlib
 import functools
 import hashlib
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
+from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.life.rendezvous import open_store
@@ -160,6 +162,18 @@ class AllRanks:
             world_size=agreement.world_size,
             timeout_s=self._timeout_s(),
         )
+
+    def compare_clocks(self) -> ClockOffset:
+        """Find out how far this rank's clock is behind that of rank 0; a collective call."""
+        agreement = self._joined()
+        return estimate_offset(
+            agreement.store, rank=agreement.rank, world_size=agreement.world_size, timeout_s=self._timeout_s()
+        )
+
+    def name_run(self) -> str:
+        """Return a random name of this run, the same on all ranks."""
+        part = part_of(self._joined().store, Topic.CLOCKS)
+        return part.compare_set("run", "", uuid.uuid4().hex).decode()
 
     def _joined(self) -> Agreement:
         if self._agreement is None:

@@ -28,7 +28,9 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.nodes import gather_node_sizes
 from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.session.applied import AppliedSets
 from vtp_plugin.session.pipeline import Pipeline, Pipelines, open_pipeline
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
@@ -71,6 +73,7 @@ class Session:
         self._config = config
         self._platform = platform
         self._close_log: Callable[[], None] | None = None
+        self._recorder: Recorder | None = None
         self._start = Start()
 
     @property
@@ -216,6 +219,26 @@ class Session:
         """
         return self._start.open_audit(self.config, rank)
 
+    @property
+    def recorder(self) -> Recorder:
+        """Knows what this rank does, for those who listen."""
+        if self._recorder is None:
+            self._recorder = Recorder(self.choose_platform())
+        return self._recorder
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """Writes what this rank does in each step; None unless asked for."""
+        return self._start.tracing
+
+    def open_trace(self, rank: int) -> None:
+        """Begin the trace, if it is asked for, once the layout is known; idempotent.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._start.open_trace(rank, self.ranks, self.recorder)
+
     def open(
         self,
         *,
@@ -236,6 +259,8 @@ class Session:
             ConfigError: no placement of so many chunks fits the stages.
         """
         plan = self.planned.pipeline(num_chunks=num_chunks, embedding_stages=embedding_stages)
+        if dist.get_backend() != "fake":
+            self.open_trace(dist.get_rank())
         pipeline = self._open(plan, stage_group=stage_group, pipeline_groups=pipeline_groups)
         self.ending.callback(self.pipelines.close, pipeline)
 
@@ -258,7 +283,7 @@ class Session:
 
     def _open(self, plan: PipelinePlan, **groups: Any) -> Pipeline | None:
         audit = self.open_audit(dist.get_rank()) if plan.is_active else None
-        pipeline = open_pipeline(plan, self.ranks, self.choose_platform(), audit, **groups)
+        pipeline = open_pipeline(plan, self.ranks, self.choose_platform(), audit, self.recorder, **groups)
         if pipeline is not None:
             self.pipelines.add(pipeline)
         return pipeline

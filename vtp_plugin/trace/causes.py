@@ -20,11 +20,14 @@ class Cause(TextEnum):
     BACKWARD = "backward"
     BATCH = "batch"
     PACK = "pack"
+    POST = "post"
     SEND = "send"
     WAIT = "wait"
     FINISH = "finish"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
+    LOG = "log"
+    PLAN = "plan"
     SAVE = "save"
     EVALUATE = "evaluate"
     TRACE = "trace"
@@ -39,16 +42,20 @@ MEANINGS: Mapping[Cause, str] = MappingProxyType(
         Cause.BACKWARD: "a backward of one microbatch, likewise",
         Cause.BATCH: "reading a batch, where the script times that",
         Cause.PACK: "a tensor is made ready to cross: gathered inside the stage, cut, made dense",
+        Cause.POST: "a receive gets its memory and is handed to the backend",
         Cause.SEND: "messages are handed to the backend",
         Cause.WAIT: "for a message, or until one is sent",
         Cause.FINISH: "a tensor that has come is completed inside the stage",
         Cause.GRADIENTS: "gradients are summed over replicas and tied weights, after the last backward",
-        Cause.OPTIMIZER: "the optimizer's step, with the norm of the gradients, for which all ranks wait",
+        Cause.OPTIMIZER: "the optimizer's step with the norm of the gradients, for which all ranks wait, and what "
+        "Megatron does around it: all from the end of the gradients to the log or the next step",
+        Cause.LOG: "Megatron's line of the log, for which ranks wait, too",
+        Cause.PLAN: "an order is planned, links are measured, ranks compare real times with planned ones",
         Cause.SAVE: "a checkpoint is saved",
         Cause.EVALUATE: "an evaluation",
         Cause.TRACE: "the trace itself is written",
-        Cause.MESSAGE: "exposed communication: waits and finishes after the other stage has sent",
-        Cause.BUBBLE: "waits and finishes before the other stage has sent",
+        Cause.MESSAGE: "waits after the other stage has sent, until all is there",
+        Cause.BUBBLE: "waits before the other stage has sent",
         Cause.OTHER: "what nothing was noted of",
     }
 )

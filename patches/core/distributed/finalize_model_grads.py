@@ -14,6 +14,7 @@ from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.trace.causes import Cause
 
 
 @replaces(
@@ -39,6 +40,21 @@ def _finalize(
 ) -> None:
     """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it."""
     session.finish_step()
+    with session.recorder.span(Cause.GRADIENTS):
+        _finish_gradients(session, host, original, model, num_tokens, *args, **kwargs)
+    session.recorder.begin(Cause.OPTIMIZER)
+
+
+def _finish_gradients(
+    session: Session,
+    host: MegatronHost,
+    original: Callable[..., None],
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Do what :func:`_finalize` is for; the arguments are the same."""
     groups = kwargs.get("pg_collection", args[0] if args else None)
     pipeline = session.pipelines.of(getattr(groups, "pp", None))
     if pipeline is None or pipeline.plan.ends.are_stock:

@@ -24,8 +24,10 @@ from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.trace.files import Plan
 
 # What Megatron reads from the configuration of the first chunk, for all of them.
 _COMMON = (
@@ -105,6 +107,8 @@ def _run_stock(
 ) -> list[Any]:
     """Run one step by a function of Megatron; first the ranks compare what is to cross."""
     pipeline = session.running
+    if not arguments.get("forward_only", False):
+        _begin_traced_step(session, lambda: _stock_plan(pipeline, get_model_config(chunks_of(model)[0]), arguments))
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
     return stock(model=model, **_with_checked_batches(session, arguments))
@@ -112,8 +116,27 @@ def _run_stock(
 
 def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
+    if not arguments.get("forward_only", False) and course.session.tracing is not None:
+        course.session.tracing.begin_step()
     with waiting_for_computes(writes):
         return run_step(course, **_with_checked_batches(course.session, arguments))
+
+
+def _begin_traced_step(session: Session, make: Callable[[], Plan]) -> None:
+    """Tell the trace, where there is one, that a step of Megatron's own schedules begins, and what it is to do."""
+    if session.tracing is not None:
+        session.tracing.begin_step()
+        session.tracing.note_plan(make)
+
+
+def _stock_plan(pipeline: Pipeline, config: Any, arguments: dict[str, Any]) -> Plan:
+    """Make the order in which a function of Megatron computes; it knows no costs."""
+    request = ScheduleRequest(
+        placement=pipeline.plan.placement,
+        num_microbatches=arguments["num_microbatches"],
+        group_size=config.microbatch_group_size_per_vp_stage,
+    )
+    return Plan(schedule=make_schedule(request)[0], costs=None)
 
 
 def _with_checked_batches(session: Session, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +210,9 @@ class OwnCourse:
             group_size=config.microbatch_group_size_per_vp_stage,
             batch=call.num_microbatches * call.micro_batch_size * pipeline.plan.replicas.dp_sizes[pipeline.stage],
         )
+        if self.session.tracing is not None and not call.forward_only:
+            costs = self.runner.costs
+            self.session.tracing.note_plan(lambda: Plan(schedule=schedule, costs=costs))
         link_forms = _link_forms(host, groups, call, forms, schedule.placement)
         return StepPlan(
             schedule=schedule,

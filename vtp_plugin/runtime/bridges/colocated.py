@@ -25,8 +25,8 @@ from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.dispatch import NUM_PLANS
-from vtp_plugin.runtime.wire.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.wire.recorder import Recorder
+from vtp_plugin.runtime.wire.transfers import ChannelGroups, Parcel, Transfers
 from vtp_plugin.runtime.wire.work import TimedWaits, ranks_text
 
 _PROBLEM = -1

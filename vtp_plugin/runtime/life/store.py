@@ -34,6 +34,10 @@ class Topic(Enum):
         "Measured durations of computing, of steps and of the links, and the costs made of them; where a script asks "
         "for adapters, the names of the layers of every stage and how many of each there are.",
     )
+    CLOCKS = (
+        "clocks",
+        "With --vtp-trace: readings of clocks, by which ranks find out how far these are apart, and a random name.",
+    )
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")

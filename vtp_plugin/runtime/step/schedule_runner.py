@@ -21,6 +21,7 @@ from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse
 from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.trace.causes import Cause
 
 # Training steps that are measured together. The first step of a run does not count: it also loads, allocates, compiles.
 NUM_MEASURED_STEPS = 3
@@ -120,7 +121,8 @@ class ScheduleRunner:
             ConfigError: no such order exists, or ranks planned different ones, or for different batches.
         """
         if self._report is not None:
-            self._combine(self._report)
+            with self._recorder.span(Cause.PLAN):
+                self._combine(self._report)
         request = ScheduleRequest(
             placement=self.placement,
             num_microbatches=num_microbatches * self.placement.num_replicas[self._stage],
@@ -130,7 +132,8 @@ class ScheduleRunner:
             in_flight=self._in_flight,
         )
         if request not in self._schedules:
-            self._schedules[request] = self._make(request, batch)
+            with self._recorder.span(Cause.PLAN):
+                self._schedules[request] = self._make(request, batch)
         return self._schedules[request]
 
     def _combine(self, report: Report) -> None:
@@ -184,13 +187,15 @@ class ScheduleRunner:
         start = self._times.begin()
         with self._recorder.listening() if is_measured else contextlib.nullcontext(list[Noted]()) as noted:
             Executor(schedule, self._worker, links, timed, self._companions).run()
-        time = self._times.end(start, schedule, self.costs)
+        with self._recorder.span(Cause.PLAN):
+            time = self._times.end(start, schedule, self.costs)
         if is_measured:
             self._num_left -= 1
             self._noted += noted
             if self._num_left == 0:
                 computes = report_computes(self._noted, self._recorder.watch)
-                self._report = {**computes, **measure_links(known, timed.shapes, self._platform)}
+                with self._recorder.span(Cause.PLAN):
+                    self._report = {**computes, **measure_links(known, timed.shapes, self._platform)}
                 self._noted = []
         if time is not None:
             self._compare(time)

@@ -7,7 +7,6 @@ Every message between stages passes :func:`require_allowed`, at the one place wh
 from __future__ import annotations
 
 import atexit
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.header import HeaderCodec
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.runtime.life.line_file import LineFile
 
 _NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo.TIED_EMBEDDING: 2}
 
@@ -79,14 +79,7 @@ class Audit:
     """
 
     def __init__(self, path: str, rank: int) -> None:
-        own = audit_path(path, rank)
-        try:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            self._file = own.open("a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise ConfigError(
-                f"--vtp-audit {path}: {error.strerror}: {own}; choose a place that can be written"
-            ) from None
+        self._file = LineFile(audit_path(path, rank), option=f"--vtp-audit {path}", is_continued=True)
         self._num_messages: Counter[tuple[str, Cargo]] = Counter()
         self._num_bytes: Counter[tuple[str, Cargo]] = Counter()
         atexit.register(self.close)
@@ -104,7 +97,7 @@ class Audit:
         num_bytes = tensor.numel() * tensor.element_size()
         self._num_messages[way, cargo] += 1
         self._num_bytes[way, cargo] += num_bytes
-        self._write(
+        self._file.write(
             {
                 "way": way,
                 "cargo": cargo,
@@ -119,11 +112,8 @@ class Audit:
     def close(self) -> None:
         """Write the totals; idempotent."""
         atexit.unregister(self.close)
-        if self._file.closed:
+        if self._file.is_closed:
             return
         for (way, cargo), count in sorted(self._num_messages.items()):
-            self._write({"total": cargo, "way": way, "messages": count, "bytes": self._num_bytes[way, cargo]})
+            self._file.write({"total": cargo, "way": way, "messages": count, "bytes": self._num_bytes[way, cargo]})
         self._file.close()
-
-    def _write(self, entry: dict[str, object]) -> None:
-        self._file.write(json.dumps(entry) + "\n")

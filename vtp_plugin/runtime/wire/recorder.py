@@ -74,7 +74,7 @@ class Recorder:
     def __init__(self, platform: Platform) -> None:
         self.watch = Stopwatch(platform)
         self._listeners: list[list[Noted]] = []
-        self._open: list[Cause] = []
+        self._open: list[_Open] = []
         self._thread = threading.get_ident()
 
     @property
@@ -104,37 +104,64 @@ class Recorder:
         finally:
             self.stop_listening(noted)
 
+    @contextlib.contextmanager
+    def _noting(self, cause: Cause, name: object) -> Iterator[None]:
+        self.begin(cause, name)
+        try:
+            yield
+        finally:
+            self.end(cause)
+
     def span(self, cause: Cause, name: object = "") -> AbstractContextManager[object]:
-        """Note what a ``with`` block takes; of two blocks of one cause inside each other only the outer counts."""
-        if not self._listeners or self._open[-1:] == [cause] or threading.get_ident() != self._thread:
+        """Note what a ``with`` block takes; of two of one cause inside each other only the outer one counts."""
+        if not self._is_heard or any(one.cause is cause for one in self._open[-1:]):
             return _NOTHING
-        return _Span(self, cause, name)
+        return self._noting(cause, name)
 
-    def enter(self, cause: Cause) -> tuple[int, Any]:
-        """Begin something; returns what :meth:`leave` takes."""
-        self._open.append(cause)
-        return len(self._open), self.watch.mark()
+    def begin(self, cause: Cause, name: object = "") -> None:
+        """Begin something that :meth:`end` ends; inside something of the same cause it counts as a part of that."""
+        if not self._is_heard:
+            return
+        if self._open and self._open[-1].cause is cause:
+            self._open[-1].num_inside += 1
+            return
+        self._open.append(_Open(cause, name, self.watch.mark()))
 
-    def leave(self, cause: Cause, name: object, begun: tuple[int, Any]) -> None:
-        """End something, and all inside it that was left open."""
-        depth, start = begun
-        del self._open[depth - 1 :]
-        noted = Noted(cause, name, start, self.watch.mark())
+    def end(self, cause: Cause) -> None:
+        """End what was begun last of a cause, and all inside it that was left open; nothing if none was begun."""
+        if not self._is_heard or all(one.cause is not cause for one in self._open):
+            return
+        while self._open[-1].cause is not cause:
+            self._open.pop()
+        one = self._open[-1]
+        if one.num_inside:
+            one.num_inside -= 1
+            return
+        self._open.pop()
+        noted = Noted(cause, one.name, one.start, self.watch.mark())
         for listener in self._listeners:
             listener.append(noted)
 
+    @property
+    def _is_heard(self) -> bool:
+        return bool(self._listeners) and threading.get_ident() == self._thread
 
-class _Span:
-    __slots__ = ("_begun", "_cause", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, cause: Cause, name: object) -> None:
-        self._recorder, self._cause, self._name = recorder, cause, name
+@dataclass(slots=True)
+class _Open:
+    """Something that has begun.
 
-    def __enter__(self) -> None:
-        self._begun = self._recorder.enter(self._cause)
+    Attributes:
+        cause: what it is.
+        name: what exactly.
+        start: mark of its start.
+        num_inside: how many of the same cause have begun inside it, and not ended.
+    """
 
-    def __exit__(self, *error: object) -> None:
-        self._recorder.leave(self._cause, self._name, self._begun)
+    cause: Cause
+    name: object
+    start: Any
+    num_inside: int = 0
 
 
 _NOTHING = contextlib.nullcontext()

@@ -149,8 +149,9 @@ class Transfers:
 
     def receive(self, parcel: Parcel) -> Landing:
         """Post the receives of this rank into fresh memory."""
-        messages, land = self._incoming(parcel)
-        return land(self._post(messages, parcel))
+        with self._waits.recorder.span(Cause.POST, parcel.position):
+            messages, land = self._incoming(parcel)
+            return land(self._post(messages, parcel))
 
     def exchange(self, tensor: torch.Tensor, parcel: Parcel) -> torch.Tensor:
         """Carry out a plan among ranks of which each may send and receive; all messages go out at once.

@@ -1,0 +1,270 @@
+"""A run beside its plan: planted delays are found whoever has to wait for them, and no time counts twice."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vtp_plugin.cli import main
+from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.trace.causes import Cause, Stretch
+from vtp_plugin.trace.compare import TracedStep, differences, explained, join_files, slower_by_itself
+from vtp_plugin.trace.explain import Share, explain, totals
+from vtp_plugin.trace.files import (
+    Owner,
+    Plan,
+    RankFile,
+    RankStep,
+    clock_line,
+    owner_line,
+    plan_line,
+    step_line,
+    trace_path,
+)
+from vtp_plugin.trace.planned import measured_costs, plan_shares
+
+U = u_placement(3)
+U_COSTS = u_costs(3, latency=30.0, cloud=20.0, edge=10.0)
+
+
+def schedule_of(placement: Placement, costs: Costs | None, num_microbatches: int = 8) -> Schedule:
+    """Make what a run would run."""
+    return make_schedule(ScheduleRequest(placement=placement, num_microbatches=num_microbatches, costs=costs))[0]
+
+
+def slowed(costs: Costs, *, forward: dict[int, float] | None = None, latency: dict[int, float] | None = None) -> Costs:
+    """Add milliseconds to the forwards of virtual stages and to links."""
+    forward, latency = forward or {}, latency or {}
+    return replace(
+        costs,
+        forward=tuple(ms + forward.get(v, 0.0) for v, ms in enumerate(costs.forward)),
+        latency=tuple(ms + latency.get(v, 0.0) for v, ms in enumerate(costs.latency)),
+    )
+
+
+def files_of(
+    schedule: Schedule, planned: Costs | None, ran: Costs, *, apart_s: Sequence[float] = (), num_steps: int = 2
+) -> list[RankFile]:
+    """Let a run take what other costs than the planned ones give, on ranks whose clocks are apart.
+
+    Each worker is a rank. Each step ends with 5 ms of the optimizer, for which the ranks wait for the last one.
+    """
+    plan = Plan(schedule=schedule, costs=planned)
+    length_s = 1e-3 * simulate(schedule, ran, mode="rendezvous").makespan + 0.005
+    files: list[RankFile] = []
+    for share in plan_shares(schedule, ran):
+        clock_s = apart_s[share.rank] if apart_s else 0.0
+        owner = Owner(
+            run="a", rank=share.rank, world_size=len(schedule.orders), stage=share.worker, worker=share.worker
+        )
+        file = RankFile(owner=owner, clocks=[(clock_s, -clock_s, 0.001)], plans={"p": plan})
+        for number in range(1, num_steps + 1):
+            start_s = number * length_s + clock_s
+            end_s = start_s + length_s
+            stretches = [s for s in share.stretches if s.cause is not Cause.OPTIMIZER]
+            last_s = max(s.end_s for s in stretches)
+            stretches.append(Stretch(cause=Cause.OPTIMIZER, name="", start_s=last_s, end_s=length_s))
+            shifted = tuple(replace(s, start_s=s.start_s + start_s, end_s=s.end_s + start_s) for s in stretches)
+            file.steps.append(RankStep(number=number, plan="p", start_s=start_s, end_s=end_s, stretches=shifted))
+        files.append(file)
+    return files
+
+
+def named(steps: list[TracedStep]) -> list[tuple[int, Cause]]:
+    """What took longer by itself."""
+    return [(one.rank, one.cause) for one in slower_by_itself(steps, differences(steps))]
+
+
+def test_a_run_as_planned_differs_nowhere() -> None:
+    schedule = schedule_of(U, U_COSTS)
+    steps = join_files(files_of(schedule, U_COSTS, U_COSTS))
+    assert max(abs(one.more_s) for one in differences(steps)) < 1e-9 and named(steps) == []
+    assert explained(steps) == pytest.approx(dict.fromkeys(range(3), 1.0))
+
+
+@pytest.mark.parametrize("apart_s", [(), (0.0, 5.0, -700.0)])
+def test_two_planted_delays_are_named(apart_s: tuple[float, ...]) -> None:
+    """A stage that computes slower and a link that is slower, in one run, on clocks that are seconds apart."""
+    schedule = schedule_of(U, U_COSTS)
+    ran = slowed(U_COSTS, forward={1: 15.0}, latency={1: 12.0})
+    steps = join_files(files_of(schedule, U_COSTS, ran, apart_s=apart_s))
+    found = differences(steps)
+    own = slower_by_itself(steps, found)
+    assert [(one.rank, one.cause, one.where) for one in own][:2] == [
+        (1, Cause.FORWARD, ""),
+        (2, Cause.MESSAGE, "boundary 1->2, forward"),
+    ]
+    assert own[0].more_s == pytest.approx(8 * 0.015) and own[1].more_s == pytest.approx(7 * 0.012)
+    # The other direction of the same link, if anybody waited for it, and nothing else.
+    assert all(one.where.startswith("boundary 1->2") for one in own[1:])
+    # In the table others have larger differences, which follow from these.
+    assert {one.cause for one in found if one.more_s > 0.02} == {Cause.FORWARD, Cause.BUBBLE, Cause.MESSAGE}
+
+
+def test_a_control_without_clocks_is_wrong() -> None:
+    """Clocks that are apart, and nobody says so: the waits of a run as planned count for something else."""
+    schedule = schedule_of(U, U_COSTS)
+    files = files_of(schedule, U_COSTS, U_COSTS, apart_s=(0.0, 0.05, -0.05))
+    for file in files:
+        file.clocks = [(0.0, 0.0, 0.0)]
+    found = [one for one in differences(join_files(files)) if abs(one.more_s) > 0.02]
+    assert {one.cause for one in found} == {Cause.BUBBLE, Cause.MESSAGE}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_all_ranks_do_adds_up(seed: int) -> None:
+    """Of stretches inside one another and beside one another: each instant of a step has one cause."""
+    drawn = random.Random(seed)
+    shares = []
+    for rank in range(3):
+        stretches = []
+        for _ in range(40):
+            start_s = drawn.uniform(-0.1, 1.0)
+            name = f"boundary 0->1, forward, microbatch {drawn.randrange(4)}"
+            end_s = start_s + drawn.choice((0.0, 0.01, 0.3))
+            cause = drawn.choice([cause for cause in Cause if cause not in (Cause.BUBBLE, Cause.MESSAGE, Cause.OTHER)])
+            stretches.append(Stretch(cause=cause, name=name, start_s=start_s, end_s=end_s))
+        shares.append(Share(rank=rank, worker=rank // 2, start_s=0.0, end_s=1.0, stretches=tuple(stretches)))
+    for parts in explain(shares).values():
+        assert parts[0].start_s == 0.0 and parts[-1].end_s == 1.0
+        assert all(a.end_s == b.start_s and a.length_s > 0 for a, b in zip(parts, parts[1:], strict=False))
+        assert sum(totals(parts).values()) == pytest.approx(1.0)
+
+
+def test_a_wait_counts_by_what_the_other_side_did() -> None:
+    """One stage of two ranks waits for the other: the leader for the message, then both for each other."""
+    name = "boundary 0->1, forward, microbatch 0"
+
+    def share(rank: int, worker: int, *stretches: tuple[Cause, float, float]) -> Share:
+        noted = tuple(Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in stretches)
+        return Share(rank=rank, worker=worker, start_s=0.0, end_s=10.0, stretches=noted)
+
+    found = explain(
+        [
+            share(0, 0, (Cause.SEND, 4.0, 4.5), (Cause.WAIT, 8.0, 9.0)),
+            share(1, 1, (Cause.WAIT, 1.0, 6.0), (Cause.FINISH, 6.0, 7.0)),
+            share(2, 1, (Cause.FINISH, 2.0, 7.0)),
+        ]
+    )
+    seen = {rank: [(s.cause, s.length_s) for s in parts if s.cause is not Cause.OTHER] for rank, parts in found.items()}
+    assert seen == {
+        0: [(Cause.SEND, 0.5), (Cause.MESSAGE, 1.0)],
+        1: [(Cause.BUBBLE, 3.0), (Cause.MESSAGE, 2.0), (Cause.FINISH, 1.0)],
+        2: [(Cause.BUBBLE, 2.0), (Cause.MESSAGE, 2.0), (Cause.FINISH, 1.0)],
+    }
+
+
+def test_costs_are_taken_from_the_trace() -> None:
+    """Of a run that was planned for none: its own plan is then as long as the run."""
+    placement = plain_placement(3)
+    ran = replace(uniform_costs(placement, forward=10.0, backward=25.0), forward=(10.0, 30.0, 10.0))
+    schedule = schedule_of(placement, None)
+    files = files_of(schedule, None, ran)
+    for file in files:
+        for number, step in enumerate(file.steps):
+            # Megatron's own schedules do not say which microbatch they compute.
+            nameless = [
+                replace(s, name="") if s.cause in (Cause.FORWARD, Cause.BACKWARD) else s for s in step.stretches
+            ]
+            file.steps[number] = replace(step, stretches=tuple(nameless))
+    steps = join_files(files)
+    assert all(step.are_measured for step in steps)
+    assert steps[0].costs.forward == pytest.approx(ran.forward)
+    assert steps[0].costs.backward == pytest.approx(ran.backward)
+    assert max(abs(one.more_s) for one in differences(steps)) < 1e-9
+    # The names of what crosses in a run say the boundary.
+    (latency,) = measured_costs(
+        plain_placement(2),
+        [
+            [
+                Share(
+                    rank=rank,
+                    worker=rank,
+                    start_s=0.0,
+                    end_s=1.0,
+                    stretches=(
+                        Stretch(cause=cause, name="boundary 0->1, forward, microbatch 3", start_s=a, end_s=0.5),
+                    ),
+                )
+                for rank, cause, a in ((0, Cause.SEND, 0.48), (1, Cause.WAIT, 0.1))
+            ]
+        ],
+    ).latency
+    assert latency == pytest.approx(20.0)
+
+
+def write(folder: Path, files: list[RankFile], change: Callable[[list[dict[str, object]]], None] | None = None) -> None:
+    """Write files as a run does."""
+    for file in files:
+        lines = [owner_line(file.owner), *(clock_line(*clock) for clock in file.clocks)]
+        lines += [plan_line(digest, plan) for digest, plan in file.plans.items() if file.owner.rank == 0]
+        lines += [step_line(step) for step in file.steps]
+        if change is not None:
+            change(lines)
+        trace_path(folder, file.owner.rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_command_joins_names_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the same run as text, as JSON, and as a picture in the format of Perfetto and Chrome."""
+    schedule = schedule_of(U, U_COSTS)
+    files = files_of(schedule, U_COSTS, slowed(U_COSTS, forward={1: 15.0}), apart_s=(0.0, 3.0, -7.0))
+    write(tmp_path, files)
+    out = tmp_path / "joined.json"
+    main(["trace", str(tmp_path), "--out", str(out)])
+    text = capsys.readouterr().out
+    assert "3 ranks, steps 1 to 2:" in text and "longer than planned by itself, in a step: rank 1 forward" in text
+    assert "clocks are compared to within 1.000 ms" in text and "causes explain 100.0 % of the steps" in text
+    assert len([line for line in text.splitlines() if line.startswith("   ")]) == 10
+    main(["trace", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["out"]) == ([1, 2], None) and len(found["differences"]) == 10
+    assert [(row["rank"], row["cause"]) for row in found["slower_by_itself"]] == [(1, "forward")]
+    events = json.loads(out.read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {0: "run", 1: "plan"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {(pid, rank): f"rank {rank} (stage {rank})" for pid in (0, 1) for rank in range(3)}
+    boxes = [e for e in events if e["ph"] == "X"]
+    for pid in (0, 1):
+        forwards = [e["name"] for e in boxes if e["pid"] == pid and e["cat"] == "forward"]
+        assert len(forwards) == 2 * 4 * 8 and {"0F0", "3F7"} <= {*forwards}
+    # On one clock: the first step begins at 0 on all ranks, and no arrow flies back in time.
+    starts = [e["ts"] for e in boxes if e["name"] == "step 1"]
+    assert starts == pytest.approx([0.0] * 3, abs=1.0)
+    arrows = {e["id"]: {} for e in events if e["ph"] in "sf"}
+    for e in (e for e in events if e["ph"] in "sf"):
+        arrows[e["id"]][e["ph"]] = e["ts"]
+    assert len(arrows) > 2 * 8 and all(one["s"] <= one["f"] + 1.0 for one in arrows.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lines: lines.__delitem__(2), ["step 2: the file of rank 0 lacks its plan"]),
+        (lambda lines: lines.__delitem__(slice(-2, None)), ["no step was traced to its end by all ranks"]),
+        (lambda lines: lines[-1].update(done=[["sleep", "", 0, 1]]), ["'sleep' is not a valid Cause"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[list[dict[str, object]]], None],
+    words: list[str],
+) -> None:
+    write(tmp_path, files_of(schedule_of(U, U_COSTS), U_COSTS, U_COSTS), change)
+    with pytest.raises(SystemExit) as end:
+        main(["trace", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and all(word in error for word in words), error
+    with pytest.raises(SystemExit):
+        main(["trace", str(tmp_path / "none"), "--out", "x.txt"])
+    assert "--out" in capsys.readouterr().err

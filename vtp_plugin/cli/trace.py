@@ -1,0 +1,175 @@
+"""``trace``: the files of a traced run, joined to one picture beside its plan, and where the two differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.pictures import chrome
+from vtp_plugin.schedule.cost.stated import format_costs
+from vtp_plugin.trace.causes import MEANINGS, Cause, Stretch
+from vtp_plugin.trace.compare import (
+    Difference,
+    TracedStep,
+    differences,
+    explained,
+    join_files,
+    median_s,
+    slower_by_itself,
+)
+from vtp_plugin.trace.files import RankFile, read_files
+
+_ENDINGS = {".json": "trace for Perfetto or Chrome"}
+_NUM_SHOWN = 10
+_RUN, _PLAN = 0, 1
+_TEXT = """\
+Join the files of --vtp-trace of all ranks, put them on one clock, and set beside them the simulated step of the same
+costs: those that the run measured or was given, or else medians of the trace itself. The file has two processes, run
+and plan, with a row for each rank."""
+_KEYS = """\
+Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,
+are_costs_measured (taken from the trace), clock_error_ms, explained (share of the steps with a known cause, by rank),
+differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), out (file or null)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.description = _TEXT
+    causes = "; ".join(f"{cause}: {meaning}" for cause, meaning in MEANINGS.items() if cause is not Cause.WAIT)
+    parser.epilog = f"Causes: {causes}. {_KEYS}"
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="trace for Perfetto (ui.perfetto.dev) or Chrome")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Join, write and print."""
+    check_ending(options.out, _ENDINGS)
+    files = read_files(options.folder)
+    steps = join_files(files)
+    if options.out is not None:
+        write_file(options.out, chrome.document(_events(files, steps)))
+    found = differences(steps)
+    slower = slower_by_itself(steps, found)
+    if options.json:
+        print_json("trace", _as_json(files, steps, found, slower, options.out))
+        return
+    print("\n".join([*_summary(files, steps), "", *_table(files, found), _verdict(slower)]))
+    if options.out is not None:
+        print(f"wrote {options.out}")
+
+
+def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[chrome.Event]:
+    """Yield all boxes of the picture; time 0 is the start of the first step."""
+    zero_s = steps[0].start_s
+    for process, name in ((_RUN, "run"), (_PLAN, "plan")):
+        yield chrome.name_process(process, name)
+        for file in files:
+            yield from chrome.name_row(process, file.owner.rank, f"rank {file.owner.rank} (stage {file.owner.stage})")
+    num_arrows = 0
+    for step in steps:
+        for share in step.shares:
+            shown = [Stretch(cause=Cause.OTHER, name=f"step {step.number}", start_s=share.start_s, end_s=share.end_s)]
+            for one in (*shown, *share.stretches):
+                yield _box(_RUN, share.rank, one, -zero_s)
+            for one in step.plan[share.worker]:
+                yield _box(_PLAN, share.rank, one, step.start_s - zero_s)
+        for name, start, end in _messages(step, zero_s):
+            num_arrows += 1
+            yield from chrome.arrow(name, num_arrows, start, end)
+
+
+def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
+    says_all = one.cause in (Cause.FORWARD, Cause.BACKWARD, Cause.OTHER) and one.name
+    name = one.name if says_all else f"{one.cause} {one.name}".strip()
+    return chrome.box(process, row, name, one.cause, one.start_s + shift_s, one.end_s + shift_s)
+
+
+def _messages(step: TracedStep, zero_s: float) -> Iterator[tuple[str, tuple[int, int, float], tuple[int, int, float]]]:
+    """Yield what crossed: its name, and where its arrow begins and ends."""
+    sent = {one.name: (share.rank, one) for share in step.shares for one in share.stretches if one.cause is Cause.SEND}
+    for share in step.shares:
+        for one in share.stretches:
+            rank, send = sent.get(one.name, (share.rank, one))
+            if one.cause is Cause.WAIT and rank != share.rank:
+                yield one.name, (_RUN, rank, send.start_s - zero_s), (_RUN, share.rank, one.end_s - zero_s)
+
+
+def _summary(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[str]:
+    """Say what was traced, how well, and what it is compared with."""
+    planned_s, step_s = max(step.planned_s for step in steps), median_s(steps)
+    known = explained(steps)
+    least = min(known, key=lambda rank: known[rank])
+    yield (
+        f"{len(files)} ranks, steps {steps[0].number} to {steps[-1].number}: a step takes {1e3 * step_s:.1f} ms "
+        f"(median), the simulated one {1e3 * planned_s:.1f} ms without the optimizer"
+    )
+    source = "medians of this trace" if steps[-1].are_measured else "of the run"
+    yield f"costs of the plan ({source}): {format_costs(steps[-1].costs)}"
+    yield _clocks(files)
+    yield f"causes explain {100 * known[least]:.1f} % of the steps at least (rank {least})"
+
+
+def _clocks(files: Sequence[RankFile]) -> str:
+    errors_s = {file.owner.rank: _clock_error_s(file) for file in files}
+    worst = max(errors_s, key=lambda rank: errors_s[rank])
+    return f"clocks are compared to within {1e3 * errors_s[worst]:.3f} ms (rank {worst})"
+
+
+def _clock_error_s(file: RankFile) -> float:
+    return max((error_s for _, _, error_s in file.clocks), default=0.0)
+
+
+def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> Iterator[str]:
+    yield f"{'rank':>4}  {'stage':>5}  {'cause':<10}  {'planned ms':>10}  {'ran ms':>10}  {'more ms':>10}"
+    for one in found[:_NUM_SHOWN]:
+        values = "  ".join(f"{1e3 * value:10.2f}" for value in (one.planned_s, one.ran_s, one.more_s))
+        line = f"{one.rank:>4}  {files[one.rank].owner.stage:>5}  {one.cause:<10}  {values}  {one.where}"
+        yield line.rstrip()
+
+
+def _verdict(slower: Sequence[Difference]) -> str:
+    """Name what took longer, whoever had to wait for it."""
+    if not slower:
+        return "nothing took longer than planned by itself, by 2 % of the step or more"
+    named = (
+        f"rank {one.rank} {one.cause} {1e3 * one.more_s:+.1f} ms" + (f" ({one.where})" if one.where else "")
+        for one in slower[:_NUM_SHOWN]
+    )
+    return "longer than planned by itself, in a step: " + "; ".join(named)
+
+
+def _as_json(
+    files: Sequence[RankFile],
+    steps: Sequence[TracedStep],
+    found: Sequence[Difference],
+    slower: Sequence[Difference],
+    out: Path | None,
+) -> Mapping[str, object]:
+    def rows(of: Sequence[Difference]) -> list[dict[str, object]]:
+        return [
+            {
+                "rank": one.rank,
+                "stage": files[one.rank].owner.stage,
+                "cause": one.cause,
+                "planned_ms": 1e3 * one.planned_s,
+                "ran_ms": 1e3 * one.ran_s,
+                "where": one.where,
+            }
+            for one in of
+        ]
+
+    return {
+        "steps": [step.number for step in steps],
+        "step_ms": 1e3 * median_s(steps),
+        "planned_ms": 1e3 * max(step.planned_s for step in steps),
+        "costs": format_costs(steps[-1].costs),
+        "are_costs_measured": steps[-1].are_measured,
+        "clock_error_ms": max(1e3 * _clock_error_s(file) for file in files),
+        "explained": explained(steps),
+        "differences": rows(found[:_NUM_SHOWN]),
+        "slower_by_itself": rows(slower),
+        "out": None if out is None else str(out),
+    }

@@ -1,0 +1,78 @@
+"""Traces in Chrome's JSON format, which ui.perfetto.dev opens: rows of boxes, grouped by processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+Event = dict[str, object]
+
+
+def name_process(process: int, name: str) -> Event:
+    """Name a group of rows."""
+    return _meta("process_name", process, 0, {"name": name})
+
+
+def name_row(process: int, row: int, name: str) -> Iterable[Event]:
+    """Name a row, which stands at its number."""
+    yield _meta("thread_name", process, row, {"name": name})
+    yield _meta("thread_sort_index", process, row, {"sort_index": row})
+
+
+def box(process: int, row: int, name: str, kind: str, start_s: float, end_s: float) -> Event:
+    """Draw a box.
+
+    >>> box(0, 1, "0F0", "forward", 0.5, 0.75)["dur"]
+    250000.0
+    """
+    start_us = _us(start_s)
+    times: Event = {"ts": start_us, "dur": round(_us(end_s) - start_us, 3)}
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": row, **times}
+
+
+def flight(process: int, row: int, name: str, kind: str, number: int, start_s: float, end_s: float) -> Iterable[Event]:
+    """Draw what may overlap others of its row, such as a message."""
+    common: Event = {"name": name, "cat": kind, "id": number, "pid": process, "tid": row}
+    yield {"ph": "b", "ts": _us(start_s)} | common
+    yield {"ph": "e", "ts": _us(end_s)} | common
+
+
+def arrow(name: str, number: int, start: tuple[int, int, float], end: tuple[int, int, float]) -> Iterable[Event]:
+    """Draw an arrow from a box to another.
+
+    Args:
+        name: of what it stands for.
+        number: of the arrow in the trace.
+        start: process, row and time, inside a box.
+        end: the same of its end.
+    """
+    for letter, (process, row, at_s) in (("s", start), ("f", end)):
+        more: Event = {"bp": "e"} if letter == "f" else {}
+        yield {
+            "ph": letter,
+            "name": name,
+            "cat": "message",
+            "id": number,
+            "pid": process,
+            "tid": row,
+            "ts": _us(at_s),
+        } | more
+
+
+def document(events: Iterable[Event], about: Event | None = None) -> str:
+    """Write events as one file.
+
+    Args:
+        events: in any order.
+        about: what else the file says.
+    """
+    whole: Event = {"displayTimeUnit": "ms", **(about or {}), "traceEvents": list(events)}
+    return json.dumps(whole, separators=(",", ":")) + "\n"
+
+
+def _meta(kind: str, process: int, row: int, args: Event) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": args}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,161 @@
+"""``--vtp-trace``: what this rank does in some steps, written to a file."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vtp_plugin.runtime.life.clock import ClockOffset
+from vtp_plugin.runtime.life.line_file import LineFile
+from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.trace.causes import Cause, Stretch
+from vtp_plugin.trace.files import Owner, Plan, RankStep, clock_line, owner_line, plan_line, step_line
+
+
+class HostTimes:
+    """Reads marks as times of the host's clock; on a device the host waits for the stream once, at the start."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._mark = watch.mark()
+        watch.between_ms(self._mark, self._mark)
+        self._at_s: float = self._mark if watch.platform.host_blocking_wait else time.perf_counter()
+
+    def read(self, mark: Any) -> float:
+        """Return the time of a mark, in seconds; waits until the work has reached it."""
+        return self._at_s + 1e-3 * self._watch.between_ms(self._mark, mark)
+
+    def count_from(self, mark: Any) -> None:
+        """Measure from a later mark on: a device's differences lose digits as they grow."""
+        self._at_s, self._mark = self.read(mark), mark
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """A step that is being recorded, or waits to be written.
+
+    Attributes:
+        number: from 1 on.
+        start: mark of its start.
+        noted: what was noted of it.
+        plan: digest of its plan.
+        end: mark of its end.
+    """
+
+    number: int
+    start: Any
+    noted: list[Noted]
+    plan: str = ""
+    end: Any = None
+
+
+class Tracing:
+    """Writes what this rank does in some consecutive training steps; before and after them nothing is recorded.
+
+    A step is kept in memory until the one after it has ended, since a device may still work on it, and is then written.
+    So the memory that this takes does not grow with the number of steps, and the file holds those steps only.
+
+    Args:
+        file: of this rank.
+        owner: who writes it.
+        recorder: knows what this rank does.
+        steps: the first and the last one, from 1 on.
+        compare_clocks: finds out how far this rank's clock is behind that of rank 0; a collective call of all ranks.
+    """
+
+    def __init__(
+        self,
+        file: LineFile,
+        owner: Owner,
+        recorder: Recorder,
+        *,
+        steps: tuple[int, int],
+        compare_clocks: Callable[[], ClockOffset],
+    ) -> None:
+        self._file = file
+        self._owner = owner
+        self._recorder = recorder
+        self._first, self._last = steps
+        self._compare_clocks = compare_clocks
+        self._num_steps = 0
+        self._current: _Step | None = None
+        self._ended: list[_Step] = []
+        self._times: HostTimes | None = None
+        self._plans: set[str] = set()
+        atexit.register(self.close)
+
+    def begin_step(self) -> None:
+        """Note that a training step begins, and so that the one before ends; all ranks call this for each step."""
+        self._num_steps += 1
+        if self._num_steps == self._first:
+            # Before the step, which is not to wait for the clocks of all ranks.
+            self._file.write(owner_line(self._owner))
+            self._note_clock()
+            self._times = HostTimes(self._recorder.watch)
+        mark = self._end_step()
+        if self._first <= self._num_steps <= self._last:
+            self._current = _Step(number=self._num_steps, start=mark, noted=self._recorder.start_listening())
+            with self._recorder.span(Cause.TRACE):
+                self._write(keep=1)
+        elif self._num_steps == self._last + 1:
+            self._write(keep=0)
+            self._note_clock()
+            self._file.close()
+
+    def note_plan(self, make: Callable[[], Plan]) -> None:
+        """Note what the step that has begun is to do.
+
+        Args:
+            make: called only where the step is traced.
+        """
+        if self._current is None:
+            return
+        with self._recorder.span(Cause.TRACE):
+            plan = make()
+            digest = hashlib.sha256(f"{plan.schedule.digest} {plan.costs}".encode()).hexdigest()[:16]
+            self._current.plan = digest
+            if self._owner.rank == 0 and digest not in self._plans:
+                self._file.write(plan_line(digest, plan))
+            # A run plans anew a few times at most.
+            self._plans.add(digest)
+
+    def close(self) -> None:
+        """Write what has been recorded, and end; idempotent."""
+        atexit.unregister(self.close)
+        self._end_step()
+        if not self._file.is_closed:
+            self._write(keep=0)
+            self._file.close()
+
+    def _end_step(self) -> Any:
+        """End the current step; returns the mark of its end."""
+        # Begun at the end of the gradients; a log that would have ended it need not have come.
+        self._recorder.end(Cause.OPTIMIZER)
+        mark = self._recorder.watch.mark()
+        if self._current is not None:
+            self._recorder.stop_listening(self._current.noted)
+            self._current.end = mark
+            self._ended.append(self._current)
+            self._current = None
+        return mark
+
+    def _note_clock(self) -> None:
+        offset = self._compare_clocks()
+        self._file.write(clock_line(offset.at_s, offset.offset_s, offset.error_s))
+
+    def _write(self, *, keep: int) -> None:
+        """Write the steps that have ended, but for so many of the last."""
+        while len(self._ended) > keep and self._times is not None:
+            step, times = self._ended.pop(0), self._times
+            times.count_from(step.start)
+            stretches = tuple(
+                Stretch(cause=one.cause, name=str(one.name), start_s=times.read(one.start), end_s=times.read(one.end))
+                for one in step.noted
+            )
+            start_s, end_s = times.read(step.start), times.read(step.end)
+            read = RankStep(number=step.number, plan=step.plan, start_s=start_s, end_s=end_s, stretches=stretches)
+            self._file.write(step_line(read))

@@ -1,0 +1,136 @@
+"""What each rank's step went to: no time counts twice, and a wait counts by what the other side did."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vtp_plugin.trace.causes import Cause, Stretch
+
+# What an evaluation or a save does inside is its own.
+_WHOLE = frozenset({Cause.EVALUATE, Cause.SAVE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A rank in one step.
+
+    Attributes:
+        rank: of the run; of a plan the worker.
+        worker: of the rank, in the schedules.
+        start_s: when the step begins, on the common clock.
+        end_s: when it ends.
+        stretches: what was noted of it.
+    """
+
+    rank: int
+    worker: int
+    start_s: float
+    end_s: float
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def length_s(self) -> float:
+        """How long the step takes."""
+        return self.end_s - self.start_s
+
+
+def flatten(share: Share) -> list[Stretch]:
+    """Cut a step into stretches that follow one another without a gap: what nothing was noted of is ``OTHER``.
+
+    >>> noted = (Stretch(cause=Cause.BATCH, name="", start_s=1.0, end_s=2.0),
+    ...          Stretch(cause=Cause.FORWARD, name="0F0", start_s=0.5, end_s=4.0))
+    >>> for one in flatten(Share(rank=0, worker=0, start_s=0.0, end_s=5.0, stretches=noted)):
+    ...     print(one.cause, one.start_s, one.end_s)
+    other 0.0 0.5
+    forward 0.5 1.0
+    batch 1.0 2.0
+    forward 2.0 4.0
+    other 4.0 5.0
+    """
+    flat: list[Stretch] = []
+    around = [Stretch(cause=Cause.OTHER, name="", start_s=share.start_s, end_s=share.end_s)]
+    now_s = share.start_s
+
+    def spend(until_s: float) -> None:
+        nonlocal now_s
+        if until_s > now_s:
+            flat.append(replace(around[-1], start_s=now_s, end_s=until_s))
+            now_s = until_s
+
+    for one in sorted(share.stretches, key=lambda stretch: (stretch.start_s, -stretch.end_s)):
+        while len(around) > 1 and around[-1].end_s <= one.start_s:
+            spend(around[-1].end_s)
+            around.pop()
+        spend(min(one.start_s, share.end_s))
+        whole = around[-1] if around[-1].cause in _WHOLE else one
+        around.append(replace(whole, end_s=min(one.end_s, around[-1].end_s)))
+    while around:
+        spend(around[-1].end_s)
+        around.pop()
+    return flat
+
+
+def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
+    """Say of all ranks in one step what their time went to, without a gap.
+
+    A wait for a message is ``BUBBLE`` until the other side has begun to send it, and ``MESSAGE`` after that. So is a
+    finish, until the message has come to the ranks of the stage. A wait until a message has left is ``MESSAGE``.
+
+    Args:
+        shares: of all ranks, on one clock.
+
+    Returns:
+        By rank.
+    """
+    sent_s: dict[str, float] = {}
+    come_s: dict[tuple[int, str], float] = {}
+    senders: dict[str, set[int]] = defaultdict(set)
+    for share in shares:
+        for one in share.stretches:
+            if one.cause is Cause.SEND:
+                sent_s[one.name] = max(one.start_s, sent_s.get(one.name, one.start_s))
+                senders[one.name].add(share.rank)
+    for share in shares:
+        for one in share.stretches:
+            if one.cause is Cause.WAIT and share.rank not in senders[one.name]:
+                key = share.worker, one.name
+                come_s[key] = max(one.end_s, come_s.get(key, one.end_s))
+    return {
+        share.rank: [
+            part
+            for one in flatten(share)
+            for part in _parts(
+                one,
+                sent_s=None if share.rank in senders.get(one.name, ()) else sent_s.get(one.name),
+                come_s=come_s.get((share.worker, one.name)),
+            )
+        ]
+        for share in shares
+    }
+
+
+def _parts(one: Stretch, *, sent_s: float | None, come_s: float | None) -> Iterator[Stretch]:
+    """Split a wait or a finish by when its message was sent, and when it had come."""
+    if one.cause not in (Cause.WAIT, Cause.FINISH):
+        yield one
+        return
+    bubble_s = one.start_s if sent_s is None else min(max(sent_s, one.start_s), one.end_s)
+    message_s = one.end_s if one.cause is Cause.WAIT else min(max(come_s or bubble_s, bubble_s), one.end_s)
+    cuts = (
+        (Cause.BUBBLE, one.start_s, bubble_s),
+        (Cause.MESSAGE, bubble_s, message_s),
+        (Cause.FINISH, message_s, one.end_s),
+    )
+    for cause, start_s, end_s in cuts:
+        if end_s > start_s:
+            yield replace(one, cause=cause, start_s=start_s, end_s=end_s)
+
+
+def totals(stretches: Iterable[Stretch]) -> Mapping[Cause, float]:
+    """Add up the seconds of each cause."""
+    by_cause: dict[Cause, float] = defaultdict(float)
+    for one in stretches:
+        by_cause[one.cause] += one.length_s
+    return by_cause
