@@ -299,8 +299,10 @@ def _watched(
 def _not_kept(made: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     """Return the groups that Megatron has not kept: a rank of a narrow stage is in more of a kind than it takes."""
     kept: list[Any] = []
-    for value in vars(parallel_state).values():
-        kept += value if isinstance(value, list) else [value]
+    for name, value in vars(parallel_state).items():
+        # This list has every group that was made, for those who change timeouts, and goes with the others.
+        if name != "_global_process_group_list":
+            kept += value if isinstance(value, list) else [value]
     return [group for group in made if not any(group is one for one in kept)]
 
 
