@@ -73,7 +73,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         "it keeps this under another name; --fp4-format, which it needs, is refused",
     ),
     "worker_on_cpus": (
-        ("<0.15",),
+        ("<0.15", ">=0.19"),
         "its worker, which --async-save needs, is for CUDA, and the plugin refuses it on CPUs",
     ),
     "no_bridges": (("<0.19",), "it has bridges"),
@@ -175,6 +175,12 @@ def norm_tolerance() -> float:
 def reshardable_flags() -> tuple[str, ...]:
     """Return flags with which the distributed optimizer is stored for any list; 0.12 stores a uniform one so."""
     return () if host_name() == "0.12" else ("--dist-ckpt-optim-fully-reshardable",)
+
+
+def background_flags() -> tuple[str, ...]:
+    """Return flags with which Megatron's own strategy saves in the background; 0.12 forks a process for each save."""
+    stays = ("--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+    return ("--async-save",) if host_name() == "0.12" else ("--async-save", *stays)
 
 
 def saves_distributed() -> bool:

@@ -260,12 +260,15 @@ class MegatronHost(ABC):
             tp_sizes: of all stages.
             device: name of the platform.
         """
-        if device == "cpu" and args.async_save and args.use_persistent_ckpt_worker:
-            why = (
-                "copies no tensor that is on a CPU (FileSystemWriterAsync.preload_tensors), so the next steps would "
-                "change what it writes; leave --async-save out"
-                if self.can("worker_without_cuda")
-                else "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run "
-                "would wait for it; leave --async-save out"
+        if args.async_save and getattr(args, "async_strategy", "mcore") != "mcore":
+            yield (
+                f"--async-save with --async-strategy {args.async_strategy}; what nvidia-resiliency-ext writes was not "
+                "tried with runs that are killed; give --async-strategy mcore"
             )
-            yield f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} {why}"
+        is_called_anew = args.async_save and args.use_persistent_ckpt_worker and not self.can("worker_without_cuda")
+        if device == "cpu" and is_called_anew:
+            yield (
+                f"--async-save with --use-persistent-ckpt-worker on CPUs; the worker of Megatron {self.name} "
+                "(PersistentAsyncCaller.async_loop) is a process that calls CUDA, ends without it, and the run would "
+                "wait for it; leave --async-save out"
+            )

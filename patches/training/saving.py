@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.newest import HAS_MANIFEST
 from vtp_plugin.checkpoint.saving import Kept, Saving
 from vtp_plugin.checkpoint.whole import final_of
@@ -136,13 +135,9 @@ def _finish(session: Session, saving: Saving) -> None:
     from megatron.training.global_vars import get_args
 
     rank = dist.get_rank()
-    digests, publishes = saving.sync_own(is_first=rank == 0), rank == 0
-    if saving.is_by_rank:
-        publishes = saving.claim()
-        found: list[dict[Extent, str]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, digests)
-        for each in found:
-            saving.digests |= each
+    saving.sync_own(is_first=rank == 0)
+    publishes = saving.claim() if saving.is_by_rank else rank == 0
+    dist.barrier()
     if publishes:
         interval = getattr(get_args(), "save_retain_interval", None)
         saving.publish(Kept(session.config.keep_checkpoints, interval))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import (
+    background_flags,
     exact_resume_tolerance,
     is_usual,
     reshardable_flags,
@@ -312,7 +313,7 @@ def test_saved_in_the_background(
     pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
     """A run that another process saves trains as one that waits, and is resumed to the last bit."""
-    background = [*extra, "--async-save"]
+    background = [*extra, *background_flags()]
     _, whole = written(sizes, extra, dp=dp)
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     runs = train(pool, sizes, [*background, *saving], dp=dp)

@@ -161,17 +161,22 @@ def test_what_0_12_cannot_save_is_refused_at_the_start(
 
 @pytest.mark.parametrize("name", ["0.12", "0.16", "0.17", "0.18", "0.19"])
 def test_the_worker_that_saves_is_refused_on_cpus(name: str) -> None:
-    """That of 0.19 shares the tensors with the run, which goes on: a busy machine saved weights of a later step."""
+    """That of 0.19 shares the tensors with the run, which goes on; it gets copies (H22e)."""
     args = argparse.Namespace(
         save="here",
         ckpt_format="torch",
         use_distributed_optimizer=False,
         async_save=True,
         use_persistent_ckpt_worker=True,
+        async_strategy="mcore",
     )
     (*found,) = load_host(name).problems_of_saving(args, (1, 2), device="cpu")
-    assert [line.partition(" on CPUs; ")[0] for line in found] == ["--async-save with --use-persistent-ckpt-worker"]
+    expected = [] if name == "0.19" else ["--async-save with --use-persistent-ckpt-worker"]
+    assert [line.partition(" on CPUs; ")[0] for line in found] == expected
     assert not tuple(load_host(name).problems_of_saving(args, (1, 2), device="cuda"))
+    args.async_strategy = "nvrx"
+    (line,) = load_host(name).problems_of_saving(args, (1, 2), device="cuda")
+    assert line.startswith("--async-save with --async-strategy nvrx; ")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ has the moves.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import threading
@@ -102,35 +103,34 @@ class Saving:
         make_folder(self.final.parent)
         clear(self.final.parent, spared)
 
-    def sync_own(self, *, is_first: bool) -> dict[Extent, str]:
+    def sync_own(self, *, is_first: bool) -> None:
         """Sync what this rank has written and nobody else has synced, and hash it where it is stored by rank.
 
         Args:
             is_first: whether this is rank 0, which writes what all ranks share.
-
-        Returns:
-            The hashes of files that no other rank gives.
         """
         if not self.is_by_rank:
             # Whoever wrote a piece has synced it, in this process or another: see H22d.
             for name in files_of(self.partial) if is_first else ():
                 if not name.endswith(".distcp"):
                     sync(self.partial / name)
-            return {}
+            return
         own = self.own
         if own is None or not own.is_dir():
-            return {}
+            return
         names = [str(own.relative_to(self.partial) / file) for file in files_of(own)]
-        is_claimed = _claim(self.partial / f"{_CLAIM}_{own.name}")
+        claim = self.partial / f"{_CLAIM}_{own.name}"
         with ThreadPoolExecutor(1) as hashing:  # while the disk writes
-            work = hashing.submit(self._hash, names if is_claimed else ())
+            if _claim(claim):
+                hashing.submit(self._hash, names, claim)
             for name in names:
                 sync(self.partial / name)
-            return work.result()
 
-    def _hash(self, names: Sequence[str]) -> dict[Extent, str]:
-        extents = [Extent(name, 0, (self.partial / name).stat().st_size) for name in names]
-        return {extent: digest_of(self.partial, extent) for extent in extents}
+    def _hash(self, names: Sequence[str], note: Path) -> None:
+        """Hash files, and note that where the rank finds it that publishes them."""
+        sizes = [(name, (self.partial / name).stat().st_size) for name in names]
+        found = [(name, size, digest_of(self.partial, Extent(name, 0, size))) for name, size in sizes]
+        note.write_text(json.dumps(found))
 
     def claim(self) -> bool:
         """Tell whether this rank is the one that publishes the folder that it sees; all ask before one does."""
@@ -143,11 +143,11 @@ class Saving:
             kept: which older ones stay.
         """
         for claim in self.partial.glob(f"{_CLAIM}*"):
+            if text := claim.read_text():
+                self.digests |= {Extent(name, 0, size): digest for name, size, digest in json.loads(text)}
             claim.unlink()
-        # The files of other sites may be in folders of their own.
-        here = {extent: digest for extent, digest in self.digests.items() if (self.partial / extent.file).exists()}
         folder = self.final.parent
-        finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, here)))
+        finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, self.digests)))
         before = _iteration_of_tracker(folder)
         write_whole(folder / TRACKER, tracker_text(self.final))
         new = _iteration_of_tracker(folder)
