@@ -572,6 +572,31 @@ def test_doctor_is_content_without_a_launcher(tmp_path: Path) -> None:
     assert report["warnings"] == []
 
 
+@pytest.mark.full
+@pytest.mark.needs("records_of_0_19")
+def test_doctor_names_a_resiliency_package_that_breaks_checkpoints(tmp_path: Path) -> None:
+    """As 0.4.1 beside core 0.19: what Megatron imports of it is there, and it does not say its version."""
+    names = {
+        "core": "AsyncCallsQueue = AsyncRequest = 1",
+        "cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader = 1",
+        "filesystem_async": "FileSystemWriterAsync = get_write_results_queue = _results_queue = 1",
+        "state_dict_saver": "CheckpointMetadataCache = save_state_dict_async_finalize = save_state_dict_async_plan = 1",
+    }
+    folder = tmp_path / "nvidia_resiliency_ext" / "checkpointing" / "async_ckpt"
+    folder.mkdir(parents=True)
+    for name, text in names.items():
+        (folder / f"{name}.py").write_text(text)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").touch()
+    info = tmp_path / "nvidia_resiliency_ext-0.4.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-resiliency-ext\nVersion: 0.4.1\n")
+    done = run_cli("doctor", "--device", "cpu", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PYTHON_PATH}")
+    report = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stdout
+    assert "nvidia-resiliency-ext 0.4.1; beside it megatron.core.dist_checkpointing cannot be imported" in report
+
+
 # Doctor where a record does not fit the installed version, and what it leaves behind.
 TROUBLE = """\
 import dataclasses

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from vtp_plugin.ground.values import DeviceName
     from vtp_plugin.patching import PatchStatus
 
-_OPTIONAL_PACKAGES = ("torch_npu", "mindspeed", "transformer_engine", "apex")  # with them Megatron takes other paths
+_RESILIENCY = "nvidia_resiliency_ext"
+_OPTIONAL_PACKAGES = (
+    "torch_npu", "mindspeed", "transformer_engine", "apex", _RESILIENCY,
+)  # fmt: skip  # with them Megatron takes other paths
 # Set by a launcher: with them the plugin would wait for the other ranks.
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -106,6 +109,7 @@ class _Report:
             self._try_network(rendezvous)
             self._try_platform(device)
             self._try_mindspeed(device)
+            self._try_checkpoints()
             self._try_patches(device)
         except VtpError as error:
             self.problems.append(str(error))
@@ -136,6 +140,26 @@ class _Report:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.mindspeed = _import_adaptor()
+
+    def _try_checkpoints(self) -> None:
+        """Import what saves checkpoints; an nvidia-resiliency-ext that Megatron cannot ask for its version breaks it.
+
+        Raises:
+            VtpError: it cannot be imported beside that package.
+        """
+        found = self.versions.get(_RESILIENCY)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module("megatron.core.dist_checkpointing")
+        except Exception as error:  # also an AssertionError of Megatron about the version
+            if found is None:
+                raise
+            raise VtpError(
+                f"nvidia-resiliency-ext {found}; beside it megatron.core.dist_checkpointing cannot be imported "
+                f"({type(error).__name__}: {' '.join(str(error).split())}); remove it, or install the version that "
+                "this Megatron asks for"
+            ) from error
 
     def _try_patches(self, device: DeviceName) -> None:
         """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
