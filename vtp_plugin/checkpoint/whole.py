@@ -135,7 +135,8 @@ def whole_folder(final: Path, *, is_newest: bool = True) -> Iterator[Path]:
         is_newest: whether the tracker in ``DIR`` will name it.
     """
     partial = partial_of(final)
-    make_folder(partial)
+    make_folder(final.parent)
+    partial.mkdir(exist_ok=True)
     yield partial
     for file in partial.rglob("*"):
         if file.is_file():
