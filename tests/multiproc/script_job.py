@@ -46,6 +46,7 @@ from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
+from tests.multiproc.kill_hooks import KILL_HOOKS
 from tests.multiproc.optimizer_dump import dump_optimizer
 from tests.multiproc.option_hooks import (
     log_predictions_of_one_rank,
@@ -535,4 +536,5 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "interrupt": leak_watch.interrupt,
     "start_again": start_again,
     **AUDIT_HOOKS,
+    **KILL_HOOKS,
 }

@@ -594,7 +594,7 @@ def test_doctor_names_a_resiliency_package_that_breaks_checkpoints(tmp_path: Pat
     done = run_cli("doctor", "--device", "cpu", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{PYTHON_PATH}")
     report = " ".join(done.stdout.split())
     assert done.returncode == 1, done.stdout
-    assert "nvidia-resiliency-ext 0.4.1; beside it megatron.core.dist_checkpointing cannot be imported" in report
+    assert "beside nvidia-resiliency-ext 0.4.1 megatron.core.dist_checkpointing cannot be imported; remove it" in report
 
 
 # Doctor where a record does not fit the installed version, and what it leaves behind.

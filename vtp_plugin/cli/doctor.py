@@ -109,12 +109,21 @@ class _Report:
             self._try_network(rendezvous)
             self._try_platform(device)
             self._try_mindspeed(device)
-            self._try_checkpoints()
             self._try_patches(device)
         except VtpError as error:
             self.problems.append(str(error))
         except Exception as error:  # whatever importing torch or Megatron raises
-            self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}{self._way_out(str(error))}")
+
+    def _way_out(self, error: str) -> str:
+        """Say what to do about a package that breaks the import of Megatron's checkpoints; empty for other errors."""
+        found = self.versions.get(_RESILIENCY)
+        if found is None or _RESILIENCY not in error.replace("-", "_"):
+            return ""
+        return (
+            f"; beside nvidia-resiliency-ext {found} megatron.core.dist_checkpointing cannot be imported; remove it or "
+            "install the version that this Megatron asks for"
+        )
 
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
@@ -140,26 +149,6 @@ class _Report:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.mindspeed = _import_adaptor()
-
-    def _try_checkpoints(self) -> None:
-        """Import what saves checkpoints; an nvidia-resiliency-ext that Megatron cannot ask for its version breaks it.
-
-        Raises:
-            VtpError: it cannot be imported beside that package.
-        """
-        found = self.versions.get(_RESILIENCY)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module("megatron.core.dist_checkpointing")
-        except Exception as error:  # also an AssertionError of Megatron about the version
-            if found is None:
-                raise
-            raise VtpError(
-                f"nvidia-resiliency-ext {found}; beside it megatron.core.dist_checkpointing cannot be imported "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); remove it, or install the version that "
-                "this Megatron asks for"
-            ) from error
 
     def _try_patches(self, device: DeviceName) -> None:
         """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
