@@ -129,6 +129,8 @@ def embedding_ranks(ranks: list[int]) -> list[int]:
 if __name__ == "__main__":
     datasets_provider.is_distributed = True
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model_config = gpt_config_from_args(args)
+    model_config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron leaves at 8
+    config = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder
     pretrain(config, datasets_provider, kind, forward_step, get_embedding_ranks=embedding_ranks)

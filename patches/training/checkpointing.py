@@ -26,6 +26,7 @@ from vtp_plugin.patches.training.loadable import (
 )
 from vtp_plugin.patches.training.newest import check_own_files, choose, chosen_step, look_at, require_manifest
 from vtp_plugin.patching import replaces
+from vtp_plugin.published.note import check_note
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.stored_optimizer import Request
 from vtp_plugin.session import Session
@@ -111,7 +112,7 @@ def _load(
         _agree(session, functools.partial(_look, session, load_dir, args))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
         # What is missing is found before Megatron changes a weight.
-        _agree(session, functools.partial(_prepare, wanted))
+        _agree(session, functools.partial(_prepare, wanted, load_dir, args))
     is_read = True
     try:
         with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
@@ -154,12 +155,14 @@ def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object
     return {"checkpoint found in --load": checkpoint_exists(load_dir)}
 
 
-def _prepare(wanted: Any) -> dict[str, object]:
-    """Plan what this rank reads of an optimizer of another layout, see H20b.
+def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
+    """Compare the model with an import, and plan what this rank reads of an optimizer of another layout, see H20b.
 
     Raises:
-        ConfigError: the checkpoint does not hold it.
+        ConfigError: the checkpoint is another model, or does not hold the optimizer.
     """
+    if load_dir is not None:
+        refuse(check_note(load_dir, args))
     values = (value.obj for value in nested_values(wanted) if isinstance(value, LocalNonpersistentObject))
     for request in (value for value in values if isinstance(value, Request)):
         request.prepare()

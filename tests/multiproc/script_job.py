@@ -55,6 +55,7 @@ from tests.multiproc.option_hooks import (
     shorten_documents,
     time_stragglers,
 )
+from tests.multiproc.published_hooks import note_logits, store_gradients
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.start_job import start_again
 from tests.pool import TIMEOUT_S
@@ -523,6 +524,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "own_loader": read_by_own_loader,
     "own_predictions": log_predictions_of_one_rank,
     "note_params_norms": note_params_norms,
+    "note_logits": note_logits,
+    "store_gradients": store_gradients,
     "note_memory": _note_memory,
     "dump_optimizer": dump_optimizer,
     "all_documents": _make_up_all_documents,

@@ -20,7 +20,7 @@ from tests.hosts import PYTHON_PATH
 from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.offline.reshard import JOURNAL, NewPiece, Reshard
+from vtp_plugin.offline.writer import JOURNAL, NewPiece, PieceWriter
 
 Run = Callable[..., tuple[int, list[str]]]
 
@@ -107,10 +107,10 @@ class StoppedError(Exception):
 
 def _stop_at(monkeypatch: pytest.MonkeyPatch, count: int, *, is_torn: bool) -> None:
     """Stop at a piece, of which some bytes may be written."""
-    original = Reshard._write_piece
+    original = PieceWriter._write_piece
     left = [count]
 
-    def write(self: Reshard, piece: NewPiece, file: BinaryIO) -> None:
+    def write(self: PieceWriter, piece: NewPiece, file: BinaryIO) -> None:
         left[0] -= 1
         if left[0] >= 0:
             original(self, piece, file)
@@ -119,7 +119,7 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, count: int, *, is_torn: bool) -> N
             file.write(b"PK and some more")
         raise StoppedError
 
-    monkeypatch.setattr(Reshard, "_write_piece", write)
+    monkeypatch.setattr(PieceWriter, "_write_piece", write)
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
@@ -168,8 +168,8 @@ def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -
 
 def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = by_bucket(tmp_path / "a", make_model(), ranks=4)
-    monkeypatch.setattr("vtp_plugin.offline.reshard._FILE_BYTES", 20000)
-    for module in ("reshard", "elements"):
+    monkeypatch.setattr("vtp_plugin.offline.writer._FILE_BYTES", 20000)
+    for module in ("writer", "elements"):
         monkeypatch.setattr(f"vtp_plugin.offline.{module}.SLAB_BYTES", 20)
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
     b = Contents(tmp_path / "b" / "iter_0000003")

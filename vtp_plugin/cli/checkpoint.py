@@ -22,6 +22,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
 from vtp_plugin.cli.progress import progress
+from vtp_plugin.cli.published import add_export, add_import
 from vtp_plugin.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_verify(actions)
     _add_diff(actions)
     _add_reshard(actions)
+    add_import(actions, _end)
+    add_export(actions, _end)
 
 
 def _add_show(actions: Any) -> None:
@@ -178,18 +181,18 @@ def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     refuse(check_source(contents))
     from vtp_plugin.offline.masters import require_masters
-    from vtp_plugin.offline.reshard import Reshard
+    from vtp_plugin.offline.reshard import reshard
 
     require_masters(contents)
     name = contents.folder.resolve().name
     if not re.fullmatch(r"iter_\d{7,}|release", name):
         name = f"iter_{contents.common.get('iteration') or 0:07d}"
     target = options.target / name
-    work = Reshard(contents, target)
+    work, ending = reshard(contents, target)
     found, total = work.find_written(), sum(piece.num_bytes for piece in work.pieces)
     with progress(total, "reshard") as on_written:
         on_written(found)
-        work.write(on_written)
+        work.write(ending, on_written)
     if options.json:
         counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
         print_json("checkpoint reshard", {"folder": str(target), **counts})

@@ -39,15 +39,18 @@ class Elements:
 
     Args:
         folder: of the checkpoint.
+
+    Attributes:
+        folder: the same.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._file: tuple[str, mmap.mmap, torch.Tensor] | None = None
         self._find = lru_cache(_PAYLOADS_KEPT)(self._find_payload)
 
     def __repr__(self) -> str:
-        return f"<elements of {self._folder}>"
+        return f"<elements of {self.folder}>"
 
     def dtype(self, part: Part) -> str:
         """Return the type of the elements of a part."""
@@ -81,18 +84,18 @@ class Elements:
 
     def _find_payload(self, extent: Extent) -> Payload:
         try:
-            return find_payload(self._folder, extent)
+            return find_payload(self.folder, extent)
         except DamagedError as error:
             raise self._broken(extent, str(error)) from None
 
     def _broken(self, extent: Extent, problem: str) -> ConfigError:
-        file = self._folder / extent.file
+        file = self.folder / extent.file
         return ConfigError(f"{file} {problem}; without it this checkpoint cannot be read; copy it again")
 
     def _mapped(self, name: str) -> tuple[mmap.mmap, torch.Tensor]:
         """Map a file into memory; only what is touched is read."""
         if self._file is None or self._file[0] != name:
-            with (self._folder / name).open("rb") as file:
+            with (self.folder / name).open("rb") as file:
                 # A copy on write, since torch warns of memory that it may not write.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._file = name, mapped, torch.frombuffer(mapped, dtype=torch.uint8)

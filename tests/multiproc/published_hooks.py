@@ -1,0 +1,60 @@
+"""What a run notes of a model that was published: logits and, in the place of weights, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.training.training as training
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+from megatron.training import get_args
+
+GRADIENT_STEP = 2
+"""Its gradients are stored as weights; the step before changes nothing, those behind it go on from the old weights."""
+
+
+def note_logits(facts: dict[str, Any]) -> None:
+    """Note the tokens and the logits of every microbatch, where they are, as numpy has them."""
+    facts |= {"tokens": [], "labels": [], "logits": []}
+    forward, compute_loss = GPTModel.forward, LanguageModule.compute_language_model_loss
+
+    def noted_forward(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.pre_process:  # in a U, the end gets the tokens as well
+            facts["tokens"].append(input_ids.detach().clone().numpy())
+        return forward(self, input_ids, *args, **kwargs)
+
+    def noted_loss(self: Any, labels: Any, logits: Any) -> Any:
+        facts["labels"].append(labels.detach().clone().numpy())
+        facts["logits"].append(logits.detach().float().transpose(0, 1).contiguous().clone().numpy())
+        return compute_loss(self, labels, logits)
+
+    GPTModel.forward, LanguageModule.compute_language_model_loss = noted_forward, noted_loss
+
+
+def store_gradients(facts: dict[str, Any]) -> None:
+    """Put the gradients of a step in the place of the weights until the checkpoint after it is written."""
+    original = training.train_step
+    kept: list[tuple[Any, Any]] = []
+
+    def train_step(step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        number = get_args().curr_iteration + 1
+        for weight, value in kept:
+            weight.data.copy_(value)
+        kept.clear()
+
+        def no_step() -> tuple[bool, float, None]:
+            if number == GRADIENT_STEP:
+                for weight in (weight for chunk in model for weight in chunk.parameters()):
+                    kept.append((weight, weight.data.clone()))
+                    weight.data.copy_(weight.main_grad)
+            return True, 0.0, None
+
+        if number > GRADIENT_STEP:
+            return original(step, data, model, optimizer, *args, **kwargs)
+        real, optimizer.step = optimizer.step, no_step
+        try:
+            return original(step, data, model, optimizer, *args, **kwargs)
+        finally:
+            optimizer.step = real
+
+    training.train_step = train_step

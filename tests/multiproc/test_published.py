@@ -1,0 +1,138 @@
+"""Published models in runs: unequal stages compute what transformers does, and what they have trained goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multiproc.script_cases import ScriptRun, losses, train
+from tests.pool import Pool
+from tests.published import KINDS, Kind, imported, load, logits_of, loss_of, make, tensors_of, torch
+from vtp_plugin.cli import main
+
+pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
+LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4
+SEQ = 66
+TRAINING = f"""
+    --vocab-size 72 --seq-length {SEQ} --micro-batch-size 1 --global-batch-size 2 --train-iters 5 --save-interval 2
+    --no-save-optim --no-save-rng --clip-grad 0 --lr 1e-3 --min-lr 1e-3
+    --no-rope-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+""".split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a model runs.
+
+    Attributes:
+        sizes: tensor-parallel size of every stage.
+        flags: of every model.
+        expert_flags: of a model with experts besides.
+    """
+
+    sizes: str
+    flags: Sequence[str] = ()
+    expert_flags: Sequence[str] = ()
+
+
+LAYOUTS = {
+    "1,2": Layout(sizes="1,2", expert_flags=("--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")),
+    "2,1,3": Layout(sizes="2,1,3", expert_flags=("--vtp-ep-list", "2,1,3", "--vtp-etp-list", "1,1,1")),
+    "1,2 U": Layout(
+        sizes="1,2",
+        flags=("--layerwise-disaggregated-training", "--num-layer-list", "2,2,2"),
+        expert_flags=("--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"),
+    ),
+}
+DEFAULTS = {("llama-3", "1,2"), ("qwen-3-moe", "1,2 U")}
+CASES = [
+    pytest.param(kind, layout, id=f"{kind}-{layout}", marks=[] if (kind, layout) in DEFAULTS else [pytest.mark.full])
+    for kind in KINDS
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+def start(pool: Pool, kind: Kind, layout: Layout, flags: Sequence[str], folder: Path) -> list[ScriptRun]:
+    """Train an import for five steps, of which the first two change nothing; see the hook."""
+    words = [*flags, *TRAINING, *layout.flags, "--load", str(folder / "start"), "--save", str(folder / "saved")]
+    if kind.has_experts:
+        words += [*layout.expert_flags, "--sequence-parallel"]
+    return train(pool, layout.sizes, words, hooks=["note_logits", "store_gradients"])
+
+
+def noted(runs: Sequence[ScriptRun], name: str) -> list[np.ndarray[Any, Any]]:
+    """Give the notes of all microbatches; ranks that share the vocabulary have one part of the logits each."""
+    of_ranks = [run.facts[name] for run in runs if run.facts[name]]
+    if name != "logits":
+        return of_ranks[0]
+    return [np.concatenate(parts, axis=-1) for parts in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_a_run_computes_what_transformers_computes(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
+) -> None:
+    kind, layout = KINDS[name], LAYOUTS[place]
+    model = make(kind, tmp_path / "published")
+    flags = imported(tmp_path / "published", tmp_path / "start", capsys)
+    runs = start(pool, kind, layout, flags, tmp_path)
+    tokens, labels, logits = (noted(runs, part) for part in ("tokens", "labels", "logits"))
+    # Logits and loss, of both microbatches of the first step.
+    for at in (0, 1):
+        wanted = logits_of(model, tokens[at])
+        assert wanted.std() >= 1 and wanted.shape[1] >= 64
+        np.testing.assert_allclose(logits[at], wanted, rtol=0, atol=LOGITS)
+    loss = [loss_of(model, tokens[at], labels[at]) for at in range(4)]
+    assert abs(losses(runs)[0] - (loss[0] + loss[1]).item() / 2) <= LOSS
+    # The gradients of the second step, which the checkpoint after it holds in the place of weights.
+    ((loss[2] + loss[3]) / 2).backward()
+    export(tmp_path / "saved" / "iter_0000002", tmp_path / "gradients", tmp_path / "published")
+    found = tensors_of(tmp_path / "gradients")
+    wanted_gradients = {key: weight.grad for key, weight in model.named_parameters()}
+    check_gradients(found, gradients_as_published(model, wanted_gradients, tmp_path / "as_published"))
+    # Two steps later transformers computes what the run computes.
+    export(tmp_path / "saved" / "iter_0000004", tmp_path / "trained", None)
+    trained = load(tmp_path / "trained")
+    for at in (8, 9):
+        np.testing.assert_allclose(logits[at], logits_of(trained, tokens[at]), rtol=0, atol=LOGITS)
+    assert np.abs(logits[8] - logits_of(model, tokens[8])).max() > 100 * LOGITS
+
+
+def export(source: Path, target: Path, like: Path | None) -> None:
+    """Export a checkpoint."""
+    main(["checkpoint", "export", "--from", str(source), "--hf", str(target), *(["--like", str(like)] if like else [])])
+
+
+def gradients_as_published(model: Any, gradients: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Let transformers write gradients as it publishes weights: newer versions keep experts together in memory."""
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.grad = None
+            weight.data, gradients[key] = gradients[key], weight.data
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.data = gradients[key]
+    return tensors_of(folder)
+
+
+def check_gradients(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare gradients tensor by tensor, by the largest value of each."""
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        scale = value.abs().max()
+        # A prompt may leave out an expert.
+        assert scale > 0 or ".experts." in key, key
+        assert (found[key] - value).abs().max() <= GRADIENT * scale, key

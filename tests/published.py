@@ -1,0 +1,197 @@
+"""Small random models that transformers makes, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", "4.57.1", reason="published models need it: vtp-plugin[hf]")
+
+from vtp_plugin.cli import main  # noqa: E402
+
+# Heads, groups and words divide by the sizes of all lists of the tests, and layers by their stages.
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "vocab_size": 72,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A family, in small.
+
+    Attributes:
+        name: of its classes.
+        fields: of its config, besides the sizes.
+        theta: base of its positions.
+        scaling: of its positions.
+        has_experts: the list needs sizes for experts.
+    """
+
+    name: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] | None = None
+    has_experts: bool = False
+
+
+KINDS = {
+    "llama-2": Kind(name="Llama", fields={"num_key_value_heads": 12}),
+    "llama-3": Kind(name="Llama", theta=500000.0, scaling=LLAMA3),
+    "llama-3-tied": Kind(
+        name="Llama", theta=500000.0, scaling={**LLAMA3, "factor": 32.0}, fields={"tie_word_embeddings": True}
+    ),
+    "mistral": Kind(name="Mistral", theta=1000000.0, fields={"sliding_window": None}),
+    "qwen-2": Kind(name="Qwen2", theta=1000000.0),
+    "qwen-2.5-tied": Kind(name="Qwen2", theta=1000000.0, fields={"tie_word_embeddings": True}),
+    "qwen-3": Kind(name="Qwen3", theta=1000000.0),
+    "qwen-3-moe": Kind(
+        name="Qwen3Moe",
+        theta=1000000.0,
+        fields={"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+        has_experts=True,
+    ),
+    "qwen-3-moe-plain": Kind(
+        name="Qwen3Moe",
+        theta=1000000.0,
+        fields={"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False},
+        has_experts=True,
+    ),
+    "mixtral": Kind(
+        name="Mixtral",
+        theta=1000000.0,
+        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+        has_experts=True,
+    ),
+}
+
+
+def is_new() -> bool:
+    """Tell whether transformers writes rope_parameters."""
+    return int(transformers.__version__.partition(".")[0]) >= 5
+
+
+def config_of(kind: Kind, **fields: Any) -> Any:
+    """Make the config of a small model."""
+    if is_new():
+        rope = {"rope_parameters": {"rope_theta": kind.theta, **(kind.scaling or {"rope_type": "default"})}}
+    else:
+        rope = {"rope_theta": kind.theta, "rope_scaling": dict(kind.scaling) if kind.scaling else None}
+    words = {"attn_implementation": "eager", "use_cache": False}
+    return getattr(transformers, f"{kind.name}Config")(**{**SIZES, **kind.fields, **rope, **words, **fields})
+
+
+def make(kind: Kind, folder: Path, *, dtype: Any = torch.float32, max_shard: str = "5GB", **fields: Any) -> Any:
+    """Make a model, save it in a folder as it would be published, and return it.
+
+    Activations are small, so that the epsilon of a norm counts, and logits have a standard deviation above 1.
+    """
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{kind.name}ForCausalLM")(config_of(kind, **fields))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.3 * torch.randn(weight.shape))
+            elif weight.dim() == 1:
+                weight.copy_(0.5 * torch.randn(weight.shape))
+            elif "embed_tokens" in name:
+                weight.copy_(0.01 * torch.randn(weight.shape))
+            elif "lm_head" in name:
+                weight.copy_(0.4 * torch.randn(weight.shape))
+            else:
+                weight.copy_(torch.randn(weight.shape) * 1.2 / weight.shape[-1] ** 0.5)
+        if model.config.tie_word_embeddings:
+            model.model.norm.weight.mul_(40)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
+    return model.float().eval()
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Fail if transformers warns."""
+    seen: list[str] = []
+
+    class _Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                seen.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers"), _Handler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    assert seen == []
+
+
+def load(folder: Path, dtype: Any = torch.float32) -> Any:
+    """Load a folder with transformers, which must find all that it needs, no more, and say nothing."""
+    with without_warnings():
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(found[name] for name in found), found
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Compute logits ``[B, S, V]``."""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def loss_of(model: Any, tokens: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Any:
+    """Compute the mean loss of all tokens, whose gradient can be taken."""
+    logits = model(torch.from_numpy(tokens)).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """Read all tensors of a published model with the package safetensors."""
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """Run an action of the tools, which must succeed, and return what it says."""
+    capsys.readouterr()
+    main(["checkpoint", *map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def imported(folder: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Import a model and return the flags with which Megatron builds it."""
+    said = run_json(capsys, "import", "--hf", folder, "--to", target)
+    return [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
+
+
+Change = Callable[[Any], None]
+"""Makes a wrong variant of a model."""

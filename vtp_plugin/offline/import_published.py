@@ -1,0 +1,178 @@
+"""A published model becomes a checkpoint of weights that every layout loads, element by element, without Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vtp_plugin.checkpoint.archive import itemsize
+from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.errors import refuse
+from vtp_plugin.ground.boxes import Box, intersect, whole_box
+from vtp_plugin.offline.beside import require_new, written_beside
+from vtp_plugin.offline.shards import Shards
+from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
+from vtp_plugin.published.carried import carried_files
+from vtp_plugin.published.fields import CONFIG, read_config, read_model
+from vtp_plugin.published.model import Model, settings
+from vtp_plugin.published.note import CARRIED, NOTE, RELEASE, dump_note
+from vtp_plugin.published.rows import Tensor, empty_states, our_tensors, their_shapes
+from vtp_plugin.published.table import rows_of
+
+# What all Megatrons of the format know: 0.12 reads the last two as well.
+_FORMAT: Final = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_MAX_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What is to be imported.
+
+    Attributes:
+        folder: of the published model.
+        model: that it is.
+        shards: its tensors.
+        pieces: of the checkpoint.
+    """
+
+    folder: Path
+    model: Model
+    shards: Shards
+    pieces: tuple[NewPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def plan_import(folder: Path, target: Path) -> Import:
+    """Look at all of a published model but its elements.
+
+    Args:
+        folder: of the model.
+        target: folder that the checkpoint is to be in.
+
+    Raises:
+        ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
+    """
+    require_new(target)
+    model = read_model(read_config(folder), folder / CONFIG)
+    shards = Shards(folder)
+    refuse(_problems(shards, model))
+    tensors = [*our_tensors(rows_of(model), model)]
+    refuse(_mixed(shards, tensors))
+    pieces = (piece for tensor in tensors for piece in _pieces(tensor, shards))
+    return Import(folder, model, shards, (*pieces, _nothing(model)))
+
+
+def _problems(shards: Shards, model: Model) -> Iterator[str]:
+    """Say where the tensors are not those that the config says; of many problems the first ones."""
+    expected, names = their_shapes(rows_of(model), model), {*shards.names}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - names)]
+    problems += [
+        f"{name} is no tensor of a model of the family {model.family}"
+        for name in sorted(names - expected.keys())
+        if not _is_left_out(name, model)
+    ]
+    problems += [
+        f"{name} has the shape {found}, and {shape} is expected"
+        for name, shape in expected.items()
+        if name in names and (found := shards.shape(name)) != shape
+    ]
+    for problem in problems[:_MAX_NAMED]:
+        yield f"{shards.folder}: {problem}; {CONFIG} says which tensors there are; download all files again"
+
+
+def _is_left_out(name: str, model: Model) -> bool:
+    """Tell whether transformers leaves out a tensor, too: old files hold frequencies, and copies of what is tied."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.is_tied)
+
+
+def _mixed(shards: Shards, tensors: list[Tensor]) -> Iterator[str]:
+    for tensor in tensors:
+        dtypes = sorted({shards.dtype_of(name) for name in {share.name for share in tensor.shares}})
+        if len(dtypes) > 1:
+            yield (
+                f"{shards.folder}: {tensor.row.theirs[0]} and others have the types {' and '.join(dtypes)}; Megatron "
+                "stores them as one tensor; save the model with one type"
+            )
+
+
+def _pieces(tensor: Tensor, shards: Shards) -> Iterator[NewPiece]:
+    """Cut a tensor of ours into pieces, layer by layer and expert by expert."""
+    first = tensor.shares[0]
+    dtype, num_lead = shards.dtype_of(first.name), first.num_lead
+    key, *aliases = tensor.row.ours
+    for lead, group in groupby(tensor.shares, key=lambda share: share.box[: share.num_lead]):
+        shares = [*group]
+        whole: Box = (*lead, *whole_box(tensor.shape[num_lead:]))
+        for box in cut_pieces(whole, itemsize(dtype)):
+            parts = tuple(share for share in shares if intersect(share.box, box) is not None)
+            yield NewPiece(key, dtype, tensor.shape, box, parts=parts, aliases=tuple(aliases))
+
+
+def _nothing(model: Model) -> NewPiece:
+    """Return what all layers store besides weights: the same bytes under all their keys."""
+    first, *others = empty_states(rows_of(model), model)
+    return NewPiece(first, None, (), (), data=_saved([None]), aliases=tuple(others))
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) -> None:
+    """Write a checkpoint. Nothing of it is seen before all is there; what was killed goes on.
+
+    Args:
+        plan: what is written.
+        target: folder for ``--load``.
+        on_written: called with the bytes of each piece.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written.
+    """
+    identity = _identity(plan)
+    with written_beside(target, identity) as part:
+        writer = PieceWriter(plan.pieces, plan.shards, part / RELEASE, identity)
+        on_written(writer.find_written())
+        writer.write(_ending(plan), on_written)
+        (part / CARRIED).mkdir(exist_ok=True)
+        for file in carried_files(plan.folder):
+            shutil.copyfile(file, part / CARRIED / file.name)
+        (part / TRACKER).write_text(RELEASE)
+
+
+def _ending(plan: Import) -> Ending:
+    arguments = {each.argument: each.value for each in settings(plan.model)}
+    args = argparse.Namespace(**arguments, max_position_embeddings=plan.model.max_positions)
+    # Before version 2 Megatron would reorder queries, keys and values.
+    common = _saved({"args": args, "checkpoint_version": 3.0, "iteration": 0})
+    files = {NOTE: dump_note(plan.model).encode(), "metadata.json": json.dumps(_FORMAT).encode()}
+    return Ending(common=common, files=files)
+
+
+def _identity(plan: Import) -> str:
+    """Return what tells a model from others: its config, and names, lengths and times of its files."""
+    told = hashlib.sha256((plan.folder / CONFIG).read_bytes())
+    for file in sorted(plan.folder.glob("*.safetensors")):
+        told.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return told.hexdigest()

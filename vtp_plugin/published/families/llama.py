@@ -1,0 +1,17 @@
+"""Llama 2, and Llama 3 to 3.3."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vtp_plugin.published.family import Family
+from vtp_plugin.published.parts import ATTENTION, DENSE, ENDS
+
+LLAMA: Final = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    rows=(*ENDS, *ATTENTION, *DENSE),
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
+    fixed={"attention_bias": (False,), "mlp_bias": (False,)},
+    harmless={"pretraining_tp": "how a product was cut while it was trained"},
+)

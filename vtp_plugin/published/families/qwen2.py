@@ -1,0 +1,18 @@
+"""Qwen 2 and Qwen 2.5."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vtp_plugin.published.family import Family
+from vtp_plugin.published.parts import ATTENTION, DENSE, ENDS, QKV_BIAS, UNUSED_WINDOW
+
+QWEN2: Final = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    rows=(*ENDS, *ATTENTION, QKV_BIAS, *DENSE),
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32},
+    fixed={"use_sliding_window": (False,), "layer_types": ("full_attention",), "use_mrope": (False,)},
+    harmless=UNUSED_WINDOW,
+    has_qkv_bias=True,
+)

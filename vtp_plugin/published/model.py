@@ -1,0 +1,140 @@
+"""What a published model is, in numbers, and the flags with which Megatron builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model.
+
+    Attributes:
+        family: as ``model_type`` of its config.
+        num_layers: of the decoder.
+        hidden: size of an activation.
+        heads: of queries.
+        groups: of heads that share keys and values.
+        head_dim: size of a head.
+        ffn: inner size of a dense feed-forward layer.
+        vocab: words, without padding.
+        max_positions: that it was trained for.
+        epsilon: of its norms.
+        rotary_base: of the positions.
+        rope_factor: by which the positions are stretched as in Llama 3; None if they are not.
+        is_tied: the output layer is the embedding.
+        has_qkv_bias: queries, keys and values have biases.
+        has_query_norm: queries and keys have norms of their own.
+        num_experts: of a layer; 0 in a dense model.
+        topk: experts of a token.
+        expert_ffn: inner size of an expert.
+        is_topk_normalised: the weights of a token's experts add up to 1.
+        dropout: of attention.
+    """
+
+    family: str
+    num_layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    epsilon: float
+    rotary_base: int
+    rope_factor: float | None = None
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+    has_query_norm: bool = False
+    num_experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    is_topk_normalised: bool = True
+    dropout: float = 0.0
+
+    @property
+    def queries(self) -> int:
+        """Rows of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Rows of all keys, and of all values."""
+        return self.groups * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One flag of Megatron's.
+
+    Attributes:
+        flag: its name.
+        argument: where Megatron's parser puts it.
+        value: what it puts there.
+        is_switch: the flag takes no value.
+        is_given: it must be given; else it must be left out.
+    """
+
+    flag: str
+    argument: str
+    value: int | float | str | bool
+    is_switch: bool = False
+    is_given: bool = True
+
+    @property
+    def text(self) -> str:
+        """The flag with its value, as one types it."""
+        return self.flag if self.is_switch else f"{self.flag} {self.value}"
+
+
+def settings(model: Model) -> tuple[Setting, ...]:
+    """Return the flags with which Megatron builds a model, those among them that must be left out.
+
+    >>> model = Model(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
+    ...     max_positions=512, epsilon=1e-5, rotary_base=10000, is_tied=True)
+    >>> [each.text for each in settings(model) if each.is_given][:3]
+    ['--num-layers 2', '--hidden-size 64', '--ffn-hidden-size 96']
+    """
+    return tuple(_settings(model))
+
+
+def _settings(model: Model) -> Iterator[Setting]:
+    yield Setting("--num-layers", "num_layers", model.num_layers)
+    yield Setting("--hidden-size", "hidden_size", model.hidden)
+    yield Setting("--ffn-hidden-size", "ffn_hidden_size", model.ffn)
+    yield Setting("--num-attention-heads", "num_attention_heads", model.heads)
+    yield _switch("--group-query-attention", "group_query_attention")
+    yield Setting("--num-query-groups", "num_query_groups", model.groups)
+    yield Setting("--kv-channels", "kv_channels", model.head_dim)
+    yield Setting("--position-embedding-type", "position_embedding_type", "rope")
+    yield Setting("--rotary-base", "rotary_base", model.rotary_base)
+    yield _switch("--use-rope-scaling", "use_rope_scaling", model.rope_factor is not None)
+    if model.rope_factor is not None:
+        yield Setting("--rope-scaling-factor", "rope_scaling_factor", model.rope_factor)
+    yield Setting("--normalization", "normalization", "RMSNorm")
+    yield Setting("--norm-epsilon", "norm_epsilon", model.epsilon)
+    yield _switch("--swiglu", "swiglu")
+    yield Setting("--disable-bias-linear", "add_bias_linear", value=False, is_switch=True)
+    yield _switch("--add-qkv-bias", "add_qkv_bias", model.has_qkv_bias)
+    yield _switch("--qk-layernorm", "qk_layernorm", model.has_query_norm)
+    yield _switch("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", not model.is_tied)
+    if model.num_experts:
+        yield Setting("--num-experts", "num_experts", model.num_experts)
+        yield Setting("--moe-router-topk", "moe_router_topk", model.topk)
+        yield Setting("--moe-ffn-hidden-size", "moe_ffn_hidden_size", model.expert_ffn)
+        yield _switch("--moe-router-pre-softmax", "moe_router_pre_softmax", not model.is_topk_normalised)
+
+
+def _switch(flag: str, argument: str, is_given: bool = True) -> Setting:
+    return Setting(flag, argument, is_given, is_switch=True, is_given=is_given)
+
+
+def free_flags(model: Model) -> tuple[str, ...]:
+    """Return flags that a run may give otherwise than the model was published with: lengths, and dropout."""
+    return (
+        f"--max-position-embeddings {model.max_positions}",
+        f"--attention-dropout {model.dropout}",
+        "--hidden-dropout 0.0",
+    )

@@ -1,0 +1,22 @@
+"""The families that are known."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vtp_plugin.published.families.llama import LLAMA
+from vtp_plugin.published.families.mistral import MISTRAL
+from vtp_plugin.published.families.mixtral import MIXTRAL
+from vtp_plugin.published.families.qwen2 import QWEN2
+from vtp_plugin.published.families.qwen3 import QWEN3
+from vtp_plugin.published.families.qwen3_moe import QWEN3_MOE
+from vtp_plugin.published.model import Model
+from vtp_plugin.published.rows import Row
+
+FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
+"""By ``model_type``."""
+
+
+def rows_of(model: Model) -> tuple[Row, ...]:
+    """Return the rows of a model: where its output layer is the embedding, it has none of its own."""
+    return tuple(row for row in FAMILIES[model.family].rows if not (row.is_of_untied and model.is_tied))
