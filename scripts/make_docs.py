@@ -133,6 +133,7 @@ def render() -> dict[str, str]:
         "architecture.md": _filled("architecture.md", {"layers": _layers()}),
         "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
         "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
+        "hugging-face.md": _filled("hugging-face.md", {"fields": _fields()}),
         "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -355,6 +356,22 @@ def record_sections() -> dict[str, Sequence[Record]]:
 def _identity(record: Record) -> tuple[str, ...]:
     """Tell records apart, also those of one id that a family has written for itself."""
     return (record.id, *(record.targets.values() or (record.target,)))
+
+
+def _fields() -> str:
+    """Return what becomes of every field of a published config, and in which families."""
+    from vtp_plugin.published.fields import known_fields
+    from vtp_plugin.published.table import FAMILIES
+
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, family in FAMILIES.items():
+        for field, meaning in known_fields(family).items():
+            found.setdefault((field, meaning), []).append(f"`{name}`")
+    rows = [
+        (f"`{field}`", meaning, "all" if len(names) == len(FAMILIES) else ", ".join(names))
+        for (field, meaning), names in sorted(found.items())
+    ]
+    return _table(("field", "what becomes of it", "families"), rows)
 
 
 def _patches() -> str:

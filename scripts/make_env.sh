@@ -24,7 +24,7 @@ case $host in
     0.18)
         pythons=(12 13) packages=('.[demo,test,host-0-18]' pyyaml) no_deps=() ;;
     0.19)
-        pythons=(12 13) packages=('.[demo,dev,tune,host-0-19]') no_deps=() ;;
+        pythons=(12 13) packages=('.[demo,dev,hf,tune,host-0-19]') no_deps=() ;;
     *)
         echo "make env: HOST=$host is unknown; use HOST=0.12, 0.16, 0.17, 0.18 or 0.19" >&2
         exit 1 ;;

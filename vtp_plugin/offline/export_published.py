@@ -110,16 +110,18 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     )
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
+    refuse(
+        f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
+        for key in [key for key in weights if "lora_" in key or "adapter" in key][:1]
+    )
     stored = [
         found
         for tensor in our_tensors(rows_of(model), model)
         if (found := _find(contents, weights, tensor, model, problems)) is not None
     ]
-    problems += map(_unknown, weights)
+    problems += [f"{key} is no tensor of such a model" for key in weights]
     refuse(
-        f"{contents.folder}: {problem}; {like / CONFIG} describes another model"
-        if "adapter" not in problem
-        else f"{contents.folder}: {problem}"
+        f"{contents.folder}: {problem}; {like / CONFIG} describes another model; give its own with --like"
         for problem in problems[:_MAX_NAMED]
     )
     places: dict[str, list[tuple[Share, _Stored]]] = {}
@@ -129,12 +131,6 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     shapes = their_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
     return Export(contents, model, like, plan_files(tensors), places)
-
-
-def _unknown(key: str) -> str:
-    if "lora_" in key or "adapter" in key:
-        return f"{key} belongs to an adapter; a published model has none; merge it first, and save the model"
-    return f"{key} is no tensor of such a model"
 
 
 def _find(

@@ -105,8 +105,9 @@ def _settings(model: Model) -> Iterator[Setting]:
     yield Setting("--hidden-size", "hidden_size", model.hidden)
     yield Setting("--ffn-hidden-size", "ffn_hidden_size", model.ffn)
     yield Setting("--num-attention-heads", "num_attention_heads", model.heads)
-    yield _switch("--group-query-attention", "group_query_attention")
-    yield Setting("--num-query-groups", "num_query_groups", model.groups)
+    if model.groups != model.heads:
+        yield _switch("--group-query-attention", "group_query_attention")
+        yield Setting("--num-query-groups", "num_query_groups", model.groups)
     yield Setting("--kv-channels", "kv_channels", model.head_dim)
     yield Setting("--position-embedding-type", "position_embedding_type", "rope")
     yield Setting("--rotary-base", "rotary_base", model.rotary_base)

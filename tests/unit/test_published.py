@@ -1,0 +1,336 @@
+"""``checkpoint import`` and ``export``: the bytes of published models go through a checkpoint and come back."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import run_action
+from tests.hosts import ROOT
+from tests.published import KINDS, config_of, imported, load, make, run_json, tensors_of, torch, transformers
+from vtp_plugin.published.fields import read_config, read_model
+from vtp_plugin.published.model import settings
+from vtp_plugin.published.rows import our_tensors, their_shapes
+from vtp_plugin.published.table import rows_of
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 70}
+CONFIGS = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
+FAMILIES = ("llama-3", "mistral", "qwen-2", "qwen-3", "qwen-3-moe", "mixtral")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_come_back_byte_by_byte(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bf16, with names and shapes, and with config, generation config and tokenizer as they were."""
+    source, back = tmp_path / "source", tmp_path / "back"
+    make(KINDS[kind], source, dtype=torch.bfloat16, **SMALL)
+    (source / "tokenizer.json").write_text("{ }")
+    imported(source, tmp_path / "checkpoint", capsys)
+    assert run_action(capsys, "verify", tmp_path / "checkpoint")[0] == 0
+    run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)
+    before, after = tensors_of(source), tensors_of(back)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype == torch.bfloat16 and after[name].shape == value.shape
+        assert torch.equal(after[name].view(torch.int16), value.view(torch.int16)), name
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert filecmp.cmp(source / name, back / name, shallow=False), name
+    assert next(load(back, dtype="auto").parameters()).dtype == torch.bfloat16
+
+
+def test_several_files_and_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small slabs and small files change no byte; transformers reads the index."""
+    source, back = tmp_path / "source", tmp_path / "back"
+    make(KINDS["qwen-3-moe"], source, max_shard="100KB", **SMALL)
+    assert len([*source.glob("*.safetensors")]) > 1
+    for module in ("writer", "elements"):
+        monkeypatch.setattr(f"vtp_plugin.offline.{module}.SLAB_BYTES", 1000)
+    monkeypatch.setattr("vtp_plugin.offline.shards.plan_files.__defaults__", (90_000,))
+    imported(source, tmp_path / "checkpoint", capsys)
+    assert run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)["num_files"] > 2
+    before, after = tensors_of(source), tensors_of(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    load(back)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_shares_hold_every_element_once(kind: str, tmp_path: Path) -> None:
+    """Of theirs and of ours, in arithmetic of its own."""
+    config_of(KINDS[kind], **SMALL).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((tmp_path / "config.json").read_text()), "architectures": None})
+    )
+    model = read_model(read_config(tmp_path), tmp_path)
+    theirs = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in their_shapes(rows_of(model), model).items()}
+    for tensor in our_tensors(rows_of(model), model):
+        ours = torch.zeros(tensor.shape, dtype=torch.int8)
+        for share in tensor.shares:
+            ours[tuple(slice(*pair) for pair in share.box)] += 1
+            theirs[share.name][tuple(slice(*pair) for pair in share.their_box(share.box))] += 1
+        assert (ours == 1).all(), tensor.row.ours
+    assert all((count == 1).all() for count in theirs.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    """The fields that models were published with: those that pass, with their flags, and those that do not."""
+    told = CONFIGS[name]
+    if "refused" in told:
+        with pytest.raises(ValueError, match=told["refused"]):
+            read_model(told["config"], tmp_path / "config.json")
+        return
+    model = read_model(told["config"], tmp_path / "config.json")
+    assert " ".join(each.text for each in settings(model) if each.is_given) == told["flags"]
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 16384,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"new_norm": True}, "new_norm is true, and no field of llama that is known"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" is computed'),
+        ({"mlp_bias": True}, "mlp_bias is true; only false"),
+        ({"mlp_bias": 0}, "mlp_bias is 0; only false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*; only null"),
+        ({"rope_theta": 10000.5}, "rope_theta is 10000.5; .* whole number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "Megatron has no scaling of positions but llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "Megatron has no scaling of positions but llama3"),
+        ({"rope_scaling": {**SCALED, "high_freq_factor": 2.0}}, "high_freq_factor 4"),
+        (
+            {"rope_scaling": {**SCALED, "original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings 8192",
+        ),
+        ({"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}, "Megatron has no scaling"),
+        ({"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 5e5}}, "say different things"),
+        ({"rope_scaling": None, "rope_parameters": SCALED}, ""),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, and num_key_value_heads 3"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"; it must be a whole number'),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; it must be a whole number"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, mistral"),
+        ({"model_type": None}, "model_type is None; known are"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM is expected"),
+    ],
+)
+def test_fields_that_change_what_is_computed(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    if not message:
+        assert read_model({**LLAMA, **fields}, tmp_path).rope_factor == 8.0
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        read_model({**LLAMA, **fields}, tmp_path / "config.json")
+    assert "\n" not in str(error.value) and str(error.value).count(";") >= 2
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in two files."""
+    folder = tmp_path_factory.mktemp("published")
+    make(KINDS["llama-3"], folder, max_shard="100KB", **SMALL)
+    return folder
+
+
+def _edit(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def _no_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json is missing or cannot be read"
+
+
+def _no_shard(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.unlink()
+    return f"{file.name} is missing; model.safetensors.index.json names it"
+
+
+def _cut_shard(folder: Path) -> str:
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    file.write_bytes(file.read_bytes()[:-10])
+    return f"{file.name} is damaged"
+
+
+def _torn_index(folder: Path) -> str:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [')
+    return "model.safetensors.index.json is damaged"
+
+
+def _no_weights(folder: Path) -> str:
+    for file in folder.glob("*safetensors*"):
+        file.unlink()
+    return "holds neither model.safetensors nor model.safetensors.index.json"
+
+
+def _other_shape(folder: Path) -> str:
+    _edit(folder / "config.json", intermediate_size=100)
+    return r"model.layers.0.mlp.gate_proj.weight has the shape (96, 48), and (100, 48) is expected"
+
+
+def _more_layers(folder: Path) -> str:
+    _edit(folder / "config.json", num_hidden_layers=3)
+    return "model.layers.2.input_layernorm.weight is missing"
+
+
+def _fewer_layers(folder: Path) -> str:
+    _edit(folder / "config.json", num_hidden_layers=1)
+    return "model.layers.1.input_layernorm.weight is no tensor of a model of the family llama"
+
+
+def _other_type(folder: Path) -> str:
+    _change(folder, "model.layers.1.mlp.down_proj.weight", lambda value: value.half())
+    return "have the types float16 and float32"
+
+
+def _eight_bits(folder: Path) -> str:
+    _change(folder, "model.layers.1.mlp.down_proj.weight", lambda value: value.to(torch.int8))
+    return "has the type I8; weights are BF16, F16, F32, and quantised ones are not read"
+
+
+def _change(folder: Path, name: str, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file({**tensors, name: change(tensors[name])}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(_no_config, _no_shard, _cut_shard, _torn_index, _no_weights),
+        *(_other_shape, _more_layers, _fewer_layers, _other_type, _eight_bits),
+    ],
+)
+def test_a_spoilt_model_is_one_line_and_leaves_nothing(
+    spoil: Any, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model_folder, tmp_path / "model")
+    message = spoil(tmp_path / "model")
+    code, lines = run_action(capsys, "import", "--hf", tmp_path / "model", "--to", tmp_path / "to")
+    assert code == 2 and len(lines) == 1 and message in lines[0], lines
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_nothing_is_overwritten(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "mine").touch()
+    run = partial(run_action, capsys)
+    code, (line,) = run("import", "--hf", model_folder, "--to", tmp_path / "to")
+    assert code == 2 and f"{tmp_path / 'to'} is not empty; nothing is overwritten" in line
+    (tmp_path / "to" / "mine").unlink()
+    imported(model_folder, tmp_path / "to", capsys)
+    code, (line,) = run("export", "--from", tmp_path / "to", "--hf", tmp_path / "to")
+    assert code == 2 and "is not empty" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["to"]
+
+
+class StoppedError(BaseException):
+    """Stands for a process that is killed: no handler of errors sees it."""
+
+
+def test_what_was_killed_goes_on(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stands in its place before; the same command then writes what is missing."""
+    from vtp_plugin.offline.writer import PieceWriter
+
+    imported(model_folder, tmp_path / "whole", capsys)
+    original, left = PieceWriter._write_piece, [10]
+
+    def write(self: Any, *args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoppedError
+        original(self, *args)
+
+    monkeypatch.setattr(PieceWriter, "_write_piece", write)
+    with pytest.raises(StoppedError):
+        imported(model_folder, tmp_path / "to", capsys)
+    assert not (tmp_path / "to").exists()
+    imported(model_folder, tmp_path / "to", capsys)
+    total = left[0]
+    assert -total < 40 and {path.name for path in tmp_path.iterdir()} == {"whole", "to"}
+    for name in (".metadata", "__0_0.distcp", "metadata.json", "vtp_model.json"):
+        assert filecmp.cmp(tmp_path / "to/release" / name, tmp_path / "whole/release" / name, shallow=False), name
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vtp_plugin.offline.writer.PieceWriter._write_piece", full)
+    code, (line,) = run_action(capsys, "import", "--hf", model_folder, "--to", tmp_path / "to")
+    assert code == 2 and "cannot be written: No space left on device" in line and not [*tmp_path.iterdir()]
+
+
+def test_another_checkpoint_is_refused(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other sizes, other flags of the run, tensors that no published model has, adapters, fewer words."""
+    start = tmp_path / "start"
+    imported(model_folder, start, capsys)
+
+    def refusal(like: Path) -> str:
+        code, lines = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out", "--like", like)
+        assert code == 2 and len(lines) == 1 and not (tmp_path / "out").exists(), lines
+        return lines[0]
+
+    for name, fields in {
+        "theta": {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e4, "rope_scaling": None},
+        "ffn": {"intermediate_size": 100},
+        "words": {"vocab_size": 71},
+        "tied": {"tie_word_embeddings": True},
+    }.items():
+        shutil.copytree(model_folder, tmp_path / name)
+        _edit(tmp_path / name / "config.json", **fields)
+    assert "--rotary-base is 500000, and 10000 is expected" in refusal(tmp_path / "theta")
+    assert "--ffn-hidden-size is 96, and 100 is expected" in refusal(tmp_path / "ffn")
+    assert "embedding.word_embeddings.weight has the shape (70, 48), and (71, 48) is expected" in refusal(
+        tmp_path / "words"
+    )
+    assert "--untie-embeddings-and-output-weights is given, and is not expected" in refusal(tmp_path / "tied")
+    shutil.rmtree(start / "hugging_face")
+    code, (line,) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
+    assert code == 2 and "was not imported here, nor was what its run loaded" in line and "--like" in line
+
+
+def test_adapters_are_merged_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.checkpoints import Writer
+
+    writer = Writer(tmp_path / "tuned")
+    writer.tensor("decoder.layers.self_attention.linear_qkv.lora_A.default.weight", (2, 4), (0, 0), torch.ones(2, 4), 0)
+    writer.finish({"args": None})
+    config_of(KINDS["llama-3"], architectures=None, **SMALL).save_pretrained(tmp_path / "like")
+    code, lines = run_action(
+        capsys, "export", "--from", tmp_path / "tuned", "--hf", tmp_path / "out", "--like", tmp_path / "like"
+    )
+    assert code == 2 and "lora_A.default.weight belongs to an adapter" in lines[0] and "merge it first" in lines[0]
+
+
+def test_the_oldest_transformers_is_new_enough() -> None:
+    assert tuple(map(int, transformers.__version__.split(".")[:3])) >= (4, 57, 1)
