@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.files import naming_broken_files
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.loadable import (

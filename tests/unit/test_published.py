@@ -271,11 +271,12 @@ def test_what_was_killed_goes_on(
     monkeypatch.setattr(PieceWriter, "_write_piece", write)
     with pytest.raises(StoppedError):
         imported(model_folder, tmp_path / "to", capsys)
-    assert not (tmp_path / "to").exists()
+    assert not (tmp_path / "to" / "release").exists()
+    assert not (tmp_path / "to" / "latest_checkpointed_iteration.txt").exists()
     imported(model_folder, tmp_path / "to", capsys)
     total = left[0]
     assert -total < 40 and {path.name for path in tmp_path.iterdir()} == {"whole", "to"}
-    for name in (".metadata", "__0_0.distcp", "metadata.json", "vtp_model.json"):
+    for name in (".metadata", "__0_0.distcp", "metadata.json", "vtp_model.json", "vtp_manifest.json"):
         assert filecmp.cmp(tmp_path / "to/release" / name, tmp_path / "whole/release" / name, shallow=False), name
 
 

@@ -16,10 +16,10 @@ from typing import Any, Final
 import torch
 
 from vtp_plugin.checkpoint.archive import itemsize
-from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.whole import make_folder, partial_of
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
-from vtp_plugin.offline.beside import require_new, written_beside
+from vtp_plugin.offline.beside import require_new, undone_if_it_fails
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.published.carried import carried_files
@@ -71,7 +71,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     Raises:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
     """
-    require_new(target)
+    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED))
     model = read_model(read_config(folder), folder / CONFIG)
     shards = Shards(folder)
     refuse(_problems(shards, model))
@@ -150,15 +150,21 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
     Raises:
         ConfigError: the folder holds something, or cannot be written.
     """
-    identity = _identity(plan)
-    with written_beside(target, identity) as part:
-        writer = PieceWriter(plan.pieces, plan.shards, part / RELEASE, identity)
-        on_written(writer.find_written())
-        writer.write(_ending(plan), on_written)
-        (part / CARRIED).mkdir(exist_ok=True)
+    release, carried, is_new = target / RELEASE, target / CARRIED, not target.exists()
+    writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
+    on_written(writer.find_written())
+
+    def undo() -> None:
+        for folder in (partial_of(release), carried):
+            shutil.rmtree(folder, ignore_errors=True)
+        if is_new:
+            target.rmdir()
+
+    with undone_if_it_fails(target, undo):
+        make_folder(carried)
         for file in carried_files(plan.folder):
-            shutil.copyfile(file, part / CARRIED / file.name)
-        (part / TRACKER).write_text(RELEASE)
+            shutil.copyfile(file, carried / file.name)
+        writer.write(_ending(plan), on_written)
 
 
 def _ending(plan: Import) -> Ending:
