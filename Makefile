@@ -3,13 +3,14 @@
 # HOST: the version of Megatron: 0.12, 0.16, 0.17, 0.18 or 0.19. TESTS: what to run, for example one file.
 HOST := 0.19
 TESTS := tests
+# How many workers take files of tests in turn. Processes leave the cores idle while they wait for each other.
+WORKERS := 2
 VENV := $(if $(filter 0.19,$(HOST)),.venv,.venv-$(HOST))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
-# One thread per process: tests and demo start several processes on few cores. Two workers take files in turn: processes
-# leave the cores idle while they wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
-	--durations=15
+# One thread per process: tests and demo start several processes on few cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WORKERS) --dist=loadfile \
+	--no-loadscope-reorder --durations=15
 
 # Tests start many processes; where nothing compiled may be kept, each compiles the plugin anew.
 unexport PYTHONDONTWRITEBYTECODE

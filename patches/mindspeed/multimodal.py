@@ -137,12 +137,6 @@ def _problems_of_layers(
     """Say what lists that have the right form do not fit."""
     text = args.mm.model.text_decoder
     vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
-    if not lists.text[0][0] and not getattr(text, "untie_embeddings_and_output_weights", True):
-        yield (
-            "untie_embeddings_and_output_weights false of text_decoder, which begins behind stage 0; its copies "
-            "are kept equal on the first and the last stage only, as in Megatron; give stage 0 a layer of it, or "
-            "untie them"
-        )
     counts = (None if part is None else getattr(part, "num_layers", None) for part in (vision, text))
     yield from check_counts(lists, *counts)
     yield from check_places(lists, is_u_shaped=is_u_shaped)

@@ -55,12 +55,20 @@ def test_other_models_are_refused_by_name(other: SimpleNamespace, name: str) -> 
     ("vision", "text", "is_u_shaped", "words"),
     [
         ([1, 1], [2, 2], False, "stage 1 has layers of it behind the first ones"),
+        ([1, 1, 0], [0, 2, 2], False, "begins behind stage 0"),
         ([2, 0], [4, 0], False, "the last stage has the head"),
         ([2, 0, 0], [2, 0, 2], False, "stage 1 has none"),
         ([[2, 0], [0, 0]], [[0, 3], [1, 0]], True, "the edge has the embedding"),
         ([[2, 0], [0, 0]], [[1, 3], [0, 0]], True, "the edge has the embedding"),
     ],
-    ids=["vision behind text", "no head", "an empty stage", "embedding in the cloud", "head in the cloud"],
+    ids=[
+        "vision behind text",
+        "vision on two stages",
+        "no head",
+        "an empty stage",
+        "embedding in the cloud",
+        "head in the cloud",
+    ],
 )
 def test_layers_on_ranks_that_cannot_have_them_are_refused(
     vision: list[Any], text: list[Any], is_u_shaped: bool, words: str
@@ -73,11 +81,10 @@ def test_layers_on_ranks_that_cannot_have_them_are_refused(
     ("vision", "text", "is_u_shaped"),
     [
         ([2, 0], [2, 2], False),
-        ([1, 1, 0], [0, 2, 2], False),
         ([[2, 0], [0, 0]], [[1, 1], [1, 1]], False),
         ([[2, 0], [0, 0]], [[1, 2], [1, 0]], True),
     ],
-    ids=["plain", "vision on two stages", "two chunks", "U"],
+    ids=["plain", "two chunks", "U"],
 )
 def test_layers_where_they_can_be_are_not(vision: list[Any], text: list[Any], is_u_shaped: bool) -> None:
     lists = LayerLists(read_rows(vision), read_rows(text))

@@ -55,11 +55,6 @@ def test_layers_of_a_u_have_their_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     assert_equal(numbers(output), oracle(is_recomputed=True))
 
 
-def test_a_vision_tower_cut_over_plain_stages_equals_the_oracle() -> None:
-    words = (*DEVICE, "--vtp-size-list", "1,2")
-    assert_equal(trained(3, [1, 1], [0, TEXT_LAYERS], *words, is_run=True), oracle())
-
-
 def _off(found: Numbers, expected: Numbers) -> dict[str, float]:
     """Return the largest relative difference of losses, and of norms."""
     return {

@@ -40,7 +40,6 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
     0 -> 2 [0:6]
     1 -> 3 [0:6]
     """
-    require_same_shape(src, dst)
     if src.summands or not _are_paired(src, dst):
         return replace(plan_divided(src, dst), strategy="sliced")
     pairs = zip(src.holdings, dst.ranks, strict=True)

@@ -32,6 +32,8 @@ def check_places(lists: LayerLists, *, is_u_shaped: bool) -> Iterator[str]:
         lists: as many rows as every stage has chunks, as many numbers as there are stages.
         is_u_shaped: the first stage holds both ends; the others have one chunk.
 
+    >>> next(check_places(LayerLists(((1, 1),), ((0, 4),)), is_u_shaped=False))[:70]
+    'pipeline_num_layers 0,4 of text_decoder begins behind stage 0; what th'
     >>> print(*check_places(LayerLists(((1, 1),), ((2, 2),)), is_u_shaped=False))
     pipeline_num_layers 1,1 of vision_encoder: stage 1 has layers of it behind the first ones of text_decoder (2,2), \
 which take its outputs; change the JSON of the model
@@ -45,8 +47,15 @@ which take its outputs; change the JSON of the model
                 f"and the head with the last ones; give it one layer of each at least, such as 1,2 / 1,0; {_JSON}"
             )
         chunks = [(chunk, stage) for chunk, stage in chunks if chunk == 0 or stage == 0]
-    elif not lists.text[-1][-1]:
-        yield f"{LIST_NAME} {text} of text_decoder; the last stage has the head with the last layers; {_JSON}"
+    else:
+        if not lists.text[0][0]:
+            yield (
+                f"{LIST_NAME} {text} of text_decoder begins behind stage 0; what the vision encoder ({vision}) gives "
+                "has other forms than what crosses between stages of unequal size; give stage 0 all of the vision "
+                f"encoder and a layer of text_decoder; {_JSON}"
+            )
+        if not lists.text[-1][-1]:
+            yield f"{LIST_NAME} {text} of text_decoder; the last stage has the head with the last layers; {_JSON}"
     begun = False
     for chunk, stage in chunks:
         if begun and lists.vision[chunk][stage]:
