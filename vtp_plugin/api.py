@@ -76,6 +76,7 @@ def apply(
     log_level: LogLevelName = "INFO",
     trace: str | None = None,
     trace_steps: str | Sequence[int] = (2, 21),
+    timing: bool = False,
     share_errors: bool = False,
     bridges: bool | Literal["extended"] = False,
 ) -> None:
@@ -119,8 +120,7 @@ def apply(
         encoder_layer_list: of a U-shaped pipeline with two rings: layers of the encoder's parts, likewise; its last
             part is on the edge, in the chunk of the language model's first part.
         audit: file that records every message between stages; each rank adds its number to the name.
-        in_flight: of a U-shaped pipeline, or of modules in a planned order: most microbatches in flight, on all stages
-            or on each.
+        in_flight: of a U, or of modules in a planned order: most microbatches in flight, on all stages or on each.
         costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;
             ``None`` measures it.
         replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see
@@ -130,6 +130,7 @@ def apply(
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         trace: folder for files of what each rank does and when; all ranks give one, or none.
         trace_steps: first and last training step that is written there, such as ``"2-21"``, from 1 on.
+        timing: say at every line of Megatron's log what the time of a step goes to on each stage.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
         bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;
             ``"extended"`` lets the colocated one take what Megatron's refuses.

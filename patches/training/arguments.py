@@ -197,7 +197,7 @@ def _prepare(
     learn_site(session, args.rank)
     refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
     session.open_audit(args.rank)
-    session.open_trace(args.rank)
+    session.open_records(args.rank)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     has_lists = host.mindspeed is not None and multimodal.is_multimodal(args)
     if has_lists and session.planned.is_active:

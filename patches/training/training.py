@@ -6,7 +6,7 @@ H15: the lengths of packed samples, as the log counts them. H19: iterators that 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 from vtp_plugin.trace.causes import Cause
+from vtp_plugin.trace.stages import StageTimes
 
 
 @replaces(
@@ -99,30 +100,72 @@ def _iterators(given: Any) -> list[Any]:
 )
 def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss."""
+    from megatron.training.global_vars import get_args
+
     session.recorder.end(Cause.OPTIMIZER)
+    options: Any = get_args()
     with session.recorder.span(Cause.LOG):
         if session.is_planned:
-            _log_on_site(session, original, *args, **kwargs)
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            bound.apply_defaults()
+            iteration, is_first = bound.arguments["iteration"], bound.arguments.get("is_first_iteration", False)
+            is_due = iteration % options.log_interval == 0
+            if is_due and session.timing is not None:
+                _log_timing(session.timing.report(), iteration)
+            if is_due or is_first:
+                _log_on_site(session, options, iteration, is_first=is_first)
         return original(*args, **kwargs)
 
 
-def _log_on_site(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Print number and time of an iteration on a site that would see nothing; the arguments are of `training_log`."""
-    from megatron.training.global_vars import get_args, get_timers
+def _log_timing(stages: Sequence[StageTimes], iteration: int) -> None:
+    """Print what a step's time went to, and hand it to Megatron's writers, where this rank has them."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    if not stages:
+        return
+    head = f"time of the step of iteration {iteration}, by stage (mean of its ranks):"
+    log.info("\n".join((head, *map(str, stages))))
+    for stage in stages:
+        for rank, factor in stage.slow_ranks.items():
+            if dist.get_rank() == 0:
+                log.warning(
+                    f"rank {rank} computes {factor:.1f} times as long as the other ranks of stage {stage.stage}, which "
+                    "wait for it; look at its device, and at what else runs there"
+                )
+    values = {
+        f"vtp timing/stage {stage.stage} {part}, {name} (ms)": value
+        for stage in stages
+        for name, of_parts in (("mean", stage.mean_ms), ("most", stage.slowest_ms))
+        for part, value in of_parts.items()
+    }
+    writer: Any = get_tensorboard_writer()
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    wandb: Any = get_wandb_writer()
+    if wandb:
+        wandb.log(values, iteration)
+
+
+def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bool) -> None:
+    """Print number and time of an iteration on a site that would see nothing.
+
+    Args:
+        session: of this rank.
+        options: Megatron's arguments.
+        iteration: number of the iteration.
+        is_first: Megatron logs the first iteration of a run by itself.
+    """
+    from megatron.training.global_vars import get_timers
 
     rank, planned = dist.get_rank(), session.planned
     is_reporter = rank in planned.reporting_ranks.values()
     if is_reporter and planned.site_of(rank) != planned.site_of(planned.writer_rank):
-        options: Any = get_args()
         timers: Any = get_timers()
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        bound.apply_defaults()
-        iteration, is_first = bound.arguments["iteration"], bound.arguments.get("is_first_iteration", False)
-        # Before the original, which reads the same timer and sets it back.
-        if iteration % options.log_interval == 0 or is_first:
-            elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)
-            elapsed_ms = 1e3 * elapsed_s / (1 if is_first else options.log_interval)
-            log.info(f"iteration {iteration}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}")
+        # Before Megatron, which reads the same timer and sets it back.
+        elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)
+        elapsed_ms = 1e3 * elapsed_s / (1 if is_first else options.log_interval)
+        log.info(f"iteration {iteration}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}")
 
 
 @replaces(

@@ -43,6 +43,7 @@ import vtp_plugin
 from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc import leak_watch
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
+from tests.multiproc.delays import plant_delays, slow_rank_3
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
@@ -506,6 +507,8 @@ def _make_up_all_documents(facts: dict[str, Any]) -> None:
 
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
+    "plant_delays": plant_delays,
+    "slow_rank_3": slow_rank_3,
     "note_samples": _note_samples,
     "old_device": _be_an_old_device,
     "gathered_attention": _gather_attention,

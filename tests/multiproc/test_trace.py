@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.multiproc.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
 from tests.pool import Pool
 from vtp_plugin.schedule.order.actions import parse_action
 from vtp_plugin.trace.causes import Cause
+from vtp_plugin.trace.compare import differences, explained, join_files, slower_by_itself
 from vtp_plugin.trace.files import RankFile, read_files
 
 # The global batch of 8 is 4 microbatches of 2 samples.
 _NUM_MICROBATCHES = 4
+FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = 0.04, 0.03, 0.02  # of tests/multiproc/delays.py, which imports Megatron
 _NOTED = {Cause.FORWARD, Cause.BACKWARD, Cause.PACK, Cause.SEND, Cause.WAIT, Cause.GRADIENTS, Cause.OPTIMIZER}
 
 
@@ -64,6 +68,47 @@ def test_a_u_is_traced_to_its_end(script_pool: Pool, tmp_path: Path) -> None:
     for file in files:
         file.clocks *= 2
     _check(files, num_chunks=(2, 1), has_actions=True)
+
+
+def test_two_planted_delays_are_named(script_pool: Pool, tmp_path: Path) -> None:
+    """In a U that has measured its costs before: forwards of the cloud, and what the edge packs, take longer."""
+    extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-replan-share", "inf"]
+    extra += ["--log-interval", "100", "--train-iters", "12", "--vtp-trace", str(tmp_path), "--vtp-trace-steps", "8-11"]
+    train(script_pool, "1,1", extra, hooks=["plant_delays"])
+    steps = join_files(read_files(tmp_path))
+    assert [step.number for step in steps] == [8, 9, 10, 11] and not steps[0].are_measured
+    assert min(explained(steps).values()) > 0.95, explained(steps)
+    named = slower_by_itself(steps, differences(steps))
+    first, second = named[:2]
+    assert {(one.rank, one.cause) for one in (first, second)} == {(1, Cause.FORWARD), (0, Cause.PACK)}, named
+    # Four forwards of the cloud; four activations and four gradients that the edge sends.
+    for cause, least_s in ((Cause.FORWARD, 4 * FORWARD_DELAY_S), (Cause.PACK, 8 * PACK_DELAY_S)):
+        (one,) = [one for one in (first, second) if one.cause is cause]
+        assert 0.8 * least_s < one.more_s < 2.0 * least_s, named
+
+
+@pytest.mark.full
+def test_timing_names_the_slow_rank(script_pool: Pool, tmp_path: Path) -> None:
+    """To the log, TensorBoard and W&B; the run computes what it computes without it."""
+    extra = ["--vtp-force", "--log-interval", "2"]
+    told = ["--vtp-timing", "--tensorboard-dir", str(tmp_path)]
+    runs = train(script_pool, "1,1", [*extra, *told], dp=2, hooks=["slow_rank_3"])
+    output = runs[0].output
+    lines = re.findall(r"stage (\d): compute ([\d.]+) ms \(most: ([\d.]+), rank (\d)\), exposed communication", output)
+    assert [line[0] for line in lines] == ["0", "1"] * 2
+    computes_ms = [(float(mean), float(most)) for _, mean, most, _ in lines]
+    assert all(4e3 * 0.9 * FORWARD_S < mean <= most for mean, most in computes_ms)
+    assert [line[3] for line in lines[1::2]] == ["3", "3"], output
+    assert re.findall(r"rank (\d) computes [\d.]+ times as long as the other ranks of stage 1", output) == ["3", "3"]
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("vtp timing/")]
+    assert len(tags) == 2 * 3 * 2
+    bubble = events.Scalars("vtp timing/stage 0 bubble, most (ms)")
+    assert [one.step for one in bubble] == [2, 4] and all(one.value > 0 for one in bubble)
+    logged = [(iteration, values) for iteration, values in runs[3].facts["wandb"] if tags[0] in values]
+    assert [iteration for iteration, _ in logged] == [2, 4] and logged[0][1].keys() == {*tags}
+    assert losses(runs) == losses(train(script_pool, "1,1", extra, dp=2))
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "log_level": {"log_level": "DEBUG"},
     "trace": {"trace": "logs"},
     "trace_steps": {"trace_steps": (4, 5)},
+    "timing": {"timing": True},
 }
 STATED = {
     "size_list": "None on rank 0 and 1,2 on rank 1",

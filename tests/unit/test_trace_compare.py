@@ -31,6 +31,7 @@ from vtp_plugin.trace.files import (
     trace_path,
 )
 from vtp_plugin.trace.planned import measured_costs, plan_shares
+from vtp_plugin.trace.stages import format_stages, parse_stages, stage_times
 
 U = u_placement(3)
 U_COSTS = u_costs(3, latency=30.0, cloud=20.0, edge=10.0)
@@ -268,3 +269,24 @@ def test_bad_input_is_one_line(
     with pytest.raises(SystemExit):
         main(["trace", str(tmp_path / "none"), "--out", "x.txt"])
     assert "--out" in capsys.readouterr().err
+
+
+def test_stages_are_summed_up_and_a_slow_rank_is_named() -> None:
+    """Of two replicas of a stage one computes twice as long; the sums are the same after they were sent as text."""
+
+    def share(rank: int, *stretches: tuple[Cause, float, float]) -> Share:
+        noted = tuple(Stretch(cause=cause, name="x", start_s=a, end_s=b) for cause, a, b in stretches)
+        return Share(rank=rank, worker=min(rank, 1), start_s=0.0, end_s=10.0, stretches=noted)
+
+    shares = [
+        share(0, (Cause.FORWARD, 0.0, 3.0), (Cause.PACK, 3.0, 3.5), (Cause.SEND, 3.5, 4.0)),
+        share(1, (Cause.WAIT, 0.0, 4.5), (Cause.FORWARD, 5.0, 6.0), (Cause.BACKWARD, 6.0, 7.0)),
+        share(2, (Cause.WAIT, 0.0, 4.0), (Cause.FORWARD, 5.0, 7.0), (Cause.BACKWARD, 7.0, 9.0)),
+    ]
+    found = stage_times(shares, {0: 0, 1: 1, 2: 1})
+    assert parse_stages(format_stages(found)) == found
+    first, second = found
+    assert first.mean_ms == {"compute": 3000.0, "exposed communication": 1000.0, "bubble": 0.0} == first.slowest_ms
+    assert second.mean_ms == {"compute": 3000.0, "exposed communication": 750.0, "bubble": 3500.0}
+    assert second.slowest_rank == {"compute": 2, "exposed communication": 1, "bubble": 1}
+    assert (first.slow_ranks, second.slow_ranks) == ({}, {"2": 2.0})

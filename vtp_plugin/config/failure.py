@@ -50,6 +50,14 @@ class Failure:
         parse=parse_steps,
     )
 
+    timing: bool = option(
+        same("vtp_timing"),
+        False,
+        "at every line of Megatron's log, say what the last step's time went to on each stage: compute, exposed "
+        "communication and bubble, with the slowest rank of each; also to Megatron's TensorBoard and W&B. A rank that "
+        "computes much longer than the others of its stage is named",
+    )
+
     def check_failure(self) -> None:
         """Refuse a limit that is none."""
         if not 0 < self.timeout_s < float("inf"):

@@ -87,6 +87,11 @@ class PlannedRun:
         return is_active(self.config, self.layout)
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether it was asked for what ranks do and when."""
+        return self.config.timing or self.config.trace is not None
+
+    @property
     def has_packed_rows(self) -> bool:
         """Whether a microbatch is a row of packed samples."""
         return self.companion is not None and self.companion.cargo is Cargo.LENGTHS
@@ -148,11 +153,12 @@ class PlannedRun:
         config, layout, replicas = self.config, self.layout, self.replicas
         num_stages, is_u_shaped = layout.num_stages, config.layerwise_disaggregated
         placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
-        if config.trace is not None and (num_stages == 1 or not self.is_active):
-            shown = ",".join(map(str, layout.tp_sizes))
+        if self.is_recorded and (num_stages == 1 or not self.is_active):
+            option = "--vtp-timing" if config.trace is None else f"--vtp-trace {config.trace}"
+            sizes = ",".join(map(str, layout.tp_sizes))
             raise ConfigError(
-                f"--vtp-trace {config.trace}: with --vtp-size-list {shown} nothing crosses over the plugin's channels; "
-                f"give {'--vtp-force' if num_stages > 1 else 'more stages'}, or leave it out"
+                f"{option}: with --vtp-size-list {sizes} nothing crosses over the plugin's channels; give "
+                f"{'--vtp-force' if num_stages > 1 else 'more stages'}, or leave it out"
             )
         if config.num_rings > 1 and num_chunks != config.num_rings + 1:
             raise ConfigError(

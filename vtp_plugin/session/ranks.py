@@ -20,7 +20,7 @@ from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.runtime.life.startup import Agreement
 from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
-from vtp_plugin.runtime.step.measure import Report, share_reports
+from vtp_plugin.runtime.step.measure import Posted, share_reports
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
 """Runs a function on some ranks, and returns only if it states the same on all of them."""
@@ -151,7 +151,7 @@ class AllRanks:
         )
         return functools.partial(among.settle, name, is_partial=True)
 
-    def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
+    def share_reports(self, own: Posted, combine: Callable[[Sequence[Posted]], str]) -> str:
         """Make one text of all ranks' reports, on rank 0, and return it on all."""
         agreement = self._joined()
         return share_reports(

@@ -28,6 +28,7 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.nodes import gather_node_sizes
 from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.timing import Timing
 from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.recorder import Recorder
@@ -231,13 +232,18 @@ class Session:
         """Writes what this rank does in each step; None unless asked for."""
         return self._start.tracing
 
-    def open_trace(self, rank: int) -> None:
-        """Begin the trace, if it is asked for, once the layout is known; idempotent.
+    @property
+    def timing(self) -> Timing | None:
+        """Sums up what all ranks do in a step; None unless asked for."""
+        return self._start.timing
 
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        self._start.open_trace(rank, self.ranks, self.recorder)
+    def begin_step(self) -> None:
+        """Tell the trace and the timing that a training step begins."""
+        self._start.begin_step()
+
+    def open_records(self, rank: int) -> None:
+        """Begin the trace and the timing, if they are asked for, once the layout is known; idempotent."""
+        self._start.open_records(rank, self.ranks, self.recorder)
 
     def open(
         self,
@@ -260,7 +266,7 @@ class Session:
         """
         plan = self.planned.pipeline(num_chunks=num_chunks, embedding_stages=embedding_stages)
         if dist.get_backend() != "fake":
-            self.open_trace(dist.get_rank())
+            self.open_records(dist.get_rank())
         pipeline = self._open(plan, stage_group=stage_group, pipeline_groups=pipeline_groups)
         self.ending.callback(self.pipelines.close, pipeline)
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.runtime.life.line_file import LineFile
+from vtp_plugin.runtime.step.timing import Timing
 from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.recorder import Recorder
@@ -21,6 +22,7 @@ class Start:
         planned: the run, once its layout is known.
         audit: record of what crosses; None unless asked for, or before it begins.
         tracing: record of what this rank does, likewise.
+        timing: sums of what all ranks do, likewise.
         ending: what ends with this start, the last first: channels, groups, entries in torch's tables, files.
     """
 
@@ -28,6 +30,7 @@ class Start:
         self.planned = planned
         self.audit: Audit | None = None
         self.tracing: Tracing | None = None
+        self.timing: Timing | None = None
         self.ending = ExitStack()
 
     def plan(self, planned: PlannedRun) -> None:
@@ -45,8 +48,8 @@ class Start:
             self.ending.callback(self.audit.close)
         return self.audit
 
-    def open_trace(self, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
-        """Begin the trace, if it is asked for, once the layout is known; idempotent.
+    def open_records(self, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
+        """Begin the trace and the timing, if they are asked for, once the layout is known; idempotent.
 
         Args:
             rank: this rank.
@@ -54,12 +57,12 @@ class Start:
             recorder: knows what this rank does.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the trace cannot be written.
         """
         planned = self.planned
-        if planned is None or planned.config.trace is None or self.tracing is not None:
+        if planned is None or not planned.is_recorded:
             return
-        folder, place = planned.config.trace, planned.layout.coord(rank)
+        config, place = planned.config, planned.layout.coord(rank)
         owner = Owner(
             run=ranks.name_run(),
             rank=rank,
@@ -67,11 +70,24 @@ class Start:
             stage=place.stage,
             worker=planned.replicas.worker(place.stage, place.dp_rank),
         )
-        file = LineFile(trace_path(folder, rank), option=f"--vtp-trace {folder}", is_continued=False)
-        self.tracing = Tracing(
-            file, owner, recorder, steps=planned.config.trace_steps, compare_clocks=ranks.compare_clocks
-        )
-        self.ending.callback(self.tracing.close)
+        compare_clocks = ranks.compare_clocks
+        if config.trace is not None and self.tracing is None:
+            path, option = trace_path(config.trace, rank), f"--vtp-trace {config.trace}"
+            file = LineFile(path, option=option, is_continued=False)
+            steps = config.trace_steps
+            self.tracing = Tracing(file, owner, recorder, steps=steps, compare_clocks=compare_clocks)
+            self.ending.callback(self.tracing.close)
+        if config.timing and self.timing is None:
+            share = ranks.share_reports
+            self.timing = Timing(owner, recorder, share_lines=share, compare_clocks=compare_clocks)
+            self.ending.callback(self.timing.close)
+
+    def begin_step(self) -> None:
+        """Tell the trace and the timing that a training step begins."""
+        if self.tracing is not None:
+            self.tracing.begin_step()
+        if self.timing is not None:
+            self.timing.begin_step()
 
     def next(self) -> Start:
         """End all that is open, and return the next start, which keeps a plan that follows from arguments."""

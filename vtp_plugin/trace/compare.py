@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,8 +11,9 @@ from dataclasses import dataclass, replace
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.schedule.order.schedule import Actions
 from vtp_plugin.trace.causes import Cause, Stretch
-from vtp_plugin.trace.explain import Share, explain, totals
+from vtp_plugin.trace.explain import Share, explain, on_one_clock, totals
 from vtp_plugin.trace.files import Plan, RankFile, RankStep
 from vtp_plugin.trace.planned import (
     Boundary,
@@ -107,24 +109,14 @@ def join_files(files: Sequence[RankFile]) -> list[TracedStep]:
         except KeyError:
             raise ConfigError(f"step {number}: the file of rank 0 lacks its plan; trace the run again") from None
         orders = plans[number].schedule.orders
-        steps[number] = [
-            _on_one_clock(file, step, tuple(name_computes(step.stretches, orders[file.owner.worker])))
-            for file, step in zip(files, own, strict=True)
-        ]
+        steps[number] = [_share(file, step, orders[file.owner.worker]) for file, step in zip(files, own, strict=True)]
     return [_beside_plan(number, shares, plans, steps) for number, shares in steps.items()]
 
 
-def _on_one_clock(file: RankFile, step: RankStep, stretches: tuple[Stretch, ...]) -> Share:
-    def shift(at_s: float) -> float:
-        return at_s + offset_at(file.clocks, at_s)
-
-    return Share(
-        rank=file.owner.rank,
-        worker=file.owner.worker,
-        start_s=shift(step.start_s),
-        end_s=shift(step.end_s),
-        stretches=tuple(replace(s, start_s=shift(s.start_s), end_s=shift(s.end_s)) for s in stretches),
-    )
+def _share(file: RankFile, step: RankStep, order: Actions) -> Share:
+    named = replace(step, stretches=tuple(name_computes(step.stretches, order)))
+    owner = file.owner
+    return on_one_clock(named, rank=owner.rank, worker=owner.worker, offset_s=functools.partial(offset_at, file.clocks))
 
 
 def offset_at(clocks: Sequence[tuple[float, float, float]], at_s: float) -> float:

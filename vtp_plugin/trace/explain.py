@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.trace.causes import Cause, Stretch
+from vtp_plugin.trace.files import RankStep
 
 # What an evaluation or a save does inside is its own.
 _WHOLE = frozenset({Cause.EVALUATE, Cause.SAVE})
@@ -34,6 +35,28 @@ class Share:
     def length_s(self) -> float:
         """How long the step takes."""
         return self.end_s - self.start_s
+
+
+def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[float], float]) -> Share:
+    """Give a step by the clock of rank 0.
+
+    Args:
+        step: by the rank's own clock.
+        rank: whose it is.
+        worker: of the rank.
+        offset_s: says what is to be added to a time of the rank's clock.
+    """
+
+    def shift(at_s: float) -> float:
+        return at_s + offset_s(at_s)
+
+    return Share(
+        rank=rank,
+        worker=worker,
+        start_s=shift(step.start_s),
+        end_s=shift(step.end_s),
+        stretches=tuple(replace(s, start_s=shift(s.start_s), end_s=shift(s.end_s)) for s in step.stretches),
+    )
 
 
 def flatten(share: Share) -> list[Stretch]:

@@ -132,6 +132,17 @@ def step_line(step: RankStep) -> dict[str, object]:
     }
 
 
+def read_step(entry: Mapping[str, Any]) -> RankStep:
+    """Read what :func:`step_line` says."""
+    return RankStep(
+        number=int(entry["step"]),
+        plan=entry["plan"],
+        start_s=float(entry["start_s"]),
+        end_s=float(entry["end_s"]),
+        stretches=tuple(_stretch(one) for one in entry["done"]),
+    )
+
+
 def clock_line(at_s: float, offset_s: float, error_s: float) -> dict[str, object]:
     """Say how far the rank's clock is behind that of rank 0."""
     return {"clock": [round(value, _DIGITS) for value in (at_s, offset_s, error_s)]}
@@ -208,15 +219,7 @@ def _take(file: RankFile, entry: Mapping[str, Any]) -> None:
         at_s, offset_s, error_s = map(float, entry["clock"])
         file.clocks.append((at_s, offset_s, error_s))
     elif "step" in entry:
-        file.steps.append(
-            RankStep(
-                number=int(entry["step"]),
-                plan=entry["plan"],
-                start_s=float(entry["start_s"]),
-                end_s=float(entry["end_s"]),
-                stretches=tuple(_stretch(one) for one in entry["done"]),
-            )
-        )
+        file.steps.append(read_step(entry))
     else:
         file.plans[entry["plan"]] = _plan(entry)
 

@@ -108,7 +108,10 @@ def _run_stock(
     """Run one step by a function of Megatron; first the ranks compare what is to cross."""
     pipeline = session.running
     if not arguments.get("forward_only", False):
-        _begin_traced_step(session, lambda: _stock_plan(pipeline, get_model_config(chunks_of(model)[0]), arguments))
+        session.begin_step()
+        if session.tracing is not None:
+            config = get_model_config(chunks_of(model)[0])
+            session.tracing.note_plan(lambda: _stock_plan(pipeline, config, arguments))
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
     return stock(model=model, **_with_checked_batches(session, arguments))
@@ -116,17 +119,10 @@ def _run_stock(
 
 def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
-    if not arguments.get("forward_only", False) and course.session.tracing is not None:
-        course.session.tracing.begin_step()
+    if not arguments.get("forward_only", False):
+        course.session.begin_step()
     with waiting_for_computes(writes):
         return run_step(course, **_with_checked_batches(course.session, arguments))
-
-
-def _begin_traced_step(session: Session, make: Callable[[], Plan]) -> None:
-    """Tell the trace, where there is one, that a step of Megatron's own schedules begins, and what it is to do."""
-    if session.tracing is not None:
-        session.tracing.begin_step()
-        session.tracing.note_plan(make)
 
 
 def _stock_plan(pipeline: Pipeline, config: Any, arguments: dict[str, Any]) -> Plan:

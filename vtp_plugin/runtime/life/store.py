@@ -31,12 +31,14 @@ class Topic(Enum):
     )
     REPORTS = (
         "reports",
-        "Measured durations of computing, of steps and of the links, and the costs made of them; where a script asks "
-        "for adapters, the names of the layers of every stage and how many of each there are.",
+        "Measured durations of computing, of steps and of the links, and the costs made of them; with --vtp-timing "
+        "what each rank did in a step and when, by names of boundaries and numbers of microbatches; where a script "
+        "asks for adapters, the names of the layers of every stage and how many of each there are.",
     )
     CLOCKS = (
         "clocks",
-        "With --vtp-trace: readings of clocks, by which ranks find out how far these are apart, and a random name.",
+        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart, and a "
+        "random name.",
     )
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")

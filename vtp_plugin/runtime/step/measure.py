@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,15 @@ from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.trace.causes import Cause
 
 Report = dict[str, dict[str, float]]
+Posted = TypeVar("Posted")
+"""What a rank posts: anything that JSON has."""
 _NUM_PINGS = 5
 
 
 def share_reports(
     store: dist.Store,
-    own: Report,
-    combine: Callable[[Sequence[Report]], str],
+    own: Posted,
+    combine: Callable[[Sequence[Posted]], str],
     *,
     rank: int,
     world_size: int,

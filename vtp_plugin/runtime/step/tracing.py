@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from vtp_plugin.runtime.life.clock import ClockOffset
 from vtp_plugin.runtime.life.line_file import LineFile
-from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
-from vtp_plugin.trace.causes import Cause, Stretch
-from vtp_plugin.trace.files import Owner, Plan, RankStep, clock_line, owner_line, plan_line, step_line
-
-
-class HostTimes:
-    """Reads marks as times of the host's clock; on a device the host waits for the stream once, at the start."""
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._mark = watch.mark()
-        watch.between_ms(self._mark, self._mark)
-        self._at_s: float = self._mark if watch.platform.host_blocking_wait else time.perf_counter()
-
-    def read(self, mark: Any) -> float:
-        """Return the time of a mark, in seconds; waits until the work has reached it."""
-        return self._at_s + 1e-3 * self._watch.between_ms(self._mark, mark)
-
-    def count_from(self, mark: Any) -> None:
-        """Measure from a later mark on: a device's differences lose digits as they grow."""
-        self._at_s, self._mark = self.read(mark), mark
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """A step that is being recorded, or waits to be written.
-
-    Attributes:
-        number: from 1 on.
-        start: mark of its start.
-        noted: what was noted of it.
-        plan: digest of its plan.
-        end: mark of its end.
-    """
-
-    number: int
-    start: Any
-    noted: list[Noted]
-    plan: str = ""
-    end: Any = None
+from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
+from vtp_plugin.runtime.wire.recorder import Recorder
+from vtp_plugin.trace.causes import Cause
+from vtp_plugin.trace.files import Owner, Plan, clock_line, owner_line, plan_line, step_line
 
 
 class Tracing:
@@ -82,8 +43,8 @@ class Tracing:
         self._first, self._last = steps
         self._compare_clocks = compare_clocks
         self._num_steps = 0
-        self._current: _Step | None = None
-        self._ended: list[_Step] = []
+        self._current: RecordedStep | None = None
+        self._ended: list[RecordedStep] = []
         self._times: HostTimes | None = None
         self._plans: set[str] = set()
         atexit.register(self.close)
@@ -96,9 +57,10 @@ class Tracing:
             self._file.write(owner_line(self._owner))
             self._note_clock()
             self._times = HostTimes(self._recorder.watch)
-        mark = self._end_step()
+        self._end_step()
         if self._first <= self._num_steps <= self._last:
-            self._current = _Step(number=self._num_steps, start=mark, noted=self._recorder.start_listening())
+            start = self._ended[-1].end if self._ended else None
+            self._current = begin_step(self._num_steps, self._recorder, start=start)
             with self._recorder.span(Cause.TRACE):
                 self._write(keep=1)
         elif self._num_steps == self._last + 1:
@@ -131,17 +93,11 @@ class Tracing:
             self._write(keep=0)
             self._file.close()
 
-    def _end_step(self) -> Any:
-        """End the current step; returns the mark of its end."""
-        # Begun at the end of the gradients; a log that would have ended it need not have come.
-        self._recorder.end(Cause.OPTIMIZER)
-        mark = self._recorder.watch.mark()
+    def _end_step(self) -> None:
         if self._current is not None:
-            self._recorder.stop_listening(self._current.noted)
-            self._current.end = mark
+            self._current.finish(self._recorder)
             self._ended.append(self._current)
             self._current = None
-        return mark
 
     def _note_clock(self) -> None:
         offset = self._compare_clocks()
@@ -150,12 +106,4 @@ class Tracing:
     def _write(self, *, keep: int) -> None:
         """Write the steps that have ended, but for so many of the last."""
         while len(self._ended) > keep and self._times is not None:
-            step, times = self._ended.pop(0), self._times
-            times.count_from(step.start)
-            stretches = tuple(
-                Stretch(cause=one.cause, name=str(one.name), start_s=times.read(one.start), end_s=times.read(one.end))
-                for one in step.noted
-            )
-            start_s, end_s = times.read(step.start), times.read(step.end)
-            read = RankStep(number=step.number, plan=step.plan, start_s=start_s, end_s=end_s, stretches=stretches)
-            self._file.write(step_line(read))
+            self._file.write(step_line(self._ended.pop(0).read(self._times)))

@@ -1,0 +1,81 @@
+"""One step of this rank while it is recorded, and as times of the host's clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.trace.causes import Cause, Stretch
+from vtp_plugin.trace.files import RankStep
+
+
+class HostTimes:
+    """Reads marks as times of the host's clock; on a device the host waits for the stream once, at the start."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._mark = watch.mark()
+        watch.between_ms(self._mark, self._mark)
+        self._at_s: float = self._mark if watch.platform.host_blocking_wait else time.perf_counter()
+
+    def read(self, mark: Any) -> float:
+        """Return the time of a mark, in seconds; waits until the work has reached it."""
+        return self._at_s + 1e-3 * self._watch.between_ms(self._mark, mark)
+
+    def count_from(self, mark: Any) -> None:
+        """Measure from a later mark on: a device's differences lose digits as they grow."""
+        self._at_s, self._mark = self.read(mark), mark
+
+
+@dataclass(kw_only=True)
+class RecordedStep:
+    """A step that is being recorded, or waits to be read.
+
+    Attributes:
+        number: from 1 on.
+        start: mark of its start.
+        noted: what was noted of it.
+        plan: digest of its plan.
+        end: mark of its end.
+    """
+
+    number: int
+    start: Any
+    noted: list[Noted]
+    plan: str = ""
+    end: Any = None
+
+    def finish(self, recorder: Recorder) -> None:
+        """Note its end."""
+        # Begun at the end of the gradients; a log that would have ended it need not have come.
+        recorder.end(Cause.OPTIMIZER)
+        self.end = recorder.watch.mark()
+        recorder.stop_listening(self.noted)
+
+    def read(self, times: HostTimes) -> RankStep:
+        """Give it in seconds; waits until the work has reached its end."""
+        times.count_from(self.start)
+        return RankStep(
+            number=self.number,
+            plan=self.plan,
+            start_s=times.read(self.start),
+            end_s=times.read(self.end),
+            stretches=tuple(
+                Stretch(cause=one.cause, name=str(one.name), start_s=times.read(one.start), end_s=times.read(one.end))
+                for one in self.noted
+            ),
+        )
+
+
+def begin_step(number: int, recorder: Recorder, *, start: Any = None) -> RecordedStep:
+    """Begin to record a step.
+
+    Args:
+        number: of the step.
+        recorder: knows what this rank does.
+        start: mark of its start, the end of the one before; None for now.
+    """
+    noted = recorder.start_listening()
+    return RecordedStep(number=number, start=recorder.watch.mark() if start is None else start, noted=noted)

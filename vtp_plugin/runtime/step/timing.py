@@ -1,0 +1,79 @@
+"""``--vtp-timing``: what the time of a step goes to, stage by stage, at every line of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vtp_plugin.runtime.life.clock import ClockOffset
+from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
+from vtp_plugin.runtime.wire.recorder import Recorder
+from vtp_plugin.trace.explain import on_one_clock
+from vtp_plugin.trace.files import Owner, read_step, step_line
+from vtp_plugin.trace.stages import StageTimes, format_stages, parse_stages, stage_times
+
+Line = dict[str, Any]
+ShareLines = Callable[[Line, Callable[[Sequence[Line]], str]], str]
+
+
+class Timing:
+    """Keeps what this rank does in the step under way, and sums up the last step of all ranks when the log is due.
+
+    Args:
+        owner: this rank.
+        recorder: knows what it does.
+        share_lines: makes one text of the lines of all ranks, and returns it on all; a collective call.
+        compare_clocks: finds out how far this rank's clock is behind that of rank 0; a collective call.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        recorder: Recorder,
+        *,
+        share_lines: ShareLines,
+        compare_clocks: Callable[[], ClockOffset],
+    ) -> None:
+        self._owner = owner
+        self._recorder = recorder
+        self._share_lines = share_lines
+        self._compare_clocks = compare_clocks
+        self._step: RecordedStep | None = None
+        self._times: HostTimes | None = None
+
+    def begin_step(self) -> None:
+        """Note that a training step begins; the one before is forgotten."""
+        self.close()
+        self._times = self._times or HostTimes(self._recorder.watch)
+        self._step = begin_step(0, self._recorder)
+
+    def report(self) -> tuple[StageTimes, ...]:
+        """End the step, and sum it up for all stages; a collective call.
+
+        Returns:
+            By stage, the same on all ranks; nothing where no step has run.
+        """
+        step, self._step = self._step, None
+        if step is None or self._times is None:
+            return ()
+        step.finish(self._recorder)
+        offset = self._compare_clocks()
+        owner = {"rank": self._owner.rank, "stage": self._owner.stage, "worker": self._owner.worker}
+        line = {**owner, "offset_s": offset.offset_s, **step_line(step.read(self._times))}
+        return parse_stages(self._share_lines(line, _sum_up))
+
+    def close(self) -> None:
+        """Forget the step under way; idempotent."""
+        if self._step is not None:
+            self._recorder.stop_listening(self._step.noted)
+            self._step = None
+
+
+def _sum_up(lines: Sequence[Line]) -> str:
+    shares = [
+        on_one_clock(
+            read_step(line), rank=line["rank"], worker=line["worker"], offset_s=lambda _, line=line: line["offset_s"]
+        )
+        for line in lines
+    ]
+    return format_stages(stage_times(shares, {line["rank"]: line["stage"] for line in lines}))
