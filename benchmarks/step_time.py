@@ -10,7 +10,8 @@ Variants, all with stages of size 2,2 and the same model: Megatron's own groups 
 in every round, each of them first in one of three rounds, so that a slow minute of the machine hits all. Printed are,
 of the time of a step and of the CPU time of all ranks in it, medians over all steps, the mean (geometric) of the ratios
 of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost; with fewer than ten
-rounds it says little. CPU time varies less on a busy machine: what the plugin itself computes shows there first.
+rounds it says little. With ``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which
+records every measured step. CPU time varies less on a busy machine: what the plugin itself computes shows there first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,17 +64,18 @@ def main() -> None:
         command = [sys.executable, *launcher, "-m", "benchmarks.step_time", *sys.argv[1:]]
         sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
     torch.set_num_threads(1)
-    times_s: dict[str, list[Times]] = {name: [] for name in VARIANTS}
+    variants = _traced() if options.traced else VARIANTS
+    times_s: dict[str, list[Times]] = {name: [] for name in variants}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    names = list(VARIANTS)
+    names = list(variants)
     for turn in range(options.rounds * len(names)):
         num_round, index = divmod(turn, len(names))
         name = names[(num_round + index) % len(names)]
         # From nothing in every turn: groups that stay open have threads that keep waking up.
         own_store = dist.PrefixStore(str(turn), store)
         dist.init_process_group(options.backend, store=own_store, rank=rank, world_size=world_size)
-        times_s[name] += _measure(options, VARIANTS[name])
+        times_s[name] += _measure(options, variants[name])
         dist.destroy_process_group()
         gc.collect()
     if rank == 0:
@@ -87,8 +90,16 @@ def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[T
         return [_timed(step) for _ in range(options.steps)]
 
 
+def _traced() -> dict[str, dict[str, object]]:
+    """Name the variants of ``--traced``; all ranks write into one folder, each round anew."""
+    folder = f"{tempfile.gettempdir()}/vtp-step-time-{os.environ['MASTER_PORT']}"
+    forced: dict[str, object] = {"force": True}
+    return {"plugin": forced, "plugin, traced": {**forced, "trace": folder, "trace_steps": (2, 1_000_000)}}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traced", action="store_true", help="what --vtp-trace costs")
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of every variant in every round")
@@ -117,7 +128,7 @@ def _print(options: argparse.Namespace, times_s: dict[str, list[Times]]) -> None
     )
     print(f"{'':5} {'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
     for (index, what), name in product(enumerate(("time", "CPU")), times_s):
-        values_s, base_s = ([times[index] for times in times_s[one]] for one in (name, "Megatron"))
+        values_s, base_s = ([times[index] for times in times_s[one]] for one in (name, next(iter(times_s))))
         rounds = [
             statistics.median(values_s[i : i + options.steps]) / statistics.median(base_s[i : i + options.steps])
             for i in range(0, len(values_s), options.steps)

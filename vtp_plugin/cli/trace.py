@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
 from vtp_plugin.pictures import chrome
+from vtp_plugin.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.schedule.cost.stated import format_costs
 from vtp_plugin.trace.causes import MEANINGS, Cause, Stretch
 from vtp_plugin.trace.compare import (
@@ -21,7 +22,24 @@ from vtp_plugin.trace.compare import (
 )
 from vtp_plugin.trace.files import RankFile, read_files
 
-_ENDINGS = {".json": "trace for Perfetto or Chrome"}
+_ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step"}
+# What is drawn, with its colour; bubbles are left empty.
+_COLOURS: dict[str, str] = {
+    Cause.FORWARD: "#3f6ca8",
+    Cause.BACKWARD: "#b4540a",
+    Cause.PACK: "#2f7d78",
+    Cause.POST: "#5aa39e",
+    Cause.SEND: "#1f5753",
+    Cause.MESSAGE: "#c9a227",
+    Cause.FINISH: "#8f7115",
+    Cause.GRADIENTS: "#9a3f73",
+    Cause.OPTIMIZER: "#6b4a9b",
+    Cause.LOG: "#5d6570",
+    Cause.PLAN: "#8a5a44",
+    Cause.SAVE: "#3d8b3d",
+    Cause.EVALUATE: "#6f8f3d",
+    Cause.TRACE: "#c0392b",
+}
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
@@ -40,7 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     causes = "; ".join(f"{cause}: {meaning}" for cause, meaning in MEANINGS.items() if cause is not Cause.WAIT)
     parser.epilog = f"Causes: {causes}. {_KEYS}"
     parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="trace for Perfetto (ui.perfetto.dev) or Chrome")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; FILE.svg: picture of the last step",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
     files = read_files(options.folder)
     steps = join_files(files)
     if options.out is not None:
-        write_file(options.out, chrome.document(_events(files, steps)))
+        is_picture = options.out.suffix == ".svg"
+        write_file(options.out, _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps)))
     found = differences(steps)
     slower = slower_by_itself(steps, found)
     if options.json:
@@ -79,6 +103,29 @@ def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[
         for name, start, end in _messages(step, zero_s):
             num_arrows += 1
             yield from chrome.arrow(name, num_arrows, start, end)
+
+
+def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
+    """Draw one step, the run above its plan; what an idle rank waits for is left empty."""
+
+    def row(stretches: Sequence[Stretch], zero_s: float) -> list[Box]:
+        return [
+            Box(
+                kind=one.cause,
+                start=1e3 * (one.start_s - zero_s),
+                end=1e3 * (one.end_s - zero_s),
+                text=one.name if one.cause in (Cause.FORWARD, Cause.BACKWARD) else "",
+            )
+            for one in stretches
+        ]
+
+    labels = [f"rank {file.owner.rank} (stage {file.owner.stage})" for file in files]
+    ran = [row(step.run[file.owner.rank], step.start_s) for file in files]
+    planned = [row(step.plan[file.owner.worker], 0.0) for file in files]
+    groups = [
+        Group(name=name, rows=[*zip(labels, rows, strict=True)]) for name, rows in (("run", ran), ("plan", planned))
+    ]
+    return draw_rows(groups, title=f"step {step.number}", unit="ms", colours=_COLOURS)
 
 
 def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:

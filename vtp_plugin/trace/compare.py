@@ -26,8 +26,8 @@ from vtp_plugin.trace.planned import (
 )
 
 _ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
-# What follows from what others do; the rest a rank does itself.
-_FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER})
+# What follows from what others do: in each of these ranks wait for one another. The rest a rank does itself.
+_FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER, Cause.LOG, Cause.PLAN})
 # A difference is named if it is at least this share of the planned step.
 _LEAST_SHARE = 0.02
 # Fewer messages in a step say too little of a link.

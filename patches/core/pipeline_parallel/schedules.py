@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,11 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import refuse
+from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.options.table.check import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
@@ -114,7 +117,21 @@ def _run_stock(
             session.tracing.note_plan(lambda: _stock_plan(pipeline, config, arguments))
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
-    return stock(model=model, **_with_checked_batches(session, arguments))
+    with _told_by_timers(session, model):
+        return stock(model=model, **_with_checked_batches(session, arguments))
+
+
+@contextlib.contextmanager
+def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
+    """Give a model without timers some, while somebody listens: Megatron says by them when it computes (H18b)."""
+    undo = UndoStack()
+    try:
+        for config in map(get_model_config, chunks_of(model)):
+            if session.recorder.is_on and config.timers is None:
+                undo.set(config, "timers", Timers(0, "max"))
+        yield
+    finally:
+        undo.undo()
 
 
 def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> list[Any]:
