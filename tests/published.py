@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,5 +193,97 @@ def imported(folder: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> 
     return [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
 
 
-Change = Callable[[Any], None]
-"""Makes a wrong variant of a model."""
+def variants(kind: Kind) -> dict[str, Callable[[dict[str, Any], dict[str, Any]], None]]:
+    """Give ways to get a model wrong, which change its tensors and its config; each must be seen.
+
+    Args:
+        kind: of the model.
+    """
+    found: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+        "gate and up swapped": _swap_gates,
+        "query groups permuted": lambda tensors, config: _move_heads(tensors, config, ("q_proj",), _permuted),
+        "positions interleaved": lambda tensors, config: _move_heads(
+            tensors, config, ("q_proj", "k_proj"), _interleaved
+        ),
+        "another base of positions": _double_base,
+        "another epsilon": lambda tensors, config: config.update(rms_norm_eps=config["rms_norm_eps"] / 10),
+        "head tied or untied": _turn_head,
+    }
+    if kind.name == "Llama" and kind.fields.get("num_key_value_heads") == 12:
+        del found["query groups permuted"]  # a group for each head
+    if kind.name == "Qwen2":
+        found["bias dropped"] = lambda tensors, config: _zero(tensors, ".bias")
+    if kind.name == "Qwen3":
+        found["norms of queries left out"] = _leave_out_query_norms
+    if "norm_topk_prob" in kind.fields:
+        found["weights of experts normalised or not"] = lambda tensors, config: config.update(
+            norm_topk_prob=not config["norm_topk_prob"]
+        )
+    return found
+
+
+def wrong_logits(source: Path, folder: Path, change: Callable[..., None], tokens: np.ndarray[Any, Any]) -> Any:
+    """Compute the logits of a wrong variant of a model, which is written to a folder."""
+    from safetensors.torch import save_file
+
+    tensors, config = tensors_of(source), json.loads((source / "config.json").read_text())
+    change(tensors, config)
+    folder.mkdir()
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return logits_of(load(folder), tokens)
+
+
+def _swap_gates(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    for name in [*tensors]:
+        for gate, up in (("gate_proj", "up_proj"), (".w1.", ".w3.")):
+            if gate in name:
+                other = name.replace(gate, up)
+                tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def _move_heads(
+    tensors: dict[str, Any], config: dict[str, Any], names: Sequence[str], order: Callable[..., Any]
+) -> None:
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    for name, value in tensors.items():
+        if any(f"{each}." in name for each in names):
+            heads = value.view(-1, size, *value.shape[1:])
+            tensors[name] = order(heads, config["num_key_value_heads"]).reshape(value.shape)
+
+
+def _permuted(heads: Any, groups: int) -> Any:
+    return heads.view(groups, -1, *heads.shape[1:]).transpose(0, 1)
+
+
+def _interleaved(heads: Any, groups: int) -> Any:
+    return heads.view(len(heads), 2, -1, *heads.shape[2:]).transpose(1, 2)
+
+
+def _double_base(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    place = config.get("rope_parameters") or config
+    place["rope_theta"] *= 2
+
+
+def _turn_head(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    config["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    else:
+        tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) * 0.01
+
+
+def _zero(tensors: dict[str, Any], ending: str) -> None:
+    for name, value in tensors.items():
+        if name.endswith(ending):
+            tensors[name] = torch.zeros_like(value)
+
+
+def _leave_out_query_norms(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Llama is Qwen 3 without them."""
+    for name in [*tensors]:
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            del tensors[name]
+    config.update(model_type="llama", architectures=["LlamaForCausalLM"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import megatron.training.training as training
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args
@@ -58,3 +59,10 @@ def store_gradients(facts: dict[str, Any]) -> None:
             optimizer.step = real
 
     training.train_step = train_step
+
+
+def frequencies(size: int, factor: float) -> Any:
+    """Give the frequencies of Megatron's positions for Llama 3, as a job."""
+    scaled = {"rope_scaling": True, "rope_scaling_factor": factor}
+    made = RotaryEmbedding(size, 1.0, rotary_base=500000, use_cpu_initialization=True, **scaled)
+    return made.inv_freq.numpy()

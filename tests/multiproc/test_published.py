@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.multiproc.script_cases import ScriptRun, losses, train
-from tests.pool import Pool
-from tests.published import KINDS, Kind, imported, load, logits_of, loss_of, make, tensors_of, torch
+from tests.pool import ENVIRONMENT, Pool
+from tests.published import (
+    KINDS,
+    LLAMA3,
+    Kind,
+    config_of,
+    imported,
+    load,
+    logits_of,
+    loss_of,
+    make,
+    tensors_of,
+    torch,
+    variants,
+    wrong_logits,
+)
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
@@ -94,6 +115,11 @@ def test_a_run_computes_what_transformers_computes(
         wanted = logits_of(model, tokens[at])
         assert wanted.std() >= 1 and wanted.shape[1] >= 64
         np.testing.assert_allclose(logits[at], wanted, rtol=0, atol=LOGITS)
+    # What is wrong is seen.
+    if place == "1,2":
+        for variant, change in variants(kind).items():
+            wrong = wrong_logits(tmp_path / "published", tmp_path / variant.replace(" ", "_"), change, tokens[0])
+            assert np.abs(logits[0] - wrong).max() >= 100 * LOGITS, variant
     loss = [loss_of(model, tokens[at], labels[at]) for at in range(4)]
     assert abs(losses(runs)[0] - (loss[0] + loss[1]).item() / 2) <= LOSS
     # The gradients of the second step, which the checkpoint after it holds in the place of weights.
@@ -136,3 +162,54 @@ def check_gradients(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         # A prompt may leave out an expert.
         assert scale > 0 or ".experts." in key, key
         assert (found[key] - value).abs().max() <= GRADIENT * scale, key
+
+
+@pytest.mark.full
+def test_positions_of_llama_3_beyond_their_original_number(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """9,216 tokens with one head and one layer; without the scaling, or with another factor, it is seen."""
+    kind = KINDS["llama-3"]
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_size": 64,
+        "head_dim": 64,
+    }
+    model = make(kind, tmp_path / "published", **sizes)
+    flags = imported(tmp_path / "published", tmp_path / "start", capsys)
+    words = [*flags, *TRAINING, "--seq-length", "9216", "--train-iters", "1", "--global-batch-size", "1"]
+    runs = train(pool, "1", [*words, "--load", str(tmp_path / "start")], hooks=["note_logits"])
+    tokens, logits = runs[0].facts["tokens"][0], runs[0].facts["logits"][0]
+    assert tokens.shape == (1, 9216)
+    np.testing.assert_allclose(logits, logits_of(model, tokens), rtol=0, atol=LOGITS)
+    for factor in (1.0, 32.0):
+        wrong = wrong_logits(tmp_path / "published", tmp_path / f"factor_{factor:g}", partial(_scale, factor), tokens)
+        assert np.abs(logits - wrong).max() >= 100 * LOGITS, factor
+
+
+def _scale(factor: float, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    (config.get("rope_scaling") or config["rope_parameters"])["factor"] = factor
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_frequencies_are_those_of_transformers(pool: Pool, factor: float, head_dim: int) -> None:
+    """To the last bit."""
+    kind = replace(KINDS["llama-3"], scaling={**LLAMA3, "factor": factor})
+    config = config_of(kind, head_dim=head_dim)
+    wanted = importlib.import_module("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding(config).inv_freq
+    (found,) = pool.run(1, "tests.multiproc.published_hooks:frequencies", {"size": head_dim, "factor": factor})
+    np.testing.assert_array_equal(found, wanted.numpy())
+
+
+@pytest.mark.full
+def test_the_example_goes_there_and_back(tmp_path: Path) -> None:
+    """Import, ten steps in 1,2, export, and tokens that transformers generates."""
+    command = [sys.executable, "examples/hugging_face.py", "--out", str(tmp_path / "out")]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert len(re.findall(r"iteration +\d+/ +10 .* lm loss: ", done.stdout)) == 10
+    assert re.search(r"^tokens: 1 2 3 4( \d+){1,8}$", done.stdout, re.MULTILINE)

@@ -169,7 +169,9 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
 
 def _ending(plan: Import) -> Ending:
     arguments = {each.argument: each.value for each in settings(plan.model)}
-    args = argparse.Namespace(**arguments, max_position_embeddings=plan.model.max_positions)
+    # Older Megatrons ask which layout wrote it, and pass over the random states that are not there.
+    layout = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), 1)
+    args = argparse.Namespace(**arguments, **layout, max_position_embeddings=plan.model.max_positions)
     # Before version 2 Megatron would reorder queries, keys and values.
     common = _saved({"args": args, "checkpoint_version": 3.0, "iteration": 0})
     files = {NOTE: dump_note(plan.model).encode(), "metadata.json": json.dumps(_FORMAT).encode()}

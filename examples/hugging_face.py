@@ -1,0 +1,99 @@
+"""From Hugging Face and back: import a model, train it in stages of different sizes, export it, generate.
+
+    python examples/hugging_face.py                          # a small random Llama, in out/hugging_face
+    python examples/hugging_face.py --hf models/Llama-3.2-1B  # one that was published; it must fit into memory
+
+All of it runs on the CPU. Tokens are made up, so what the model says afterwards means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "out" / "hugging_face"
+SIZE_LIST = "1,2"
+TRAINING = shlex.split("""
+    --micro-batch-size 1 --global-batch-size 4 --seq-length 64 --train-iters 10 --save-interval 10 --lr 1e-4
+    --log-interval 1 --eval-interval 100 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer --num-workers 0
+    --make-vocab-size-divisible-by 1 --no-save-optim --no-save-rng
+    --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-bias-swiglu-fusion --no-masked-softmax-fusion
+""")
+
+
+def main() -> None:
+    """Do the four steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf", type=Path, help="folder of a model; default: make a small one")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to; what is there is removed")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    source = options.hf.resolve() if options.hf else make_model(out / "model")
+
+    print("\n=== 1. Import", flush=True)
+    said = json.loads(tool("import", "--hf", source, "--to", out / "imported", "--json"))
+    flags = [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
+    print("the model's flags:", *flags)
+
+    print(f"\n=== 2. Train ten steps with --vtp-size-list {SIZE_LIST}", flush=True)
+    train([*flags, "--load", str(out / "imported"), "--save", str(out / "trained")], vocab_size(source))
+
+    print("\n=== 3. Export", flush=True)
+    print(tool("export", "--from", out / "trained", "--hf", out / "exported"), end="")
+
+    print("\n=== 4. Generate with transformers", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(out / "exported").eval()
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    print("tokens:", *tokens[0].tolist())
+
+
+def make_model(folder: Path) -> Path:
+    """Make a small random Llama."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 256}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def vocab_size(folder: Path) -> int:
+    """Read the size of a model's vocabulary."""
+    return json.loads((folder / "config.json").read_text())["vocab_size"]
+
+
+def tool(*words: object) -> str:
+    """Run an action of the tools for checkpoints and return what it prints."""
+    command = [sys.executable, "-m", "vtp_plugin", "checkpoint", *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def train(flags: list[str], num_words: int) -> None:
+    """Train under torchrun; print the steps."""
+    num_ranks = sum(map(int, SIZE_LIST.split(",")))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+        *("-m", "vtp_plugin", "run", "examples/pretrain_gpt.py", "--vtp-size-list", SIZE_LIST, "--vtp-device", "cpu"),
+        *("--vocab-size", str(num_words), *TRAINING, *flags),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+    print(*(line.strip() for line in done.stdout.splitlines() if " lm loss: " in line), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
