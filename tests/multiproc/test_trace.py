@@ -17,6 +17,8 @@ from vtp_plugin.trace.causes import Cause
 from vtp_plugin.trace.compare import differences, explained, join_files, slower_by_itself
 from vtp_plugin.trace.files import RankFile, read_files
 
+pytestmark = pytest.mark.needs("scripts_here")
+
 # The global batch of 8 is 4 microbatches of 2 samples.
 _NUM_MICROBATCHES = 4
 FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = 0.04, 0.03, 0.02  # of tests/multiproc/delays.py, which imports Megatron

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,10 @@ def test_the_command_joins_names_and_writes(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert (found["steps"], found["out"]) == ([1, 2], None) and len(found["differences"]) == 10
     assert [(row["rank"], row["cause"]) for row in found["slower_by_itself"]] == [(1, "forward")]
+    picture = tmp_path / "step.svg"
+    main(["trace", str(tmp_path), "--out", str(picture)])
+    names = [one.text or "" for one in ET.fromstring(picture.read_text()).iter() if one.tag.endswith("title")]
+    assert len([name for name in names if name.startswith("forward 3F7: ")]) == 2  # of the run and of the plan
     events = json.loads(out.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {0: "run", 1: "plan"}

@@ -61,7 +61,7 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
     end = max((box.end for box in boxes), default=0.0)
     scale = _WIDTH / end if end else 0.0
     left = _MARGIN + round(max(len(label) for group in groups for label, _ in group.rows) * _LETTER_WIDTH) + 8
-    full_width = left + _WIDTH + _MARGIN
+    full_width = left + _WIDTH + 2 * _MARGIN
     legend, y = _legend(colours, {box.kind for box in boxes}, _MARGIN + _LINE_HEIGHT, full_width)
     body = [svg.text(_MARGIN, _MARGIN + 8, title, "title"), *legend]
     top = y + 12
