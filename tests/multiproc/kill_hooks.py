@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import PARTIAL
 
 ORDER = "VTP_TEST_KILL"
-"""The variable with what is to happen, as JSON: ``point``, ``save`` (which one, from 1 on), ``rank``, ``log``."""
+"""The variable with what is to happen, as JSON: ``point``, ``save`` (which one, from 1 on), ``rank``, ``log``, and
+``act``: a command to run there in the place of a kill."""
 SHARED = (
     "before manifest", "after manifest", "before the move", "before tracker", "half of the tracker", "after tracker",
     "clean-up",
@@ -35,13 +37,21 @@ class _Killer:
         self.order = json.loads(os.environ[ORDER])
         self.count = 0  # of saves in this process
 
+    def is_due(self, point: str) -> bool:
+        """Tell whether it is to happen here and now."""
+        order, rank = self.order, int(os.environ["RANK"])
+        return order["point"] == point and order["save"] == self.count and order["rank"] in (rank, None)
+
     def strike(self, point: str) -> None:
         """End this process if its time has come; the log outlives it."""
         order, rank = self.order, int(os.environ["RANK"])
-        if order["point"] == point and order["save"] == self.count and order["rank"] in (rank, None):
+        if self.is_due(point):
             with Path(order["log"]).open("a") as log:
                 log.write(f"{point}, save {self.count}, rank {rank}, process {os.getpid()}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if act := order.get("act"):
+                subprocess.run(act, shell=True, check=True)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, before: str = "", after: str = "", only: str = "") -> None:
         original = getattr(owner, name)
@@ -66,7 +76,9 @@ def kill_in_save(facts: dict[str, Any]) -> None:
     _count(killer, pieces)
     _watch_pieces(killer, pieces)
     _watch_files(killer)
+    _know_which(killer, saving.Saving, "publish", lambda self: self.final)
     killer.around(FileSystemWriter, "finish", "before metadata", "after metadata")
+    _know_which(killer, FileSystemWriter, "finish", lambda self: self.path)
     killer.around(saving, "finish_folder", "before manifest")
     killer.around(whole, "sync_folders", "after manifest")
     killer.around(whole, "put_in_place", "before the move")
@@ -99,6 +111,18 @@ def _count(killer: _Killer, pieces: Any) -> None:
     saving.Saving.begin, pieces.write_hashed = counted_begin, counted_write
 
 
+def _know_which(killer: _Killer, owner: Any, name: str, folder_of: Callable[[Any], Path]) -> None:
+    """Count by the iteration where a save ends; in the background the next one may have begun by then."""
+    original = getattr(owner, name)
+
+    def call(self: Any, *args: Any) -> None:
+        before, killer.count = killer.count, int(folder_of(self).name.rpartition("_")[2])
+        original(self, *args)
+        killer.count = before
+
+    setattr(owner, name, call)
+
+
 def _watch_pieces(killer: _Killer, pieces: Any) -> None:
     class Stream(pieces._HashedStream):
         number = 0
@@ -109,7 +133,7 @@ def _watch_pieces(killer: _Killer, pieces: Any) -> None:
             killer.strike({1: "before a shard", 2: "between shards"}.get(killer.pieces, ""))  # pyright: ignore
 
         def write(self, data: Any) -> int:
-            if killer.order["point"] == "half a shard" and len(data) > 1000:
+            if killer.is_due("half a shard") and len(data) > 1000:
                 self._stream.write(memoryview(data)[: len(data) // 2])
                 self._stream.flush()
                 killer.strike("half a shard")
@@ -127,7 +151,7 @@ def _watch_files(killer: _Killer) -> None:
             return original(state, file, *args, **kwargs)
         killer.strike("before a shard")
         original(state, file, *args, **kwargs)
-        if killer.order["point"] == "half a shard":
+        if killer.is_due("half a shard"):
             os.truncate(file, os.path.getsize(file) // 2)
         killer.strike("half a shard")
         killer.strike("between shards")
@@ -156,4 +180,18 @@ def _data(folder: Path) -> Iterator[Path]:
     yield from (*folder.glob("*.distcp"), *folder.glob("mp_rank_*/*.pt"))
 
 
-KILL_HOOKS: dict[str, Callable[[dict[str, Any]], None]] = {"kill_in_save": kill_in_save}
+def _forget_the_manifest(facts: dict[str, Any]) -> None:
+    """Save as a version of the plugin that knew of none."""
+    from vtp_plugin.patches.training import saving as patch
+
+    def finish(partial: Path, final: Path, manifest: str) -> None:
+        whole.sync_folders(partial)
+        whole.put_in_place(partial, final)
+
+    saving.finish_folder, patch.HAS_MANIFEST = finish, "unknown_then"
+
+
+KILL_HOOKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "kill_in_save": kill_in_save,
+    "forget_the_manifest": _forget_the_manifest,
+}

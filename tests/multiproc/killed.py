@@ -67,11 +67,12 @@ def points_of(form: str) -> tuple[str, ...]:
 
 
 def train(
-    pool: Pool, folder: Path, form: str, extra: Sequence[str] = (), trial: Trial | None = None
+    pool: Pool, folder: Path, form: str, extra: Sequence[str] = (), trial: Trial | None = None, *, act: str = ""
 ) -> list[ScriptRun]:
     """Train four steps, and save after each."""
     words = [*FORMATS[form], "--save", str(folder), "--save-interval", "1", *extra]
     order = {} if trial is None else {"point": trial.point, "save": trial.save, "rank": trial.rank}
+    order["act"] = act
     order["log"] = str(folder.with_suffix(".log"))
     kwargs: dict[str, Any] = {"arguments": arguments(SIZES, extra=words), "timeout_s": 120.0}
     if trial is not None:
@@ -137,6 +138,9 @@ def _equal(a: Any, b: Any) -> bool:
 def resume(pool: Pool, folder: Path, trial: Trial, whole: Sequence[float]) -> Iterator[str]:
     """Go on with what a killed run has left, and compare the losses with those of one that was not killed."""
     step = int((folder / TRACKER).read_text())
+    if step == NUM_STEPS:
+        yield "it was not killed"
+        return
     runs = succeeded(train(pool, folder, trial.form, ["--load", str(folder)]))
     if losses(runs) != list(whole[step:]):
         yield f"goes on from step {step} with {losses(runs)}, not {whole[step:]}"

@@ -83,8 +83,11 @@ def way_out(checkpoint: Path) -> str:
         for number in iterations(checkpoint.parent, is_whole=True)
         if of_iteration(checkpoint.parent, str(number)) != checkpoint
     ]
-    instead = f"load an older one with --ckpt-step {others[-1]}" if others else "load another folder"
-    return f"copy it again, or {instead}"
+    name = checkpoint.name.removeprefix("iter_")
+    older = [number for number in others if not name.isdecimal() or number < int(name)]
+    if older:
+        return f"copy it again, or load an older one with --ckpt-step {older[-1]}"
+    return f"copy it again, or load {f'another one with --ckpt-step {others[-1]}' if others else 'another folder'}"
 
 
 def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:

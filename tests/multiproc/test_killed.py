@@ -1,0 +1,175 @@
+"""Runs that are killed while they save, disks that fail, damaged files: what is loaded is whole, or nothing is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lines import error_line
+from tests.multiproc.kill_hooks import MUTANTS
+from tests.multiproc.killed import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
+from tests.multiproc.script_cases import arguments, launch, losses, succeeded
+from tests.pool import Pool
+from tests.unit.test_checkpoint_whole import DAMAGES
+from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.manifest import MANIFEST
+
+pytestmark = pytest.mark.needs("scripts_here")
+Known = Callable[[str], tuple[Path, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.fixture(scope="module")
+def known(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Folders of runs that nothing happened to, with their losses; each is made once."""
+    made: dict[str, tuple[Path, list[float]]] = {}
+
+    def make(form: str) -> tuple[Path, list[float]]:
+        if form not in made:
+            folder = tmp_path_factory.mktemp("known") / "saved"
+            made[form] = folder, losses(succeeded(train(pool, folder, form)))
+        return made[form]
+
+    return make
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(Trial("torch_dist", "half a shard", rank=1), id="half-a-shard"),
+        pytest.param(Trial("torch_dist", "after metadata"), id="after-metadata", marks=FULL),
+        pytest.param(Trial("torch_dist", "before tracker"), id="before-tracker", marks=FULL),
+        pytest.param(Trial("torch_dist", "clean-up"), id="clean-up", marks=FULL),
+        pytest.param(Trial("torch", "between shards", rank=2), id="torch-between", marks=FULL),
+        pytest.param(Trial("torch", "half of the tracker"), id="torch-half-tracker", marks=FULL),
+    ],
+)
+def test_a_killed_run_goes_on_from_a_whole_checkpoint(pool: Pool, known: Known, tmp_path: Path, trial: Trial) -> None:
+    reference, whole = known(trial.form)
+    assert [*run_trial(pool, tmp_path / "trial", trial, reference)] == []
+    assert [*resume(pool, tmp_path / "trial", trial, whole)] == []
+
+
+@pytest.mark.full
+@pytest.mark.needs("worker_on_cpus")
+@pytest.mark.parametrize("point", ["half a shard", "before manifest"])
+def test_a_run_that_saves_in_the_background_is_killed(pool: Pool, known: Known, tmp_path: Path, point: str) -> None:
+    reference, _ = known("background")
+    assert [*run_trial(pool, tmp_path / "trial", Trial("background", point, save=3), reference)] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_controls_are_found(pool: Pool, known: Known, tmp_path: Path, mutant: str) -> None:
+    """A tracker that moves too early, which a kill then leaves, and a shard that is not there."""
+    reference, _ = known("torch_dist")
+    trial = Trial("torch_dist", mutant)
+    train(pool, tmp_path / "trial", trial.form, [] if mutant == "skipped shard" else ["--exit-interval", "2"], trial)
+    if mutant == "early tracker":
+        shutil.rmtree(tmp_path / "trial" / "iter_0000002")
+    assert [*judge(tmp_path / "trial", trial, reference)] != []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB, on which one checkpoint has room and two have not."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_fails_leaves_the_checkpoint_before(
+    pool: Pool, known: Known, small_disk: Path, form: str, trouble: str
+) -> None:
+    reference, whole = known(form)
+    folder, trial = small_disk / "saved", Trial(form, "before a shard", rank=0)
+    act = "" if trouble == "full" else f"mount -o remount,ro {small_disk}"
+    runs = train(pool, folder, form, (), None if trouble == "full" else trial, act=act)
+    assert all(run.exit_code not in (0, None) for run in runs)
+    error = "No space left on device" if trouble == "full" else "Read-only file system"
+    assert any(error in run.output for run in runs), runs[0].output[-3000:]
+    subprocess.run(["mount", "-o", "remount,rw,size=64m", str(small_disk)], check=True)
+    assert [*judge(folder, trial, reference)] == []
+    assert [*resume(pool, folder, trial, whole)] == []
+
+
+@pytest.mark.full
+def test_a_folder_that_vanishes_ends_the_run(pool: Pool, known: Known, tmp_path: Path) -> None:
+    reference, _ = known("torch_dist")
+    folder, trial = tmp_path / "trial", Trial("torch_dist", "before metadata", rank=0)
+    runs = train(pool, folder, trial.form, (), trial, act=f"mv {folder} {tmp_path / 'gone'}")
+    assert all(run.exit_code not in (0, None) for run in runs)
+    assert [*judge(tmp_path / "gone", trial, reference)] == []
+
+
+FILES = ["metadata.json", ".metadata", "__1_0.distcp", MANIFEST]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_refused_by_name_or_passed_over(
+    pool: Pool, known: Known, tmp_path: Path, name: str, damage: str
+) -> None:
+    _spoil_and_load(pool, known, tmp_path, "torch_dist", name, damage)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_001/model_optim_rng.pt", MANIFEST])
+def test_damage_of_the_old_format_is_refused_by_name_or_passed_over(
+    pool: Pool, known: Known, tmp_path: Path, name: str, damage: str
+) -> None:
+    _spoil_and_load(pool, known, tmp_path, "torch", name, damage)
+
+
+def test_a_flipped_bit_is_refused_by_name_and_passed_over(pool: Pool, known: Known, tmp_path: Path) -> None:
+    _spoil_and_load(pool, known, tmp_path, "torch_dist", "__1_0.distcp", "bit")
+
+
+def _spoil_and_load(pool: Pool, known: Known, tmp_path: Path, form: str, name: str, damage: str) -> None:
+    reference, whole = known(form)
+    folder = Path(shutil.copytree(reference, tmp_path / "copy"))
+    (folder / TRACKER).write_text("3")
+    file = folder / "iter_0000003" / name
+    DAMAGES[damage](file)
+    words = arguments(SIZES, extra=[*FORMATS[form], "--load", str(folder)])
+    refused = launch(pool, NUM_RANKS, {"arguments": words})
+    # A rank that reads a piece ends by itself, before the others have come to the end of their own.
+    assert all(run.exit_code not in (0, None) and not run.steps for run in refused)
+    assert all(str(file) in (error_line(run.output) or "") for run in refused), [run.output[-3000:] for run in refused]
+    runs = succeeded(launch(pool, NUM_RANKS, {"arguments": [*words, "--vtp-load-newest-valid"]}))
+    assert f"passed over: {file}" in runs[0].output.replace("\n", " ").replace("[vtp rank 0]", "").replace("  ", " ")
+    assert losses(runs) == whole[2:]
+
+
+@pytest.mark.full
+def test_without_a_manifest_a_checkpoint_loads_and_one_line_says_so(pool: Pool, known: Known, tmp_path: Path) -> None:
+    """As an older version saved it: then the stored arguments know of none."""
+    folder = tmp_path / "old"
+    words = arguments(SIZES, extra=["--save", str(folder), "--save-interval", "2", "--vtp-log-level", "INFO"])
+    succeeded(pool.run(NUM_RANKS, "tests.multiproc.script_job:run_script", {
+        "arguments": words, "hooks": ["forget_the_manifest"]}, timeout_s=150.0))  # fmt: skip
+    assert not any(folder.glob(f"*/{MANIFEST}"))
+    (folder / TRACKER).write_text("2")
+    runs = succeeded(launch(pool, NUM_RANKS, {"arguments": arguments(SIZES, extra=["--load", str(folder)])}))
+    assert runs[0].output.count(MANIFEST) == 1 and losses(runs) == known("torch_dist")[1][2:]
