@@ -1,6 +1,6 @@
 """The plugin's flags on Megatron's command line: the list of them, and how they are read.
 
-The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds one that only the
+The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds those that only the
 command line has; parsers, ``--help`` and the documentation are made from it.
 """
 
@@ -18,6 +18,13 @@ _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for n
 VTP_FLAGS: tuple[Flag, ...] = (
     # The keys of costs are known here only: config lies below the package that reads them.
     *(replace(flag, help=flag.help + _COST_KEYS) if flag.field == "costs" else flag for flag in flags_of_fields()),
+    Flag(
+        name="--vtp-node",
+        group=FlagGroup.WHERE,
+        metavar="NAME",
+        help="with --vtp-stages: name of this machine, which stages follow; default: its host name. Agents of one "
+        "machine that shall count as several give each its own",
+    ),
     Flag(
         name="--vtp-site",
         group=FlagGroup.TRUST,

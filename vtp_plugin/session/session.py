@@ -206,7 +206,7 @@ class Session:
         if self.config.size_list != "auto":
             return
         if self.config.stages is not None:
-            raise LayoutError("--vtp-stages in a run is not built yet; take the list from plan --have")
+            raise LayoutError("--vtp-stages: a list is fitted before the script starts; use python -m vtp_plugin run")
         assert self.ranks.store is not None
         dp = self.config.data_parallel_size or 1
         sizes = gather_node_sizes(self.ranks.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)

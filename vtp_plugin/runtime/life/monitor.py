@@ -33,12 +33,12 @@ from vtp_plugin.runtime.life.roll_call import RollCall, is_lost_connection
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 from vtp_plugin.runtime.life.waiting import EXIT_CODE, report
 
-# Added to a sign of life by a rank that ends; more than any number of beats.
-_DONE = 1 << 40
+DONE = 1 << 40
+"""Added to a sign of life by a rank that ends; more than any number of beats."""
 # The store's server is one thread: all ranks together look for failures at most this often.
 _MAX_LOOKS_PER_S = 2000
-# Added to the state, which counts roll calls, when a failure is posted.
-_FAILED = 1 << 40
+FAILED = 1 << 40
+"""Added to the state, which counts roll calls, when a failure is posted."""
 # For so long a process may print and clean up after its own error.
 _FAILING_S = 30.0
 
@@ -155,7 +155,7 @@ class Monitor:
             thread.join(timeout=2 * self._beat_interval_s + 1.0)
 
     def _leave_others(self) -> None:
-        self._store.add(f"life/{self._rank}", _DONE)
+        self._store.add(f"life/{self._rank}", DONE)
         self._say_farewell()
         if self._rank == 0:
             self._await_farewells(None if self._failing_s is None else self._linger_s)
@@ -197,7 +197,7 @@ class Monitor:
 
     def _find_absent(self, limit_s: float) -> None:
         def has_left(rank: int) -> bool:
-            return self._store.add(f"life/{rank}", 0) >= _DONE
+            return self._store.add(f"life/{rank}", 0) >= DONE
 
         self._absent = self._roll_call.absent(limit_s, is_over=lambda: self._failure is not None, has_left=has_left)
 
@@ -240,13 +240,13 @@ class Monitor:
                 next_beat_s = now_s + self._beat_interval_s
                 self._store.add(f"life/{self._rank}", 1)
                 seen = self._store.add(f"life/{neighbour}", 0)
-                if seen != life or seen >= _DONE:
+                if seen != life or seen >= DONE:
                     life, life_s = seen, now_s
                 elif now_s - life_s > self._dead_s:
                     self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
             state = self._store.add("state", 0)
-            self._roll_call.answer(state % _FAILED)
-            if self._failure is None and state >= _FAILED:
+            self._roll_call.answer(state % FAILED)
+            if self._failure is None and state >= FAILED:
                 failure = self._store.get("failed").decode()
                 self._say_farewell()
                 self._failure = failure
@@ -308,7 +308,7 @@ class Monitor:
         """Post a failure if it is the first; otherwise read the first, of which this may be a consequence."""
         if self._store.add("failures", 1) == 1:
             self._store.set("failed", text)
-            self._store.add("state", _FAILED)
+            self._store.add("state", FAILED)
         else:
             self._failure = self._store.get("failed").decode()
 

@@ -42,7 +42,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdigit():
         raise ConfigError(f"environment variable MASTER_PORT is {port!r}, not a number; start the script with torchrun")
-    serves = rank == 0 and not _is_agent_store(os.environ)
+    serves = serves_store(rank, os.environ)
     lines = WaitingLines(timeout_s, lambda: "rank 0 or the launcher to open the store")
     begin_s = time.monotonic()
     reason = f"for the store that rank 0 or the launcher keeps at {host}:{port}: no answer"
@@ -63,8 +63,19 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             "the timeout",
             shared=f"{waited} for the store: no answer",
         ) from None
-    # A launcher that restarts the ranks may keep its store: what an earlier attempt posted must not be read.
-    return dist.PrefixStore(f"vtp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # A launcher that restarts the ranks may keep its store: what an earlier attempt posted must not be read. One that
+    # rank 0 keeps is new each time, and ranks of one attempt may have been restarted unequally often.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_agent_store(os.environ) else "0"
+    return dist.PrefixStore(f"vtp/{attempt}", store)
+
+
+def serves_store(rank: int, environment: Mapping[str, str]) -> bool:
+    """Tell whether a rank keeps the store; if none does, the launcher does.
+
+    >>> serves_store(0, {}), serves_store(1, {}), serves_store(0, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    (True, False, False)
+    """
+    return rank == 0 and not _is_agent_store(environment)
 
 
 def _serve(host: str, port: int, timeout_s: float) -> dist.Store:

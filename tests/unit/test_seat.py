@@ -1,0 +1,112 @@
+"""Before a script starts: cards are tried, ranks tell what they have, one layout is made for all, spare ranks wait."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.words import layer_words, without
+from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
+from vtp_plugin.runtime.life.monitor import FAILED
+from vtp_plugin.runtime.life.onlooker import Onlooker
+from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
+from vtp_plugin.session.seat import _nodes
+
+
+def card(node: str, local_rank: int, **changes: str) -> Card:
+    values: dict[str, Any] = {"site": "", "kind": "cpu", "why": "", "versions": "1", **changes}
+    return Card(node=node, local_rank=local_rank, **values)
+
+
+def test_a_fault_file_plays_bad_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = tmp_path / "faults"
+    faults.write_text("a 1 absent\na 2 hanging\n")
+    monkeypatch.setenv(FAULT_FILE_VARIABLE, str(faults))
+    assert try_card("cpu", "a", 0, 20.0) == ("cpu", "")
+    assert try_card("cpu", "a", 1, 20.0) == ("cpu", "absent: by the fault file")
+    assert try_card("cpu", "a", 2, 0.5) == ("", "hanging: no answer within 0.5 s")
+    assert try_card("cpu", "b", 1, 20.0) == ("cpu", "")
+    faults.write_text("a 0\n")  # a line that ends the try stands for a card that takes its process with it
+    kind, why = try_card("cpu", "a", 0, 20.0)
+    assert kind == "" and why.startswith("erring: the try ended with 1 (IndexError")
+
+
+def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
+    cards = [card("b", 1), card("a", 0), card("b", 0), card("a", 1, why="absent", kind="")]
+    nodes, numbers = _nodes(cards)
+    assert {node.name: node.num_cards for node in nodes} == {"a": 1, "b": 2}
+    assert numbers == {"b": [2, 0], "a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("cards", "text"),
+    [
+        ([card("a", 0), card("a", 0)], "two ranks on a have one local rank"),
+        ([card("a", 0), card("b", 0, versions="2")], "versions differ between nodes: 1 on a and 2 on b"),
+        ([card("a", 0, site="edge"), card("a", 1)], "ranks on a name the sites , edge"),
+        ([card("a", 0), card("a", 1, kind="cuda")], "kinds of cards are mixed on a: cpu, cuda"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused(cards: list[Card], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        _nodes(cards)
+
+
+def settle(decide: Any) -> list[Any]:
+    store, found = dist.HashStore(), [None, None]
+
+    def rank(number: int) -> None:
+        try:
+            found[number] = settle_seats(store, card("a", number), decide, rank=number, world_size=2, timeout_s=20.0)
+        except ConfigError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_one_rank_decides_for_all() -> None:
+    assert settle(lambda cards: {"local": [one.local_rank for one in cards]}) == [{"local": [0, 1]}] * 2
+
+
+def test_all_ranks_end_with_one_line() -> None:
+    def decide(cards: object) -> Any:
+        raise ConfigError("nothing fits; bring a card")
+
+    assert settle(decide) == ["nothing fits; bring a card"] * 2
+
+
+def test_a_spare_rank_learns_how_the_run_ended() -> None:
+    store = dist.HashStore()
+    onlooker = Onlooker(store, num_ranks=2, timeout_s=20.0)
+    onlooker.leave()
+    onlooker.leave()
+    assert onlooker.wait() is None
+
+
+def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"))
+    watched = Round(part_of(connect_again(store), Topic.WATCH), 1).posts
+    watched.set("failed", "rank 1 does not answer")
+    watched.add("state", FAILED)
+    assert Onlooker(store, num_ranks=2, timeout_s=20.0).wait() == "rank 1 does not answer"
+
+
+def test_flags_are_replaced_in_both_spellings() -> None:
+    words = ["--vtp-stages=1:2", "--lr", "1", "--vtp-size-list", "auto", "--bf16"]
+    assert without(words, ["--vtp-stages", "--vtp-size-list"]) == ["--lr", "1", "--bf16"]
+    assert layer_words((3, 2, 1), 0) == (
+        "--decoder-first-pipeline-num-layers",
+        "3",
+        "--decoder-last-pipeline-num-layers",
+        "1",
+    )

@@ -1,0 +1,88 @@
+"""``run`` with ``--vtp-size-list auto --vtp-stages``: fit the list before the script starts, hand it on as flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import vtp_plugin
+from vtp_plugin.cli.flags import add_run_flags
+from vtp_plugin.cli.parser import Parser
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.read import read_ask
+from vtp_plugin.fit.search import Fitted
+from vtp_plugin.fit.words import fitted_words, without
+from vtp_plugin.hosts import find_host
+from vtp_plugin.options.flags import read_flags
+from vtp_plugin.runtime.life.cards import Card, try_card
+from vtp_plugin.session.seat import take_seat
+
+# Of the timeout, for a card to be tried.
+_PROBE_SHARE = 0.3
+_MAX_PROBE_S = 60.0
+# What a fit decides, and what is for it alone.
+_OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
+
+
+def fit_run(words: Sequence[str]) -> list[str]:
+    """Return the words of a run with the list that fits; end this process here if its rank is spare.
+
+    Without ``--vtp-stages`` the words stay as they are.
+
+    Args:
+        words: script and flags.
+
+    Raises:
+        ConfigError: nothing fits, or flags contradict each other.
+        PeerError: a rank did not come.
+    """
+    if not any(word.partition("=")[0] == "--vtp-stages" for word in words):
+        return list(words)
+    parser = Parser(add_help=False)
+    add_run_flags(parser)
+    args, _ = parser.parse_known_args(list(words[1:]))
+    config = read_flags(args, VtpConfig())
+    own = _own_card(args, config)
+
+    def make_ask() -> Ask:
+        assert config.stages is not None
+        return read_ask(args, config, config.stages, is_alike=not _has_layouts())
+
+    def make_words(fitted: Fitted, ask: Ask) -> tuple[str, ...]:
+        return fitted_words(fitted, ask, num_predicting=args.mtp_num_layers or 0)
+
+    seat = take_seat(own, make_ask, make_words, environment=os.environ, timeout_s=config.timeout_s)
+    if seat.rank is None:
+        sys.exit(seat.wait_outside(own))
+    # A flag that the fitted list gives, too, is not given twice.
+    given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
+    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words]
+
+
+def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
+    local = os.environ.get("LOCAL_RANK", "")
+    if not local.isdigit():
+        raise ConfigError("--vtp-size-list auto needs the launcher's LOCAL_RANK, which is not set; use torchrun")
+    node = args.vtp_node or socket.gethostname()
+    limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
+    kind, why = try_card(config.device, node, int(local), limit_s)
+    return Card(
+        node=node,
+        local_rank=int(local),
+        site=args.vtp_site or "",
+        kind=kind,
+        why=why,
+        versions=f"vtp_plugin {vtp_plugin.__version__}, torch {torch.__version__}, Megatron {find_host()[1].version}",
+    )
+
+
+def _has_layouts() -> bool:
+    """Whether Megatron can give every stage layers of its own: 0.12 can only for the first and the last one."""
+    return find_host()[0].name != "0.12"

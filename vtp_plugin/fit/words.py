@@ -1,0 +1,100 @@
+"""A fitted list as flags of a command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.search import Fitted
+from vtp_plugin.ground.values import format_value
+
+_LARGEST = 16
+"""Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
+
+
+def fitted_words(fitted: Fitted, ask: Ask, *, num_predicting: int = 0) -> tuple[str, ...]:
+    """Write a fitted list as the flags that a user would give for it.
+
+    A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
+
+    Args:
+        fitted: what was chosen.
+        ask: what was wanted.
+        num_predicting: layers of multi-token prediction.
+
+    >>> from types import SimpleNamespace
+    >>> from vtp_plugin.fit.cards import Node
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
+    >>> ask = Ask(args=args, least_stages=1, most_stages=2)
+    >>> nodes = (Node(name="a", num_cards=3),)
+    >>> fitted = Fitted(
+    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0)
+    >>> print(*fitted_words(fitted, ask))
+    --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
+    """
+    words = ["--vtp-size-list", format_value(fitted.sizes), "--vtp-force", *vocabulary_words(fitted.sizes, ask)]
+    if any(fitted.sites):
+        words += ["--vtp-sites", ",".join(fitted.sites)]
+    if len(fitted.layers) > len(fitted.sizes):
+        return (*words, "--num-layer-list", format_value(fitted.layers))
+    return (*words, *layer_words(fitted.layers, num_predicting))
+
+
+def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:
+    """Pad the vocabulary as any other list of this model does: its padding enters the loss and the checkpoint.
+
+    Megatron pads it to a multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that
+    a stage could have, up to 16.
+
+    Args:
+        sizes: of the stages.
+        ask: what was wanted.
+    """
+    if getattr(ask.args, "padded_vocab_size", None):
+        return ()
+    ends = math.lcm(sizes[0], sizes[-1])
+    all_sizes = math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))
+    divisor = getattr(ask.args, "make_vocab_size_divisible_by", None) or 128
+    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes // ends))
+
+
+def layer_words(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:
+    """Say in Megatron's flags how many layers each stage holds, in those that most versions have.
+
+    Args:
+        layers: of every stage.
+        num_predicting: layers of multi-token prediction, behind the last stage's.
+
+    >>> layer_words((2, 2), 0), layer_words((1, 2, 2, 3), 0)[1::2], layer_words((1, 2, 1, 3), 1)[1]
+    ((), ('1', '3'), 'Et|tt|t|tttmL')
+    """
+    first, *between = layers
+    if len(set(layers)) == 1:
+        return ()
+    first_words = ("--decoder-first-pipeline-num-layers", str(first))
+    if len(layers) == 2:
+        return first_words
+    if len(set(between[:-1])) == 1:
+        return (*first_words, "--decoder-last-pipeline-num-layers", str(layers[-1]))
+    parts = ["t" * number for number in layers]
+    return ("--pipeline-model-parallel-layout", f"E{'|'.join(parts)}{'m' * num_predicting}L")
+
+
+def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Leave out flags with the word that follows each.
+
+    >>> without(["--a", "1", "--b=2", "--c"], ["--a", "--b"])
+    ['--c']
+    """
+    left: list[str] = []
+    skips = False
+    for word in words:
+        name = word.partition("=")[0]
+        if skips:
+            skips = False
+        elif name in flags:
+            skips = name == word
+        else:
+            left.append(word)
+    return left
