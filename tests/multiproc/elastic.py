@@ -78,9 +78,10 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for name in self.agents:
             self.lose(name)
-        assert self.keeper is not None
+        assert self.keeper is not None and self.keeper.stdout is not None
         self.keeper.kill()
         self.keeper.wait()
+        self.keeper.stdout.close()
 
     @property
     def faults(self) -> Path:
