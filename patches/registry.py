@@ -49,6 +49,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.serialization",
         "core.dist_checkpointing.validation",
         "core.optimizer.moved_state",
+        "core.optimizer.older_state",
         "core.tokenizers.utils.build_tokenizer",
         "training.theoretical_memory_usage",
         "training.vocab_utils",

@@ -89,8 +89,6 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         _SINCE_0_15,
         "losses of routers with different context-parallel sizes are refused",
     ),
-    "saved_unequal_optimizers": (_SINCE_0_15, "it cannot save this, and the plugin refuses it at the start"),
-    "optimizers_of_one_list": (_SINCE_0_15, "any list can load it"),
     "random_states_of_other_lists": (_SINCE_0_15, "it ends, and names --no-load-rng"),
     "iteration_0": (_SINCE_0_15, "it loads no checkpoint of iteration 0"),
     "ranks_beyond_groups_of_heads": (_SINCE_0_15, "no stage may have more ranks than groups of heads"),

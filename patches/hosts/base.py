@@ -50,6 +50,7 @@ class MegatronHost(ABC):
         sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
         stores_states_by_replica: on a stage with an EP above 1, random states are stored for every replica, in a grid
             of another form than elsewhere.
+        stores_padding: what is stored by bucket includes what makes its length a multiple of the replicas.
         mindspeed: what has patched this Megatron before us; None without MindSpeed.
     """
 
@@ -57,6 +58,7 @@ class MegatronHost(ABC):
     needs_device_first: ClassVar[bool] = False
     sums_whole_experts: ClassVar[bool] = False
     stores_states_by_replica: ClassVar[bool] = False
+    stores_padding: ClassVar[bool] = False
     mindspeed: MindSpeed | None = None
 
     def __init__(self, version: str) -> None:
@@ -240,24 +242,27 @@ class MegatronHost(ABC):
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
 
-    def form_by_bucket(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what a checkpoint says of its content, if it holds the distributed optimizer bucket by bucket.
+    @abstractmethod
+    def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether a checkpoint holds the distributed optimizer bucket by bucket.
 
         Args:
             state: what all ranks share of the checkpoint.
         """
-        return None
+
+    @abstractmethod
+    def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
+        """Let Megatron take an optimizer that is stored by bucket for one that any sizes can load."""
 
     @abstractmethod
     def loaded_iteration(self, load_dir: str) -> int:
         """Return the iteration of the checkpoint that Megatron has begun to load."""
 
-    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
-        """Say why Megatron could not save a checkpoint of stages of these tensor-parallel sizes as its options ask.
+    def problems_of_saving(self, args: argparse.Namespace, *, device: str) -> Iterable[str]:
+        """Say why Megatron could not save a checkpoint as its options ask.
 
         Args:
             args: Megatron's.
-            tp_sizes: of all stages.
             device: name of the platform.
         """
         if args.async_save and getattr(args, "async_strategy", "mcore") != "mcore":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
+from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, TYPE
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
@@ -41,6 +42,7 @@ class Host(OlderHost):
     name = "0.12"
     averages_replicas = False
     sums_whole_experts = True
+    stores_padding = True
 
     def _noted(self) -> Mapping[str, Any]:
         return parallel_state.get_moe_layer_wise_logging_tracker()
@@ -101,10 +103,14 @@ class Host(OlderHost):
         return {}  # without embedding ranks, which H4 forgets, it leaves the ends alone
 
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
-        # Each optimizer of a chain says how it cut its state; a checkpoint without optimizer says nothing.
-        stored = state.get("optimizer") or {}
-        forms = [part.get("param_state_sharding_type") for part in (stored, *stored.values()) if isinstance(part, dict)]
-        return all(form in (None, "fully_sharded_model_space") for form in forms)
+        return all(part[TYPE] == BY_BLOCK for part in _stored_optimizers(state))
+
+    def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
+        return any(part[TYPE] == BY_BUCKET_OLDER for part in _stored_optimizers(state))
+
+    def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
+        for part in _stored_optimizers(state):
+            part[TYPE] = BY_BLOCK
 
     def loaded_iteration(self, load_dir: str) -> int:
         from megatron.training.checkpointing import get_checkpoint_tracker_filename
@@ -126,15 +132,11 @@ class Host(OlderHost):
             f"equals the uniform run of tp {tp_size}, not that of another size; newer Megatrons do not multiply"
         )
 
-    def problems_of_saving(self, args: argparse.Namespace, tp_sizes: Sequence[int], *, device: str) -> Iterable[str]:
-        yield from super().problems_of_saving(args, tp_sizes, device=device)
-        is_flat = args.use_distributed_optimizer and args.ckpt_fully_parallel_save and not args.no_save_optim
-        if args.save and args.ckpt_format == "torch_dist" and is_flat and len(set(tp_sizes)) > 1:
-            yield (
-                f"--use-distributed-optimizer with --vtp-size-list {','.join(map(str, tp_sizes))} and --save; Megatron "
-                "0.12 stores such an optimizer in one regular grid of shards, which unequal stages have not; use "
-                "--no-ckpt-fully-parallel-save (the same list can load it then), or --no-save-optim"
-            )
+
+def _stored_optimizers(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what each optimizer of a chain, or the only one, says of itself in a checkpoint; without one, nothing."""
+    stored = state.get("optimizer") or {}
+    yield from (part for part in (stored, *stored.values()) if isinstance(part, dict) and TYPE in part)
 
 
 @replaces(

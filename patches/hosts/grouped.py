@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
+from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM, IN_MODEL_SPACE
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.u_layers import layout_of
@@ -143,9 +143,13 @@ class GroupedHost(MegatronHost):
         form = metadata.get(FORM)
         return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
 
-    def form_by_bucket(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        metadata = load_content_metadata(preloaded_state_dict=state) or {}
-        return metadata if metadata.get(FORM) == BY_BUCKET else None
+    def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
+        return (load_content_metadata(preloaded_state_dict=state) or {}).get(FORM) == BY_BUCKET
+
+    def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
+        content = load_content_metadata(preloaded_state_dict=state)
+        assert content is not None
+        content[FORM] = IN_MODEL_SPACE
 
     def loaded_iteration(self, load_dir: str) -> int:
         from megatron.training.checkpointing import get_loaded_iteration

@@ -303,7 +303,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     refuse(
         (
             *check_run(args, context, replicas),
-            *host.problems_of_saving(args, layout.tp_sizes, device=session.planned.platform.name),
+            *host.problems_of_saving(args, device=session.planned.platform.name),
             *(host.refusals(EXPERT_RULES, args, context) if args.num_experts else ()),
         )
     )

@@ -125,6 +125,9 @@ def _load(
             if load_dir is None or host.loaded_iteration(load_dir) < 0:
                 raise
             raise _unreadable(host, load_dir) from None
+    if not is_first:
+        # Whoever wants something of it has it now.
+        session.keep_stored_optimizer(None)
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = stored_arguments(result)

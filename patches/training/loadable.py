@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemReader
+
 from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.forms import FORM
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.offline.masters import require_masters
-from vtp_plugin.patches.core.optimizer.moved_state import STORED
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 from vtp_plugin.session import Session
@@ -70,19 +70,20 @@ def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:
 def _folder_by_bucket(host: MegatronHost, result: tuple[Any, ...]) -> Path | None:
     """Return the folder of a checkpoint whose optimizer is stored by bucket; None if it is not, or cannot be read."""
     state, folder = result[:2]
-    if not isinstance(state, dict) or host.form_by_bucket(state) is None or "://" in str(folder):
+    if not isinstance(state, dict) or not host.is_by_bucket(state) or "://" in str(folder):
         return None
     return Path(folder)
 
 
 def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:
-    """Open the optimizer of a checkpoint, and note it beside its form, where H20b finds it.
+    """Open the optimizer of a checkpoint, and note it in the session, where H20b finds it.
 
     Without a map, the ranks share the proof of the one that they work out.
 
     Raises:
         ConfigError: the map is damaged, does not fit what is stored, or cannot be worked out.
     """
+    session.keep_stored_optimizer(None)
     folder = _folder_by_bucket(host, result)
     if folder is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
         return
@@ -90,14 +91,9 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
     if not contents.has_map and _is_cut_alike(session, args, stored_arguments(result)):
         return
     require_masters(contents, args.rank, args.world_size)
-    # Not at the top: Megatron 0.12, which has no such form, has no such function.
-    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
-
-    metadata = host.form_by_bucket(result[0])
-    assert metadata is not None
-    stored = StoredOptimizer(folder, _get_filesystem_reader(str(folder)), contents.buckets())
-    # With its map any layout can load it, and Megatron asks no more.
-    metadata.update({FORM: "fully_reshardable", STORED: stored})
+    session.keep_stored_optimizer(StoredOptimizer(folder, FileSystemReader(str(folder)), contents.buckets()))
+    # So any layout can load it, and Megatron asks no more.
+    host.take_for_reshardable(result[0])
 
 
 def _is_cut_alike(session: Session, args: Any, stored: Any) -> bool:

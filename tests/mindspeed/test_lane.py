@@ -47,6 +47,7 @@ MODEL = shlex.split("""
 VOCAB_MULTIPLE = 24
 PER_TOKEN = ("--calculate-per-token-loss",)
 DISTRIBUTED = ("--use-distributed-optimizer",)
+UNTIED = ("--untie-embeddings-and-output-weights",)
 SEQUENCE = ("--sequence-parallel",)
 # As the scripts of MindSpeed-LLM's own examples, without what needs an NPU: fused kernels and flash attention.
 QWEN = tuple(
@@ -190,6 +191,17 @@ def test_a_uniform_checkpoint_loads_into_unequal_stages(tmp_path: Path) -> None:
     whole = numbers(trained("1,1", *saving))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     code, output = start("1,2", "--ckpt-format", "torch_dist", "--load", str(tmp_path), "--no-load-rng")
+    assert code == 0, output[-6000:]
+    assert_same(output, printed_from_step_2(whole))
+
+
+def test_the_distributed_optimizer_goes_on_in_another_list(tmp_path: Path) -> None:
+    """What unequal stages save by bucket, a list of other sizes and of fewer replicas loads."""
+    extra = (*DISTRIBUTED, *UNTIED, "--ckpt-format", "torch_dist", "--global-batch-size", "16")
+    whole = numbers(trained("1,2", *extra, "--save", str(tmp_path), "--save-interval", "2", dp=2))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert (tmp_path / "iter_0000002" / "vtp_optimizer_map.json").exists()
+    code, output = start("2,1", *extra, "--load", str(tmp_path), "--no-load-rng")
     assert code == 0, output[-6000:]
     assert_same(output, printed_from_step_2(whole))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -102,10 +101,6 @@ def _assert_clean(runs: Sequence[ScriptRun]) -> None:
 
 
 @pytest.mark.needs("exact_bf16_resume", cases=("2,1-bf16",))
-@pytest.mark.needs(
-    "saved_unequal_optimizers",
-    cases=("2,1-distributed]", "1,2-distributed", "1,2-reshardable", "1,2-bf16-distributed", "2,1-parallel-load"),
-)
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [
@@ -157,7 +152,6 @@ def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
     assert losses(runs) != losses(whole)[2:]
 
 
-@pytest.mark.needs("saved_unequal_optimizers", cases=("1,2-to-2,1-reshardable", "2,1-to-1,1-reshardable"))
 @pytest.mark.parametrize(
     ("source", "stock", "target", "extra", "dp"),
     [
@@ -193,51 +187,20 @@ def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer)
     assert "(TP, PP) mismatch" in runs[0].output
 
 
-@pytest.mark.needs("optimizers_of_one_list", cases=("distributed",))
-@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed-unequal",))
 @pytest.mark.parametrize(
-    ("source", "target", "extra", "dp", "way_out"),
-    [
-        pytest.param(
-            "1,1",
-            "1,2",
-            DISTRIBUTED,
-            2,
-            "--dist-ckpt-optim-fully-reshardable",
-            id="distributed",
-            marks=pytest.mark.full,
-        ),
-        pytest.param("1,2", "2,1", LEGACY, 1, "--ckpt-format torch_dist", id="legacy"),
-        pytest.param("1,1", "1,2", LEGACY, 1, "--ckpt-format torch_dist", id="legacy-missing-file"),
-        pytest.param(
-            "1,2",
-            "2,1",
-            DISTRIBUTED,
-            2,
-            "--dist-ckpt-optim-fully-reshardable",
-            id="distributed-unequal",
-            marks=pytest.mark.full,
-        ),
-    ],
+    ("source", "target"),
+    [pytest.param("1,2", "2,1", id="legacy"), pytest.param("1,1", "1,2", id="legacy-missing-file")],
 )
-def test_what_only_its_own_list_can_load_is_refused(
-    pool: Pool, written: Writer, tmp_path: Path, source: str, target: str, extra: list[str], dp: int, way_out: str
-) -> None:
-    """Every rank leaves with the same line, also those that could go on alone.
-
-    A distributed optimizer is so without the map that is written beside it, as stock Megatron leaves it.
-    """
-    folder, _ = written(source, extra, dp=dp)
-    if extra == DISTRIBUTED:
-        folder = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("vtp_optimizer_map.json"))
-    command = arguments(target, dp=dp, extra=[*extra, "--load", str(folder)])
-    runs = launch(pool, num_ranks(target, dp), {"arguments": command})
+def test_what_only_its_own_list_can_load_is_refused(pool: Pool, written: Writer, source: str, target: str) -> None:
+    """Every rank leaves with the same line, also those that could go on alone."""
+    folder, _ = written(source, LEGACY)
+    command = arguments(target, extra=[*LEGACY, "--load", str(folder)])
     assert_refused(
-        runs,
+        launch(pool, num_ranks(target), {"arguments": command}),
         f"checkpoint {folder} ",
-        f"by --vtp-size-list {source}, and only" if extra == LEGACY else f"of --vtp-size-list {source} ",
+        f"by --vtp-size-list {source}, and only",
         f"not --vtp-size-list {target};",
-        way_out,
+        "--ckpt-format torch_dist",
     )
 
 
@@ -301,7 +264,6 @@ def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> Non
 
 
 @pytest.mark.needs("worker_on_cpus")
-@pytest.mark.needs("saved_unequal_optimizers", cases=("2,1-distributed",))
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp"),
     [

@@ -200,7 +200,6 @@ def test_checkpoints_move_between_lists(
     assert_same_training(again, start.runs, first=1)
 
 
-@pytest.mark.needs("saved_unequal_optimizers")
 @pytest.mark.full
 def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
     """Megatron's usual format has the shards of the optimizer under the number of their group of ranks.

@@ -104,7 +104,6 @@ TWO = ("--expert-model-parallel-size", "2")
 
 @pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
 @pytest.mark.needs("router_losses_by_context", cases=("experts-cp-list",))
-@pytest.mark.needs("saved_unequal_optimizers", cases=("overlapped",))
 @pytest.mark.needs("log_of_all_replicas", cases=("experts-own",))
 @pytest.mark.needs("document_masking", cases=("packed",))
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.hosts import resharding_flags
 from tests.multiproc.optimizer_state import assert_same_state
 from tests.multiproc.script_cases import (
     ScriptRun,
@@ -23,7 +24,7 @@ from tests.multiproc.script_cases import (
 )
 from tests.pool import Pool
 
-pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
+pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]
 MAP = "vtp_optimizer_map.json"
 Writer = Callable[..., tuple[Path, list[ScriptRun]]]
@@ -55,7 +56,7 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
 
 def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
     """Train the last two steps from the checkpoint of the second one, and take the optimizer down before."""
-    loading = [*DISTRIBUTED, *extra, "--load", str(folder), "--global-batch-size", "16"]
+    loading = [*DISTRIBUTED, *extra, *resharding_flags(), "--load", str(folder), "--global-batch-size", "16"]
     runs = train(pool, sizes, loading, dp=dp, hooks=["dump_optimizer"])
     assert "successfully loaded checkpoint" in runs[0].output
     assert [len(run.steps) for run in runs] == [2] * len(runs)
@@ -160,14 +161,16 @@ def _other_numel(text: str) -> str:
             lambda _: '{"version": 2}', "is a map of version 2, and this vtp_plugin reads version 1", id="newer"
         ),
         pytest.param(_other_numel, "the map does not belong to this checkpoint", id="unfit"),
+        pytest.param(lambda _: None, "is missing, and where the optimizer's parameters lie cannot be", id="missing"),
     ],
 )
 def test_a_map_that_is_not_of_the_checkpoint_is_refused(
-    pool: Pool, written: Writer, tmp_path: Path, spoil: Callable[[str], str], words: str
+    pool: Pool, written: Writer, tmp_path: Path, spoil: Callable[[str], str | None], words: str
 ) -> None:
     folder = shutil.copytree(written("1,2", dp=2)[0], tmp_path / "copy")
     file = folder / "iter_0000002" / MAP
-    file.write_text(spoil(file.read_text()))
+    spoiled = spoil(file.read_text())
+    file.unlink() if spoiled is None else file.write_text(spoiled)
     _assert_refused(pool, folder, [], str(file), words)
 
 

@@ -103,7 +103,6 @@ def test_resumed_with_another_list(pool: Pool, tmp_path: Path, sizes: str, cp_si
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
-@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], DISTRIBUTED], ids=["plain", "distributed"])
 def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:

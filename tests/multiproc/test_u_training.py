@@ -118,8 +118,6 @@ def test_sharded_sequences_and_optimizer(
     weights = ["--load", str(folder), "--finetune"]
     reference = train(pool, "1", weights, dp=dp)
     command = [*U_SHAPE, layers, *options]
-    if host_name() == "0.12" and "--use-distributed-optimizer" in options:
-        command += ["--no-ckpt-fully-parallel-save"]  # the grid of shards would have to be regular
     runs = train(pool, sizes, [*command, *weights, "--save", str(tmp_path), "--save-interval", "2"], dp=dp)
     assert_same_training(runs, reference)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

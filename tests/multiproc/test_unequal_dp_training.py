@@ -93,7 +93,6 @@ def test_samples_and_their_order(pool: Pool, mode: str) -> None:
     assert narrow == [sample for both in zip(*pairs, strict=True) for pair in both for sample in pair]
 
 
-@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], DISTRIBUTED], ids=["plain", "distributed"])
 def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
@@ -104,7 +103,6 @@ def test_save_and_resume(pool: Pool, tmp_path: Path, extra: list[str]) -> None:
     assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
 
 
-@pytest.mark.needs("saved_unequal_optimizers", cases=("distributed",))
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"])
 def test_checkpoint_of_another_dp_list(pool: Pool, tmp_path: Path, extra: list[str]) -> None:

@@ -188,7 +188,7 @@ def _short(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        pytest.param(_no_map, f"b has no {MAP}, and where its optimizer's parameters lie cannot", id="no-map"),
+        pytest.param(_no_map, f"b/{MAP} is missing, and where the optimizer's parameters lie cannot", id="no-map"),
         pytest.param(_foreign_class, "b/.metadata names os.system, which no index of a checkpoint needs", id="class"),
         pytest.param(lambda folder: (folder / ".metadata").write_bytes(b"x"), "b/.metadata is damaged", id="damaged"),
         pytest.param(lambda folder: (folder / ".metadata").unlink(), "b/.metadata is missing", id="no-index"),

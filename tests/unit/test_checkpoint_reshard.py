@@ -202,7 +202,7 @@ def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None
     assert run("reshard", "--from", a, "--to", tmp_path / "half")[0] == 0
     assert "holds a checkpoint; none is overwritten" in refusal(a, tmp_path / "half")
     (a / MAP).unlink()
-    assert f"has no {MAP}" in refusal(a, tmp_path / "b")
+    assert f"{MAP} is missing" in refusal(a, tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 

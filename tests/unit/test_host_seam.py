@@ -127,38 +127,6 @@ def test_a_write_lies_where_its_version_has_it() -> None:
     assert string.digits == "0123456789" and bound.target == "string:digits"
 
 
-@pytest.mark.parametrize(
-    ("changes", "tp_sizes", "is_refused"),
-    [
-        ({}, (1, 2), True),
-        ({}, (2, 2), False),
-        ({"save": None}, (1, 2), False),
-        ({"ckpt_format": "torch"}, (1, 2), False),
-        ({"ckpt_fully_parallel_save": False}, (1, 2), False),
-        ({"no_save_optim": True}, (1, 2), False),
-        ({"use_distributed_optimizer": False}, (1, 2), False),
-    ],
-)
-def test_what_0_12_cannot_save_is_refused_at_the_start(
-    changes: dict[str, object], tp_sizes: tuple[int, ...], is_refused: bool
-) -> None:
-    args = argparse.Namespace(
-        save="here",
-        ckpt_format="torch_dist",
-        ckpt_fully_parallel_save=True,
-        no_save_optim=None,
-        use_distributed_optimizer=True,
-        async_save=True,
-        use_persistent_ckpt_worker=True,
-    )
-    vars(args).update(changes)
-    problems = tuple(load_host("0.12").problems_of_saving(args, tp_sizes, device="npu"))
-    assert [problem.partition(" and --save")[0] for problem in problems] == [
-        "--use-distributed-optimizer with --vtp-size-list 1,2"
-    ] * is_refused
-    assert not tuple(load_host(NEWEST).problems_of_saving(args, tp_sizes, device="npu"))
-
-
 @pytest.mark.parametrize("name", ["0.12", "0.16", "0.17", "0.18", "0.19"])
 def test_the_worker_that_saves_is_refused_on_cpus(name: str) -> None:
     """That of 0.19 shares the tensors with the run, which goes on; it gets copies (H22e)."""
@@ -170,12 +138,12 @@ def test_the_worker_that_saves_is_refused_on_cpus(name: str) -> None:
         use_persistent_ckpt_worker=True,
         async_strategy="mcore",
     )
-    (*found,) = load_host(name).problems_of_saving(args, (1, 2), device="cpu")
+    (*found,) = load_host(name).problems_of_saving(args, device="cpu")
     expected = [] if name == "0.19" else ["--async-save with --use-persistent-ckpt-worker"]
     assert [line.partition(" on CPUs; ")[0] for line in found] == expected
-    assert not tuple(load_host(name).problems_of_saving(args, (1, 2), device="cuda"))
+    assert not tuple(load_host(name).problems_of_saving(args, device="cuda"))
     args.async_strategy = "nvrx"
-    (line,) = load_host(name).problems_of_saving(args, (1, 2), device="cuda")
+    (line,) = load_host(name).problems_of_saving(args, device="cuda")
     assert line.startswith("--async-save with --async-strategy nvrx; ")
 
 

@@ -208,9 +208,9 @@ def no_map(folder: Path, problem: str) -> ConfigError:
         problem: why it could not be worked out.
     """
     return ConfigError(
-        f"{folder} has no {MAP}, and where its optimizer's parameters lie cannot be worked out: {problem}; only the "
-        "order of GPT models of Megatron 0.15 to 0.19 is known; load it in the layout that wrote it and save it with "
-        "this plugin, or load only the weights with --no-load-optim (diff: --weights-only)"
+        f"{folder / MAP} is missing, and where the optimizer's parameters lie cannot be worked out: {problem}; the "
+        "order is known of GPT models of Megatron 0.15 to 0.19 only; load it in the layout that wrote it and save it "
+        "with this plugin, or load only the weights with --no-load-optim (diff: --weights-only)"
     )
 
 

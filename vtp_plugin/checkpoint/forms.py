@@ -6,7 +6,13 @@ from typing import Final
 
 FORM: Final = "distrib_optim_sharding_type"
 """Where a checkpoint says in which form it holds it."""
+TYPE: Final = "param_state_sharding_type"
+"""Where each optimizer says so."""
 BY_BUCKET: Final = "dp_reshardable"
 """Bucket by bucket, as it lies in memory: what Megatron does by itself from 0.15 on."""
 IN_MODEL_SPACE: Final = "fully_reshardable"
 """Parameter by parameter, so that any layout can load it."""
+BY_BUCKET_OLDER: Final = "fully_sharded_bucket_space"
+"""The same with Megatron 0.12, with padding, which it does if it is asked to."""
+BY_BLOCK: Final = "fully_sharded_model_space"
+"""Parameter by parameter, each rank's block flat, on one grid for all: what Megatron 0.12 to 0.14 does by itself."""

@@ -13,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -38,6 +38,9 @@ from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.start import Start
+
+if TYPE_CHECKING:
+    from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 
 
 class Session:
@@ -71,6 +74,7 @@ class Session:
         self.pipelines = Pipelines()
         self.savings = Savings()
         self.writes = Writes()
+        self._stored_optimizer: StoredOptimizer | None = None
         self._config = config
         self._platform = platform
         self._close_log: Callable[[], None] | None = None
@@ -85,6 +89,15 @@ class Session:
     def ask(self, config: VtpConfig) -> None:
         """Take what was asked for by now: what ``apply()`` was given, and what was found out since."""
         self._config = config
+
+    @property
+    def stored_optimizer(self) -> StoredOptimizer | None:
+        """What the checkpoint that is being loaded holds, if it is read into another layout."""
+        return self._stored_optimizer
+
+    def keep_stored_optimizer(self, stored: StoredOptimizer | None) -> None:
+        """Keep it for those that want something of it, or let it go."""
+        self._stored_optimizer = stored
 
     @property
     def is_applied(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.cuts import Bucket
-from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
+from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, FORM, TYPE
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.moment import Moment
@@ -25,11 +25,10 @@ from vtp_plugin.patching import replaces
     why="the map that H20 makes, part by part, is one file beside what is stored",
     remove_when="with H20",
     aliases=("megatron.core.dist_checkpointing:save",),
-    unneeded={"<0.15": "H20 makes no map"},
 )
 def _save(original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `save`; rank 0 then writes the map, before what is saved in the background is complete."""
-    is_by_bucket = (kwargs.get("content_metadata") or {}).get(FORM) == BY_BUCKET and "://" not in str(folder)
+    is_by_bucket = _is_by_bucket(state, kwargs.get("content_metadata") or {}) and "://" not in str(folder)
     values = nested_values(state) if is_by_bucket else ()
     parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
     own = [part.buckets() for part in parts if isinstance(part, MapPart)]
@@ -37,6 +36,15 @@ def _save(original: Callable[..., Any], state: Any, folder: Any, *args: Any, **k
     if is_by_bucket:
         _write(Path(folder), own)
     return result
+
+
+def _is_by_bucket(state: Any, content: Mapping[str, Any]) -> bool:
+    """Tell whether an optimizer is stored by bucket; all ranks know it alike."""
+    if content.get(FORM) == BY_BUCKET:
+        return True
+    stored = state.get("optimizer") if isinstance(state, dict) else None
+    parts = (stored, *stored.values()) if isinstance(stored, dict) else ()
+    return any(isinstance(part, dict) and part.get(TYPE) == BY_BUCKET_OLDER for part in parts)
 
 
 def _write(folder: Path, own: list[tuple[Bucket, ...] | None]) -> None:

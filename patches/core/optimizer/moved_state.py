@@ -10,20 +10,27 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
-from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.cuts import Bucket, Cut
 from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.ground.log import warning
 from vtp_plugin.patches.core.optimizer.optimizer_map import buckets_of, cuts_of
+from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.stored_optimizer import Request, StoredOptimizer, Wanted
+from vtp_plugin.session import Session
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-STORED: Final = "vtp_stored_optimizer"
-"""Where what was found in a checkpoint stands, beside the form, for those that load it."""
-_NO_BUCKETS = {"<0.15": "it does not store the optimizer by bucket"}
+# What Megatron tells groups of parameters apart by; older versions do not say it.
+_IDENTIFIERS: Final = getattr(
+    megatron_optimizer,
+    "param_group_identifier_keys",
+    ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+)
+# Of the form that Megatron 0.12 has by bucket.
+_OLDER: Final = "fs_bucket_space"
 
 
 class MapPart:
@@ -46,30 +53,36 @@ class MapPart:
 
 
 @replaces(
-    f"{_CLASS}.sharded_param_state_dp_reshardable",
+    targets={
+        "<0.15": f"{_CLASS}.sharded_param_state_{_OLDER}",
+        ">=0.15": f"{_CLASS}.sharded_param_state_dp_reshardable",
+    },
     id="H20",
     when=Moment.LIST,
     why="what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it",
     remove_when="Megatron stores a map of its buckets",
-    unneeded=_NO_BUCKETS,
 )
 def _with_map(
-    original: Callable[..., dict[Any, Any]], optimizer: Any, model_state: Any, is_loading: bool = False, *args: Any
+    host: MegatronHost,
+    original: Callable[..., dict[Any, Any]],
+    optimizer: Any,
+    model_state: Any,
+    is_loading: bool = False,
+    *args: Any,
 ) -> dict[Any, Any]:
-    """Run `sharded_param_state_dp_reshardable`; the first rank of a group adds its part of the map to what it saves."""
+    """Run what stores an optimizer by bucket; the first rank of a group adds its part of the map to what it saves."""
     state = original(optimizer, model_state, is_loading, *args)
     is_first = optimizer.data_parallel_group.rank() == 0 and optimizer.distributed_optimizer_instance_id == 0
     if is_first and not is_loading:
-        state["vtp_map"] = LocalNonpersistentObject(
-            MapPart(_own_buckets(optimizer, model_state), state["per_bucket_numel"])
-        )
+        own = _own_buckets(optimizer, model_state, is_padded=host.stores_padding)
+        state["vtp_map"] = LocalNonpersistentObject(MapPart(own, state["per_bucket_numel"]))
     return state
 
 
-def _own_buckets(optimizer: Any, model_state: Any) -> tuple[Bucket, ...] | None:
+def _own_buckets(optimizer: Any, model_state: Any, *, is_padded: bool) -> tuple[Bucket, ...] | None:
     """Return this optimizer's buckets; None if a part of a parameter cannot be said by ranges, and log which."""
     try:
-        return tuple(buckets_of(optimizer, cuts_of(model_state)))
+        return tuple(buckets_of(optimizer, cuts_of(model_state), is_padded=is_padded))
     except PlanError as error:
         warning(f"no {MAP} is written, so only this layout can load the optimizer: {error}")
         return None
@@ -81,9 +94,10 @@ def _own_buckets(optimizer: Any, model_state: Any) -> tuple[Bucket, ...] | None:
     when=Moment.LIST,
     why="it asks for the buckets of this layout, which a checkpoint of another one does not have",
     remove_when="with H20",
-    unneeded=_NO_BUCKETS,
+    unneeded={"<0.15": "H20d"},
 )
 def _wanted_state(
+    session: Session,
     original: Callable[..., dict[Any, Any]],
     optimizer: Any,
     model_state: Any = None,
@@ -92,15 +106,26 @@ def _wanted_state(
     metadata: dict[str, Any] | None = None,
 ) -> dict[Any, Any]:
     """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it."""
-    stored: StoredOptimizer | None = (metadata or {}).get(STORED)
-    if stored is None or metadata is None:
+    stored = session.stored_optimizer
+    if stored is None or not is_loading:
         return original(optimizer, model_state, is_loading, sharding_type, metadata)
     own = tuple(buckets_of(optimizer, cuts := cuts_of(model_state)))
     prefix = stored.prefix_of(own)
     if prefix is not None:
-        state = original(optimizer, model_state, is_loading, sharding_type, {**metadata, FORM: BY_BUCKET})
+        state = original(optimizer, model_state, is_loading, sharding_type, {**(metadata or {}), FORM: BY_BUCKET})
         add_prefix_for_sharding(state, prefix)
         return state
+    return request_state(optimizer, stored, cuts)
+
+
+def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.Tensor, Cut]) -> dict[Any, Any]:
+    """Ask Megatron for nothing, and note what an optimizer wants of a stored one.
+
+    Args:
+        optimizer: Megatron's.
+        stored: what a checkpoint holds.
+        cuts: of the optimizer's parameters.
+    """
     # As the original: the optimizer makes its tensors before they are filled.
     optimizer.load_state_dict(optimizer.state_dict())
     rest = optimizer.state_dict()
@@ -108,9 +133,9 @@ def _wanted_state(
         Wanted(cuts[parameter], ranges["param"].start, ranges["param"].end, tuple(_tensors(optimizer, parameter)))
         for parameter, ranges in _held(optimizer)
     ]
-    request = Request(stored, wanted, lambda: _take_rest(optimizer, stored, rest))
+    request = Request(stored, wanted, lambda: _take_rest(stored, rest))
     kept = {name: LocalNonpersistentObject(value) for name, value in rest.items()}
-    return {**kept, "param_state": LocalNonpersistentObject(request), "param_state_sharding_type": BY_BUCKET}
+    return {**kept, "param_state": LocalNonpersistentObject(request)}
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
@@ -127,47 +152,50 @@ def _tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.T
     return {name: tensor.detach() for name, tensor in found.items() if name != "step"}
 
 
-def _take_rest(optimizer: Any, stored: StoredOptimizer, rest: dict[str, Any]) -> None:
+def _take_rest(stored: StoredOptimizer, rest: dict[str, Any]) -> None:
     """Take what is stored besides tensors: groups of parameters, with their steps, and the scaler of the loss.
 
     Raises:
         ConfigError: no stage of the run that was saved had such a group.
     """
-    own = {_identity(group) for group in rest["optimizer"]["param_groups"]}
+    own = [_identity(group) for group in rest["optimizer"]["param_groups"]]
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     # Stages may have different groups, so one object may not have all.
     for saved in stored.objects("optimizer"):
         for group in saved["param_groups"]:
             groups.setdefault(_identity(group), group)
-        if own <= groups.keys():
+        if groups.keys() >= {*own}:
             break
-    if missing := own - groups.keys():
-        said = dict(zip(megatron_optimizer.param_group_identifier_keys, min(missing, key=repr), strict=True))
+    if missing := {*own} - groups.keys():
+        said = dict(zip(_IDENTIFIERS, min(missing, key=repr), strict=True))
         shown = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
         raise ConfigError(
             f"{stored.folder}: no parameters were trained with {shown}; this run trains some so; use the options of "
             "the run that was saved, or load only the weights with --no-load-optim"
         )
-    rest["optimizer"]["param_groups"] = list(groups.values())
+    # Megatron 0.12 takes them in its own order, later ones know them by what they say.
+    rest["optimizer"]["param_groups"] = [groups[identity] for identity in own]
     if "grad_scaler" in rest:
         rest["grad_scaler"].update(next(stored.objects("grad_scaler"), {}))
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return what Megatron tells groups of parameters apart by, under either name."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in megatron_optimizer.param_group_identifier_keys)
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTIFIERS)
 
 
 @replaces(
-    f"{_CLASS}.load_parameter_state_from_dp_reshardable",
+    targets={
+        "<0.15": f"{_CLASS}.load_parameter_state_from_{_OLDER}",
+        ">=0.15": f"{_CLASS}.load_parameter_state_from_dp_reshardable",
+    },
     id="H20c",
     when=Moment.LIST,
     why="it takes tensors of the buckets of this layout; those of another one are cut and copied to their places",
     remove_when="with H20",
-    unneeded=_NO_BUCKETS,
 )
 def _fill(original: Callable[[Any, Any], None], optimizer: Any, state: Any) -> None:
-    """Run `load_parameter_state_from_dp_reshardable`, or read what was noted by H20b."""
+    """Run what loads an optimizer by bucket, or read what was noted by H20b."""
     if isinstance(state, Request):
         state.fill(_tensors(optimizer, parameter) for parameter, _ in _held(optimizer))
     else:

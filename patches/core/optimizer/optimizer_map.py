@@ -60,12 +60,13 @@ def _block(part: ShardedTensor, offset: int, strides: tuple[int, ...]) -> Block:
     return block_at(box, offset, (1,) * part.prepend_axis_num + tuple(strides))
 
 
-def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, Cut]) -> Iterator[Bucket]:
+def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, Cut], *, is_padded: bool = False) -> Iterator[Bucket]:
     """Yield the buckets of an optimizer, with keys as it stores them.
 
     Args:
         optimizer: Megatron's.
         cuts: of its parameters.
+        is_padded: whether it stores the end of a bucket that is there only so that the ranks can share it.
 
     Raises:
         KeyError: the model does not store a parameter.
@@ -80,4 +81,5 @@ def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, Cut]) -> Iterator[Buc
                 if of == index
             ]
             key = f"{group}.gbuf_idx_{number}.dtype_{types}.bucket_idx_{index}"
-            yield Bucket(key, bucket.numel_unpadded, tuple(sorted(parts, key=lambda part: part.offset)))
+            numel = bucket.grad_data.numel() if is_padded else bucket.numel_unpadded
+            yield Bucket(key, numel, tuple(sorted(parts, key=lambda part: part.offset)))
