@@ -76,6 +76,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<0.15", ">=0.19"),
         "its worker, which --async-save needs, is for CUDA, and the plugin refuses it on CPUs",
     ),
+    "optimizer_by_rank": (("<0.15",), "it stores no optimizer as one object for each rank in a distributed checkpoint"),
     "no_bridges": (("<0.19",), "it has bridges"),
     "core_grid_of_older": (("<0.19",), "test_parity.py tries more"),
     # Since 0.15.

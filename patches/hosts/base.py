@@ -51,6 +51,7 @@ class MegatronHost(ABC):
         stores_states_by_replica: on a stage with an EP above 1, random states are stored for every replica, in a grid
             of another form than elsewhere.
         stores_padding: what is stored by bucket includes what makes its length a multiple of the replicas.
+        for_any_list: how to save the distributed optimizer so that any list loads it.
         mindspeed: what has patched this Megatron before us; None without MindSpeed.
     """
 
@@ -59,6 +60,7 @@ class MegatronHost(ABC):
     sums_whole_experts: ClassVar[bool] = False
     stores_states_by_replica: ClassVar[bool] = False
     stores_padding: ClassVar[bool] = False
+    for_any_list: ClassVar[str] = "with --dist-ckpt-optim-fully-reshardable"
     mindspeed: MindSpeed | None = None
 
     def __init__(self, version: str) -> None:

@@ -43,6 +43,7 @@ class Host(OlderHost):
     averages_replicas = False
     sums_whole_experts = True
     stores_padding = True
+    for_any_list = "without --no-ckpt-fully-parallel-save"
 
     def _noted(self) -> Mapping[str, Any]:
         return parallel_state.get_moe_layer_wise_logging_tracker()

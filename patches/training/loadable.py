@@ -55,7 +55,7 @@ def require_loadable(
     if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
+            f"not {runs}; save it {host.for_any_list}, or load only the weights with "
             "--no-load-optim"
         )
 

@@ -204,6 +204,19 @@ def test_what_only_its_own_list_can_load_is_refused(pool: Pool, written: Writer,
     )
 
 
+@pytest.mark.needs("optimizer_by_rank")
+@pytest.mark.full
+def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written: Writer) -> None:
+    extra = [*DISTRIBUTED, "--no-ckpt-fully-parallel-save"]
+    folder, _ = written("1,2", extra, dp=2)
+    command = arguments("2,1", dp=2, extra=[*extra, "--load", str(folder)])
+    assert_refused(
+        launch(pool, num_ranks("2,1", 2), {"arguments": command}),
+        f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 1,2 in a form that only that list",
+        "save it without --no-ckpt-fully-parallel-save",
+    )
+
+
 @pytest.mark.parametrize(
     "extra", [pytest.param([], id="sharded", marks=pytest.mark.full), pytest.param(LEGACY, id="legacy")]
 )
