@@ -127,7 +127,7 @@ def _load(
             raise _unreadable(host, load_dir) from None
     if not is_first:
         # Whoever wants something of it has it now.
-        session.keep_stored_optimizer(None)
+        session.loading.keep(None)
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = stored_arguments(result)

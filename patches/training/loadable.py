@@ -83,7 +83,7 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
     Raises:
         ConfigError: the map is damaged, does not fit what is stored, or cannot be worked out.
     """
-    session.keep_stored_optimizer(None)
+    session.loading.keep(None)
     folder = _folder_by_bucket(host, result)
     if folder is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
         return
@@ -91,7 +91,7 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
     if not contents.has_map and _is_cut_alike(session, args, stored_arguments(result)):
         return
     require_masters(contents, args.rank, args.world_size)
-    session.keep_stored_optimizer(StoredOptimizer(folder, FileSystemReader(str(folder)), contents.buckets()))
+    session.loading.keep(StoredOptimizer(folder, FileSystemReader(str(folder)), contents.buckets()))
     # So any layout can load it, and Megatron asks no more.
     host.take_for_reshardable(result[0])
 

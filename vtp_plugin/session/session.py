@@ -13,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,14 +33,12 @@ from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.session.applied import AppliedSets
+from vtp_plugin.session.loading import Loading
 from vtp_plugin.session.pipeline import Pipeline, Pipelines, open_pipeline
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
 from vtp_plugin.session.planned import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.start import Start
-
-if TYPE_CHECKING:
-    from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 
 
 class Session:
@@ -59,6 +57,7 @@ class Session:
         pipelines: those that this rank works in: the run's own, and those of modules.
         savings: the checkpoints that are being written.
         writes: the names of Megatron and torch that patches may write.
+        loading: what is known of a checkpoint while it is being loaded.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Session:
         self.pipelines = Pipelines()
         self.savings = Savings()
         self.writes = Writes()
-        self._stored_optimizer: StoredOptimizer | None = None
+        self.loading = Loading()
         self._config = config
         self._platform = platform
         self._close_log: Callable[[], None] | None = None
@@ -89,15 +88,6 @@ class Session:
     def ask(self, config: VtpConfig) -> None:
         """Take what was asked for by now: what ``apply()`` was given, and what was found out since."""
         self._config = config
-
-    @property
-    def stored_optimizer(self) -> StoredOptimizer | None:
-        """What the checkpoint that is being loaded holds, if it is read into another layout."""
-        return self._stored_optimizer
-
-    def keep_stored_optimizer(self, stored: StoredOptimizer | None) -> None:
-        """Keep it for those that want something of it, or let it go."""
-        self._stored_optimizer = stored
 
     @property
     def is_applied(self) -> bool:

@@ -106,7 +106,7 @@ def _wanted_state(
     metadata: dict[str, Any] | None = None,
 ) -> dict[Any, Any]:
     """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it."""
-    stored = session.stored_optimizer
+    stored = session.loading.stored_optimizer
     if stored is None or not is_loading:
         return original(optimizer, model_state, is_loading, sharding_type, metadata)
     own = tuple(buckets_of(optimizer, cuts := cuts_of(model_state)))

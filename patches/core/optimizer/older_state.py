@@ -38,8 +38,8 @@ def _older_state(
     sharding_type: str = BY_BLOCK,
 ) -> dict[Any, Any]:
     """Run `sharded_state_dict`, by bucket where stages differ; what a checkpoint holds by bucket is noted as wanted."""
-    if is_loading and session.stored_optimizer is not None:
-        return request_state(optimizer, session.stored_optimizer, cuts_of(model_state))
+    if is_loading and session.loading.stored_optimizer is not None:
+        return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state))
     if not is_loading and sharding_type == BY_BLOCK and len(set(session.planned.layout.tp_sizes)) > 1:
         sharding_type = BY_BUCKET_OLDER
     return original(optimizer, model_state, is_loading, sharding_type)
