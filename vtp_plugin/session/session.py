@@ -50,14 +50,12 @@ class Session:
         watch_failures: see below.
 
     Attributes:
-        watch_failures: makes errors that end this process one line, and tells the other ranks; called once a list is
-            asked for.
+        watch_failures: makes errors of this process one line, and tells other ranks; called once a list is asked for.
         ranks: what this rank does together with all others, outside the process groups.
         applied: sets of patches in the order of application.
         pipelines: those that this rank works in: the run's own, and those of modules.
-        savings: the checkpoints that are being written.
+        savings, loading: the checkpoints that are being written, and what is known of one that is being read.
         writes: the names of Megatron and torch that patches may write.
-        loading: what is known of a checkpoint while it is being loaded.
     """
 
     def __init__(
@@ -347,7 +345,5 @@ class Session:
         """
         for applied in self.applied:
             if line := applied.taken_before(value):
-                raise PatchError(
-                    f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients; {line}: "
-                    "move vtp_plugin.apply() above that line"
-                )
+                problem = f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients"
+                raise PatchError(f"{problem}; {line}: move vtp_plugin.apply() above that line")
