@@ -23,6 +23,7 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.pool import Pool
+from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -171,6 +172,8 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
     file = folder / "iter_0000002" / MAP
     spoiled = spoil(file.read_text())
     file.unlink() if spoiled is None else file.write_text(spoiled)
+    # As if it had been saved so: a file that has changed since is refused before it is read.
+    (file.parent / MANIFEST).write_text(dump_manifest(make_manifest(file.parent)))
     _assert_refused(pool, folder, [], str(file), words)
 
 

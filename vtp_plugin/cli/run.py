@@ -9,7 +9,6 @@ from pathlib import Path
 
 import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
-from vtp_plugin.cli.fitted import fit_run
 from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import VtpError
@@ -43,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:
+        from vtp_plugin.cli.fitted import fit_run  # not at the top: planning needs no torch
+
         sys.argv[:] = fit_run(sys.argv)
         if has_mindspeed():
             _apply_after_adaptor()

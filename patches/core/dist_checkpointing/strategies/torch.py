@@ -8,7 +8,7 @@ from typing import Any
 
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.checking import PieceChecks
-from vtp_plugin.checkpoint.manifest import load_manifest
+from vtp_plugin.checkpoint.manifest import Manifest, load_manifest
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 
@@ -30,21 +30,25 @@ def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs
 
 
 def checked(reader: Any, folder: Any) -> Any:
-    """Let a reader of torch check each piece that it reads, if the checkpoint has a manifest."""
+    """Return a reader as torch's that checks each piece that it reads, if the checkpoint has a manifest."""
     manifest = None if "://" in str(folder) else load_manifest(Path(folder))
     if manifest is None or not manifest.can_check:
         return reader
-    read, cut = reader.read_data, reader._slice_file
+    made = object.__new__(_checking(type(reader), Path(folder), manifest))
+    vars(made).update(vars(reader))
+    return made
 
-    def read_data(plan: Any, planner: Any) -> Any:
-        with PieceChecks(Path(folder), manifest) as checks:
 
-            def slice_file(file: Any, info: Any) -> Any:
-                checks.begin(Extent(info.relative_path, info.offset, info.length))
-                return cut(file, info)
+def _checking(reader_class: Any, folder: Path, manifest: Manifest) -> Any:
+    """Return the class of a reader of torch that checks each piece that it reads."""
 
-            reader._slice_file = slice_file
-            return read(plan, planner)
+    class Checking(reader_class):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            with PieceChecks(folder, manifest) as self.vtp_checks:
+                return super().read_data(plan, planner)
 
-    reader.read_data = read_data
-    return reader
+        def _slice_file(self, file: Any, info: Any) -> Any:
+            self.vtp_checks.begin(Extent(info.relative_path, info.offset, info.length))
+            return super()._slice_file(file, info)
+
+    return Checking
