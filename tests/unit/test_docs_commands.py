@@ -20,7 +20,6 @@ from tests.oracles import megatron_parser
 from tests.pool import ENVIRONMENT
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.hosts import HOSTS
 from vtp_plugin.options.flags import add_vtp_arguments, read_flags
 
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
@@ -77,9 +76,10 @@ def test_command_is_accepted(
         assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE)
         assert all(f"$({word.partition('=')[0]})" in makefile for word in words[1:])
     elif program == "pip":
-        extra = re.fullmatch(r"\.(?:\[host-(0)-(\d+)\])?", words[1])
-        assert words[0] == "install" and len(words) == 2 and extra
-        assert extra[1] is None or ".".join(extra.groups()) in {host.name for host in HOSTS}
+        package = re.fullmatch(r"(?:\.|vtp-plugin)(?:\[([\w-]+)\])?", words[1])
+        assert words[0] == "install" and len(words) == 2 and package
+        extra = (package[1] or "").replace("-", "[-.]")  # "host-0.19" is called host-0-19
+        assert not extra or re.search(rf'^"?{extra}"? = \[', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     elif program == "torchrun":
         check_torchrun(flags, words)
     elif words[0] == "-m" and words[1] == "vtp_plugin":
