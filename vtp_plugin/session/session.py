@@ -345,5 +345,7 @@ class Session:
         """
         for applied in self.applied:
             if line := applied.taken_before(value):
-                problem = f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients"
-                raise PatchError(f"{problem}; {line}: move vtp_plugin.apply() above that line")
+                raise PatchError(
+                    f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients; "
+                    f"{line}: move vtp_plugin.apply() above that line"
+                )
