@@ -22,7 +22,7 @@ from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
 from vtp_plugin.layout.u_layers import layers_of_chunk
 from vtp_plugin.options.table.versions import LAYER_RULES, ULayers
-from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checked
+from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
 from vtp_plugin.patches.hosts.older import OlderHost
 from vtp_plugin.patches.hosts.passes import load_in_passes
@@ -244,13 +244,7 @@ def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
 )
 def _make_reader(original: type[Any]) -> type[Any]:
     """Make a reader that checks what it reads."""
-
-    class CheckedReader(original):
-        def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(path, *args, **kwargs)
-            checked(self, path)
-
-    return CheckedReader
+    return checking(original)
 
 
 @replaces(

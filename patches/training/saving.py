@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.checkpoint.newest import HAS_MANIFEST
-from vtp_plugin.checkpoint.saving import Kept, Saving
+from vtp_plugin.checkpoint.saving import Kept, Saving, naming_what_failed
 from vtp_plugin.checkpoint.whole import final_of
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -43,10 +43,11 @@ def _save(session: Session, original: Callable[..., None], iteration: int, *args
         return original(iteration, *args, **kwargs)
     setattr(arguments, HAS_MANIFEST, True)
     savings.copies_tensors = arguments.async_save and arguments.use_persistent_ckpt_worker
-    with savings.call(iteration):
-        original(iteration, *args, **kwargs)
-    if (saving := savings.take()) is not None:
-        _finish(session, saving)
+    with naming_what_failed(Path(arguments.save)):
+        with savings.call(iteration):
+            original(iteration, *args, **kwargs)
+        if (saving := savings.take()) is not None:
+            _finish(session, saving)
 
 
 @replaces(

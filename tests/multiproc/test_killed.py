@@ -102,12 +102,15 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
 ) -> None:
     reference, whole = known(form)
     folder, trial = small_disk / "saved", Trial(form, "before a shard", rank=0)
-    act = "" if trouble == "full" else f"mount -o remount,ro {small_disk}"
+    # Mounted once more: the first mount cannot be read-only while files are open.
+    act = "" if trouble == "full" else f"mount --bind {small_disk} {small_disk}; mount -o remount,bind,ro {small_disk}"
     runs = train(pool, folder, form, (), None if trouble == "full" else trial, act=act)
     assert all(run.exit_code not in (0, None) for run in runs)
-    error = "No space left on device" if trouble == "full" else "Read-only file system"
-    assert any(error in run.output for run in runs), runs[0].output[-3000:]
-    subprocess.run(["mount", "-o", "remount,rw,size=64m", str(small_disk)], check=True)
+    error = "the file system is full" if trouble == "full" else "the file system is read-only"
+    assert any(f"cannot be written: {error}" in run.output for run in runs), runs[0].output[-3000:]
+    if trouble == "read-only":
+        subprocess.run(["umount", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     assert [*judge(folder, trial, reference)] == []
     assert [*resume(pool, folder, trial, whole)] == []
 
@@ -118,6 +121,7 @@ def test_a_folder_that_vanishes_ends_the_run(pool: Pool, known: Known, tmp_path:
     folder, trial = tmp_path / "trial", Trial("torch_dist", "before metadata", rank=0)
     runs = train(pool, folder, trial.form, (), trial, act=f"mv {folder} {tmp_path / 'gone'}")
     assert all(run.exit_code not in (0, None) for run in runs)
+    assert any("cannot be written: the folder is gone" in run.output for run in runs), runs[0].output[-3000:]
     assert [*judge(tmp_path / "gone", trial, reference)] == []
 
 

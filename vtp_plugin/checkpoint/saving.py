@@ -32,8 +32,11 @@ from vtp_plugin.checkpoint.whole import (
     tracker_text,
     write_whole,
 )
+from vtp_plugin.errors import ConfigError, VtpError
 
 _CLAIM = "vtp_claim"
+# With less room a write has failed for want of it: files are written in buffers of this size at most.
+_FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,40 @@ class Saving:
             gone = kept.removed(iterations(folder), iterations(folder, is_whole=True), new, before)
             paths = [path for number in gone if not (path := folder / f"iter_{number:07d}").is_symlink()]
             threading.Thread(target=lambda: [discard(path) for path in paths]).start()
+
+
+@contextmanager
+def naming_what_failed(folder: Path) -> Iterator[None]:
+    """Say why a checkpoint could not be written, where its folder tells.
+
+    Args:
+        folder: that holds the checkpoints.
+
+    Raises:
+        ConfigError: in the place of an error that says less.
+    """
+    try:
+        yield
+    except (VtpError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if problem := _problem_of_writing(folder):
+            line = (
+                f"a checkpoint in {folder} cannot be written: {problem}; mend that, and start again from the one before"
+            )
+            raise ConfigError(line) from error
+        raise
+
+
+def _problem_of_writing(folder: Path) -> str:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return "the folder is gone"
+    if found.f_flag & os.ST_RDONLY:
+        return "the file system is read-only"
+    # What was half written still takes its room.
+    return "the file system is full" if found.f_bavail * found.f_frsize < _FULL_BYTES else ""
 
 
 def _claim(file: Path) -> bool:

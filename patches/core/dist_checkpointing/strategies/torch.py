@@ -8,7 +8,7 @@ from typing import Any
 
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.checking import PieceChecks
-from vtp_plugin.checkpoint.manifest import Manifest, load_manifest
+from vtp_plugin.checkpoint.manifest import load_manifest
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 
@@ -26,29 +26,31 @@ _GONE = "torch compares what it reads with a hash"
 )
 def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_get_filesystem_reader`; what it gives checks what it reads."""
-    return checked(original(folder, *args, **kwargs), folder)
-
-
-def checked(reader: Any, folder: Any) -> Any:
-    """Return a reader as torch's that checks each piece that it reads, if the checkpoint has a manifest."""
-    manifest = None if "://" in str(folder) else load_manifest(Path(folder))
-    if manifest is None or not manifest.can_check:
+    reader = original(folder, *args, **kwargs)
+    if "://" in str(folder):
         return reader
-    made = object.__new__(_checking(type(reader), Path(folder), manifest))
+    # Megatron chooses its class by the folder, so it is there before its subclass.
+    made = object.__new__(checking(type(reader)))
     vars(made).update(vars(reader))
     return made
 
 
-def _checking(reader_class: Any, folder: Path, manifest: Manifest) -> Any:
-    """Return the class of a reader of torch that checks each piece that it reads."""
+def checking(reader_class: type[Any]) -> type[Any]:
+    """Return the class of a reader of torch that checks each piece that it reads, if the checkpoint has a manifest."""
 
     class Checking(reader_class):
+        vtp_checks: PieceChecks | None = None
+
         def read_data(self, plan: Any, planner: Any) -> Any:
-            with PieceChecks(folder, manifest) as self.vtp_checks:
+            manifest = load_manifest(Path(self.path))
+            if manifest is None or not manifest.can_check:
+                return super().read_data(plan, planner)
+            with PieceChecks(Path(self.path), manifest) as self.vtp_checks:
                 return super().read_data(plan, planner)
 
         def _slice_file(self, file: Any, info: Any) -> Any:
-            self.vtp_checks.begin(Extent(info.relative_path, info.offset, info.length))
+            if self.vtp_checks is not None:
+                self.vtp_checks.begin(Extent(info.relative_path, info.offset, info.length))
             return super()._slice_file(file, info)
 
     return Checking
