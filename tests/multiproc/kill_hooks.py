@@ -46,8 +46,11 @@ class _Killer:
         """End this process if its time has come; the log outlives it."""
         order, rank = self.order, int(os.environ["RANK"])
         if self.is_due(point):
-            with Path(order["log"]).open("a") as log:
-                log.write(f"{point}, save {self.count}, rank {rank}, process {os.getpid()}\n")
+            try:
+                with Path(order["log"]).open("x") as log:
+                    log.write(f"{point}, save {self.count}, rank {rank}, process {os.getpid()}\n")
+            except FileExistsError:  # another process of the rank was first: Megatron 0.12 writes with two
+                return
             if act := order.get("act"):
                 subprocess.run(act, shell=True, check=True)
             else:
