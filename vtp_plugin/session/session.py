@@ -329,9 +329,8 @@ class Session:
 
     def close_log(self) -> None:
         """Put the logger back as it was; nothing before the plugin said anything."""
-        close, self._close_log = self._close_log, None
-        if close is not None:
-            close()
+        close, self._close_log = self._close_log or (lambda: None), None
+        close()
 
     def refuse_originals(self, name: str, value: object) -> None:
         """Refuse a function that goes past the patches.
