@@ -26,7 +26,7 @@ from vtp_plugin.ground.mindspeed import TOO_LATE, ImportWatch
 from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.ground.values import DeviceName
 from vtp_plugin.hosts import find_host
-from vtp_plugin.runtime.life.failure import FailureHook
+from vtp_plugin.runtime.life.failure import FailureHook, note_failure
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -331,17 +331,9 @@ def _hook() -> FailureHook:
         _Holder.hook = FailureHook(
             is_applied=lambda: _Holder.session is not None,
             get_watch=lambda: None if _Holder.session is None else _Holder.session.ranks.monitor,
-            note=_note_failure,
+            note=note_failure,
         )
     return _Holder.hook
-
-
-def _note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Write the reason into the file in which the launcher looks for it."""
-    from vtp_plugin.runtime.life.disclosure import describe_error
-    from vtp_plugin.runtime.life.error_file import write_error_file
-
-    write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
 
 
 def _refuse_adaptor() -> None:

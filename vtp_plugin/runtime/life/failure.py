@@ -12,6 +12,8 @@ from typing import Protocol
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.error_file import write_error_file
 
 
 class Watch(Protocol):
@@ -109,3 +111,14 @@ class FailureHook:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+def note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
+    """Write the reason into the file in which the launcher looks for it.
+
+    Args:
+        error: that ends this process.
+        position: of this rank in the run, which ends the line.
+        is_consequence: whether another rank failed before.
+    """
+    write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
