@@ -19,7 +19,7 @@ from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.read import read_ask
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import fitted_words, without
-from vtp_plugin.hosts import find_host
+from vtp_plugin.hosts import capability, find_host
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.runtime.life.cards import Card, try_card
 from vtp_plugin.session.seat import take_seat
@@ -34,17 +34,13 @@ _OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--v
 def fit_run(words: Sequence[str]) -> list[str]:
     """Return the words of a run with the list that fits; end this process here if its rank is spare.
 
-    Without ``--vtp-stages`` the words stay as they are.
-
     Args:
-        words: script and flags.
+        words: script and flags, ``--vtp-stages`` among them.
 
     Raises:
         ConfigError: nothing fits, or flags contradict each other.
         PeerError: a rank did not come.
     """
-    if not any(word.partition("=")[0] == "--vtp-stages" for word in words):
-        return list(words)
     parser = Parser(add_help=False)
     add_run_flags(parser)
     args, _ = parser.parse_known_args(list(words[1:]))
@@ -85,4 +81,4 @@ def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
 
 def _has_layouts() -> bool:
     """Whether Megatron can give every stage layers of its own: 0.12 can only for the first and the last one."""
-    return find_host()[0].name != "0.12"
+    return capability("layouts").has(find_host()[1].version)

@@ -42,9 +42,10 @@ def run(options: argparse.Namespace) -> None:
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:
-        from vtp_plugin.cli.fitted import fit_run  # not at the top: planning needs no torch
+        if any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv):
+            from vtp_plugin.cli.fitted import fit_run  # not at the top: other runs do without what a fit imports
 
-        sys.argv[:] = fit_run(sys.argv)
+            sys.argv[:] = fit_run(sys.argv)
         if has_mindspeed():
             _apply_after_adaptor()
         else:
