@@ -12,6 +12,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.check import check_map
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Strided, row_major
+from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.fill import Stored, boxes_between
 from vtp_plugin.checkpoint.forms import BY_BUCKET
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
@@ -263,7 +264,7 @@ def _common(index: Index) -> Mapping[str, Any]:
     for key, extent in index.objects.items():
         if key.startswith("common_state/"):
             return _load(index.folder, extent)[0]
-    return _load(index.folder, Extent("common.pt")) if (index.folder / "common.pt").exists() else {}
+    return _load(index.folder, Extent(COMMON_FILE)) if (index.folder / COMMON_FILE).exists() else {}
 
 
 def _load(folder: Path, extent: Extent) -> Any:

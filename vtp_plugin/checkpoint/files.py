@@ -22,6 +22,8 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.manifest import MANIFEST, load_manifest, problems_of_pieces, problems_of_sizes
 from vtp_plugin.errors import ConfigError, VtpError
 
+COMMON_FILE: Final = "common.pt"
+"""The name of the file with what all ranks share; from Megatron 0.19 on that is an object beside the tensors."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """The name of the file that says which checkpoint of a folder is the newest."""
 
@@ -220,7 +222,7 @@ def broken_file(checkpoint: Path) -> str | None:
             return f"{file} is missing"
         if (found := file.stat().st_size) < length:
             return f"{file} is cut off, with {found} of {length} bytes"
-    return None if has_common else _archive_problem(checkpoint / "common.pt")
+    return None if has_common else _archive_problem(checkpoint / COMMON_FILE)
 
 
 def problem_of_config(checkpoint: Path) -> str | None:

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive, write_archive
 from vtp_plugin.checkpoint.contents import PLAIN, Contents
+from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM, IN_MODEL_SPACE
 from vtp_plugin.checkpoint.inert import dump_inert, load_inert
 from vtp_plugin.errors import ConfigError
 
-COMMON_FILE: Final = "common.pt"
 _OF_A_GROUP: Final = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)(?:/shard_.*)?")
 _RANDOM: Final = "rng_state/"
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, check_archive, find_payload
 from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import problem_of_config
+from vtp_plugin.checkpoint.files import COMMON_FILE, problem_of_config
 from vtp_plugin.checkpoint.forms import BY_BUCKET
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.manifest import Manifest, files_of, load_manifest, problems_of_pieces, problems_of_sizes
@@ -106,8 +106,9 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
     index = contents.index
     sizes = {file: _size(contents.folder / file) for file in sorted({extent.file for _, extent in index.extents()})}
     yield from _check_contents(index, sizes, on_read)
-    if (contents.folder / "common.pt").exists() and (found := check_archive(contents.folder, Extent("common.pt"))):
-        yield f"{contents.folder / 'common.pt'} {found}; it holds what all ranks share; {_COPY}"
+    common = contents.folder / COMMON_FILE
+    if common.exists() and (found := check_archive(contents.folder, Extent(COMMON_FILE))):
+        yield f"{common} {found}; it holds what all ranks share; {_COPY}"
 
 
 def check_fit(contents: Contents) -> Iterator[str]:

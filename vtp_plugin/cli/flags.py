@@ -19,7 +19,7 @@ from vtp_plugin.cli.have import add_have_flags, fit_to_cards
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.fit.search import Fitted
-from vtp_plugin.footprint.state import Footprint, footprints
+from vtp_plugin.footprint.state import Footprint
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.layout.u_layers import check_layers, check_two_rings
@@ -274,11 +274,7 @@ def _memory(
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
     layers = None if fitted is None or is_u_shaped else fitted.layers
-    chunks = model_flags.read_chunks(args, layout.num_stages, num_chunks, parts, layers)
-    model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
-    return footprints(
-        model, training, layout, chunks, activation_flags.read_microbatch(args) if has_activations else None
-    )
+    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, has_activations=has_activations)
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

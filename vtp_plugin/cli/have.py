@@ -14,7 +14,7 @@ from vtp_plugin.fit.choose import fit
 from vtp_plugin.fit.read import read_ask, write_fitted
 from vtp_plugin.fit.reasons import describe
 from vtp_plugin.fit.search import Fitted
-from vtp_plugin.footprint.state import Footprint, footprints
+from vtp_plugin.footprint.state import Footprint
 from vtp_plugin.ground.values import parse_bytes
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.schedule.make.generate import one_f_one_b_limits
@@ -66,8 +66,9 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
 
 def _held_bytes(args: argparse.Namespace, layout: PipelineLayout, layers: tuple[int, ...]) -> list[int]:
     """Give what the fullest rank of every stage holds, with the activations of its microbatches in flight, if known."""
-    held = fitted_footprints(
-        args, layout, layers, has_activations=not activation_flags.why_no_activations(args, layout)
+    parts, stages = (layers, None) if len(layers) > layout.num_stages else (None, layers)
+    held = model_flags.read_footprints(
+        args, layout, 1, parts, stages, has_activations=not activation_flags.why_no_activations(args, layout)
     )
     in_flight = one_f_one_b_limits(plain_placement(layout.num_stages))
     return [
@@ -79,17 +80,3 @@ def _held_bytes(args: argparse.Namespace, layout: PipelineLayout, layers: tuple[
 def _bytes(held: Footprint, in_flight: int) -> int:
     kept = 0 if held.activation_bytes is None else held.activation_bytes * in_flight
     return held.weight_bytes + held.gradient_bytes + held.optimizer_bytes + kept
-
-
-def fitted_footprints(
-    args: argparse.Namespace, layout: PipelineLayout, layers: tuple[int, ...], *, has_activations: bool
-) -> tuple[Footprint, ...]:
-    """Give what every rank of a fitted layout holds."""
-    is_u_shaped = len(layers) > layout.num_stages
-    chunks = model_flags.read_chunks(
-        args, layout.num_stages, 1, layers if is_u_shaped else None, None if is_u_shaped else layers
-    )
-    model, training = model_flags.read_model(args, layout), model_flags.read_training(args, layout)
-    return footprints(
-        model, training, layout, chunks, activation_flags.read_microbatch(args) if has_activations else None
-    )

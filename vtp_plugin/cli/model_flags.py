@@ -6,10 +6,10 @@ import argparse
 import ast
 from collections.abc import Sequence
 
-from vtp_plugin.cli.activation_flags import add_activation_flags
+from vtp_plugin.cli.activation_flags import add_activation_flags, read_microbatch
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
-from vtp_plugin.footprint.state import Training
+from vtp_plugin.footprint.state import Footprint, Training, footprints
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.checks.sizes import feed_forward_size
 
@@ -158,6 +158,33 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
         is_distributed=args.use_distributed_optimizer,
         bucket_size=bucket_size if args.overlap_grad_reduce else None,
     )
+
+
+def read_footprints(
+    args: argparse.Namespace,
+    layout: PipelineLayout,
+    num_chunks: int,
+    u_layers: Sequence[int] | None,
+    layers: Sequence[int] | None,
+    *,
+    has_activations: bool,
+) -> tuple[Footprint, ...]:
+    """Give what every rank holds.
+
+    Args:
+        args: parsed.
+        layout: of the run.
+        num_chunks: as for :func:`read_chunks`; so are the next two.
+        u_layers: of a U-shape.
+        layers: that were fitted.
+        has_activations: whether activations are known.
+
+    Raises:
+        ConfigError: the layers cannot be shared out.
+    """
+    chunks = read_chunks(args, layout.num_stages, num_chunks, u_layers, layers)
+    microbatch = read_microbatch(args) if has_activations else None
+    return footprints(read_model(args, layout), read_training(args, layout), layout, chunks, microbatch)
 
 
 def read_chunks(

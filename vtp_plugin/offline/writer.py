@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vtp_plugin.checkpoint.archive import Extent, check_archive, itemsize
+from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.index import INDEX
-from vtp_plugin.checkpoint.reshardable import COMMON_FILE
 from vtp_plugin.checkpoint.whole import partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
