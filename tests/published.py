@@ -16,8 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", "4.57.1", reason="published models need it: vtp-plugin[hf]")
 
+from tests.hosts import counts_end_of_document, vocab_size  # noqa: E402
 from vtp_plugin.cli import main  # noqa: E402
 
+# Documents that Megatron 0.12 makes up count to 4095.
+NUM_WORDS = 4128 if vocab_size() > 72 else 72
 # Heads, groups and words divide by the sizes of all lists of the tests, and layers by their stages.
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -26,7 +29,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 12,
     "num_key_value_heads": 6,
     "head_dim": 8,
-    "vocab_size": 72,
+    "vocab_size": NUM_WORDS,
     "max_position_embeddings": 16384,
     "rms_norm_eps": 1e-5,
     "pad_token_id": None,
@@ -86,10 +89,15 @@ KINDS = {
     "mixtral": Kind(
         name="Mixtral",
         theta=1000000.0,
-        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+        fields={"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 4},
         has_experts=True,
     ),
 }
+
+
+def vocab_flag(num_words: int) -> str:
+    """Give the flag with which a tokenizer that makes up words has so many; older ones add the end of a document."""
+    return f"--vocab-size {num_words - counts_end_of_document()}"
 
 
 def is_new() -> bool:
@@ -193,6 +201,11 @@ def imported(folder: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> 
     return [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
 
 
+def export(source: Path, target: Path, like: Path | None) -> None:
+    """Export a checkpoint."""
+    main(["checkpoint", "export", "--from", str(source), "--hf", str(target), *(["--like", str(like)] if like else [])])
+
+
 def variants(kind: Kind) -> dict[str, Callable[[dict[str, Any], dict[str, Any]], None]]:
     """Give ways to get a model wrong, which change its tensors and its config; each must be seen.
 
@@ -213,8 +226,14 @@ def variants(kind: Kind) -> dict[str, Callable[[dict[str, Any], dict[str, Any]],
         del found["query groups permuted"]  # a group for each head
     if kind.name == "Qwen2":
         found["bias dropped"] = lambda tensors, config: _zero(tensors, ".bias")
+    if kind.scaling is not None:
+        found["another factor of positions"] = _other_factor
     if kind.name == "Qwen3":
         found["norms of queries left out"] = _leave_out_query_norms
+    if kind.name == "Qwen3Moe" and kind.fields["norm_topk_prob"]:
+        found["norms of queries left out"] = _be_mixtral
+    if kind.name == "Mixtral":
+        found["weights of experts not normalised"] = _be_qwen2_moe
     if "norm_topk_prob" in kind.fields:
         found["weights of experts normalised or not"] = lambda tensors, config: config.update(
             norm_topk_prob=not config["norm_topk_prob"]
@@ -267,6 +286,11 @@ def _double_base(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     place["rope_theta"] *= 2
 
 
+def _other_factor(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    place = config.get("rope_parameters") or config["rope_scaling"]
+    place["factor"] = 8.0 if place["factor"] == 32.0 else 32.0
+
+
 def _turn_head(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     config["tie_word_embeddings"] = not config["tie_word_embeddings"]
     if config["tie_word_embeddings"]:
@@ -287,3 +311,51 @@ def _leave_out_query_norms(tensors: dict[str, Any], config: dict[str, Any]) -> N
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             del tensors[name]
     config.update(model_type="llama", architectures=["LlamaForCausalLM"])
+
+
+# Names of the parts of a layer of experts, of Mixtral and of Qwen's models.
+_EXPERTS = (("block_sparse_moe.", "mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+
+
+def _be_mixtral(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Mixtral is Qwen 3 with experts, without the norms of queries and keys."""
+    _leave_out_query_norms(tensors, config)
+    for name in [name for name in tensors if ".mlp." in name]:
+        other = name
+        for mixtral, qwen in _EXPERTS:
+            other = other.replace(qwen, mixtral)
+        tensors[other] = tensors.pop(name)
+    config.update(
+        model_type="mixtral",
+        architectures=["MixtralForCausalLM"],
+        num_local_experts=config.get("num_experts") or config["num_local_experts"],
+        intermediate_size=config["moe_intermediate_size"],
+        sliding_window=None,
+    )
+
+
+def _be_qwen2_moe(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Qwen 2 with experts is Mixtral with weights that do not add up to 1, if its shared expert gives nothing."""
+    for name in [name for name in tensors if ".block_sparse_moe." in name]:
+        other = name
+        for mixtral, qwen in _EXPERTS:
+            other = other.replace(mixtral, qwen)
+        tensors[other] = tensors.pop(name)
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    for layer in range(config["num_hidden_layers"]):
+        part = f"model.layers.{layer}.mlp.shared_expert"
+        tensors |= {
+            f"{part}_gate.weight": torch.zeros(1, hidden),
+            f"{part}.down_proj.weight": torch.zeros(hidden, size),
+        }
+        tensors |= {f"{part}.{name}_proj.weight": torch.zeros(size, hidden) for name in ("gate", "up")}
+    config.update(
+        model_type="qwen2_moe",
+        architectures=["Qwen2MoeForCausalLM"],
+        num_experts=config.get("num_local_experts") or config["num_experts"],
+        moe_intermediate_size=size,
+        shared_expert_intermediate_size=size,
+        norm_topk_prob=False,
+        qkv_bias=False,
+        use_sliding_window=False,
+    )

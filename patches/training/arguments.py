@@ -27,6 +27,7 @@ from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known, multimodal
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.published.note import take_settings
 from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
@@ -181,6 +182,8 @@ def _prepare(
     Raises:
         ConfigError: the arguments do not fit the list.
     """
+    if args.use_checkpoint_args and args.load is not None:
+        take_settings(args.load, args)
     _choose_backend(session, args)
     session.open_log()
     session.resolve_auto(args.context_parallel_size)

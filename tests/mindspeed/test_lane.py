@@ -235,6 +235,22 @@ def test_experts_of_its_own_examples(tmp_path: Path, per_stage: tuple[str, ...])
     assert_same(outputs[1], numbers(outputs[0]))
 
 
+@needs_llm
+def test_an_import_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model as it is published, under its script with a list: four steps as in the uniform run, from the first."""
+    from tests.published import KINDS, imported, make  # skips where there is no transformers
+
+    make(KINDS["qwen-3"], tmp_path / "published", vocab_size=4224)
+    model = imported(tmp_path / "published", tmp_path / "start", capsys)
+    flags = (*QWEN, *model, "--vocab-size", "4223", "--ckpt-format", "torch_dist", "--load", str(tmp_path / "start"))
+    random = numbers(trained("1,1", *flags[:-2]))
+    outputs = [trained(sizes, *flags) for sizes in ("1,1", "1,2", "2,1")]
+    uniform = numbers(outputs[0])
+    for output in outputs[1:]:
+        assert_same(output, uniform)
+    assert abs(uniform["lm loss"][0] - random["lm loss"][0]) > 0.01
+
+
 def test_files_of_one_size_become_a_checkpoint_for_any(tmp_path: Path) -> None:
     """As docs/ascend.md says of converted weights: a uniform run makes a sharded checkpoint of them."""
     whole = numbers(trained("1,1", "--ckpt-format", "torch", "--save", str(tmp_path / "files"), "--save-interval", "2"))

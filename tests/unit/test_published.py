@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import filecmp
+import importlib
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import pytest
 
 from tests.checkpoints import run_action
 from tests.hosts import ROOT
-from tests.published import KINDS, config_of, imported, load, make, run_json, tensors_of, torch, transformers
+from tests.published import KINDS, LLAMA3, config_of, imported, load, make, run_json, tensors_of, torch, transformers
 from vtp_plugin.published.fields import read_config, read_model
 from vtp_plugin.published.model import settings
+from vtp_plugin.published.positions import factor_of, frequencies
 from vtp_plugin.published.rows import our_tensors, their_shapes
 from vtp_plugin.published.table import rows_of
 
@@ -143,6 +146,17 @@ def test_fields_that_change_what_is_computed(fields: dict[str, Any], message: st
     with pytest.raises(ValueError, match=message) as error:
         read_model({**LLAMA, **fields}, tmp_path / "config.json")
     assert "\n" not in str(error.value) and str(error.value).count(";") >= 2
+
+
+@pytest.mark.parametrize("size", [8, 64, 128])
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_frequencies_tell_the_factor(size: int, factor: float) -> None:
+    """Those of transformers, in 32 bits."""
+    config = config_of(replace(KINDS["llama-3"], scaling={**LLAMA3, "factor": factor}), head_dim=size)
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    found = module.LlamaRotaryEmbedding(config).inv_freq.tolist()
+    assert found == pytest.approx(frequencies(size, 500000.0, factor), rel=1e-5)
+    assert factor_of(found, 500000.0) == pytest.approx(factor, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +345,16 @@ def test_adapters_are_merged_first(tmp_path: Path, capsys: pytest.CaptureFixture
         capsys, "export", "--from", tmp_path / "tuned", "--hf", tmp_path / "out", "--like", tmp_path / "like"
     )
     assert code == 2 and "lora_A.default.weight belongs to an adapter" in lines[0] and "merge it first" in lines[0]
+
+
+def test_a_checkpoint_of_one_file_for_each_rank_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The format torch: its name, and what can be done."""
+    (tmp_path / "saved" / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    for folder in (tmp_path / "saved", tmp_path / "saved" / "iter_0000002"):
+        code, (line,) = run_action(capsys, "export", "--from", folder, "--hf", tmp_path / "out")
+        assert code == 2 and "has the format torch, one file for each rank" in line and "torch_dist" in line
+        assert not (tmp_path / "out").exists()
 
 
 def test_the_oldest_transformers_is_new_enough() -> None:

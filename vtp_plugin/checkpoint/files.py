@@ -107,12 +107,7 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; a checkpoint is one; give its path")
     if any(folder.glob("mp_rank_*")):
-        if takes_any:
-            return folder
-        raise ConfigError(
-            f"{folder} has the format torch, one file for each rank; these tools read torch_dist; load it and save it "
-            "with --ckpt-format torch_dist"
-        )
+        return _readable(folder, takes_any)
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise ConfigError(
@@ -122,6 +117,20 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
     checkpoint = of_iteration(folder, tracker.read_text(errors="replace").strip())
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
+    return _readable(checkpoint, takes_any)
+
+
+def _readable(checkpoint: Path, takes_any: bool) -> Path:
+    """Return a checkpoint, unless it has the format ``torch``, which only some of the tools take.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if not takes_any and any(checkpoint.glob("mp_rank_*")):
+        raise ConfigError(
+            f"{checkpoint} has the format torch, one file for each rank; these tools read torch_dist; load it and save "
+            "it with --ckpt-format torch_dist"
+        )
     return checkpoint
 
 

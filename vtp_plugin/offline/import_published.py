@@ -171,7 +171,13 @@ def _ending(plan: Import) -> Ending:
     arguments = {each.argument: each.value for each in settings(plan.model)}
     # Older Megatrons ask which layout wrote it, and pass over the random states that are not there.
     layout = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), 1)
-    args = argparse.Namespace(**arguments, **layout, max_position_embeddings=plan.model.max_positions)
+    # What --use-checkpoint-args takes besides.
+    free = {
+        "max_position_embeddings": plan.model.max_positions,
+        "attention_dropout": plan.model.dropout,
+        "hidden_dropout": 0.0,
+    }
+    args = argparse.Namespace(**arguments, **layout, **free)
     # Before version 2 Megatron would reorder queries, keys and values.
     common = _saved({"args": args, "checkpoint_version": 3.0, "iteration": 0})
     files = {NOTE: dump_note(plan.model).encode(), "metadata.json": json.dumps(_FORMAT).encode()}

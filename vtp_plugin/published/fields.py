@@ -10,6 +10,7 @@ from typing import Any, Final
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.published.family import Family
 from vtp_plugin.published.model import Model
+from vtp_plugin.published.positions import HIGH, LOW, ORIGINAL
 from vtp_plugin.published.table import FAMILIES
 
 CONFIG: Final = "config.json"
@@ -54,8 +55,7 @@ FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "quantization_config": (None,),
 }
 """Fields that change what is computed, of every family, with the values that pass."""
-# Megatron has these numbers in its code.
-_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3: Final = {"low_freq_factor": LOW, "high_freq_factor": HIGH, "original_max_position_embeddings": ORIGINAL}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

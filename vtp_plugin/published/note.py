@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,9 @@ CARRIED: Final = "hugging_face"
 """The folder beside the checkpoint with the config and the tokenizer."""
 RELEASE: Final = "release"
 """What Megatron calls weights without a step: it loads neither an optimizer nor random states with them."""
+
+# What ``load_args_from_checkpoint`` of Megatron 0.12 to 0.19 leaves as it is.
+_NOT_TAKEN: Final = ("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
 
 
 def dump_note(model: Model) -> str:
@@ -57,11 +60,59 @@ def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> I
             yield f"{each.flag} is {found}, and {each.value} is expected", f"give {each.text}"
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a note says.
+
+    Attributes:
+        family: of the model.
+        vocab: its words, without padding.
+        settings: its flags.
+    """
+
+    family: str
+    vocab: int
+    settings: tuple[Setting, ...]
+
+
+def read_note(load_dir: str) -> Note | None:
+    """Read the note of an import; None where a run loads something else.
+
+    Args:
+        load_dir: the folder, as in ``--load``; what is no path is not looked at.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    file = Path(load_dir) / RELEASE / NOTE
+    if "://" in load_dir or not file.is_file():
+        return None
+    try:
+        note = json.loads(file.read_text())
+        return Note(str(note["family"]), int(note["vocab"]), tuple(Setting(*row) for row in note["settings"]))
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is damaged; it says which model was imported; import it again") from None
+
+
+def take_settings(load_dir: str, args: Any) -> None:
+    """Set arguments of a run to those of the import that it loads, where Megatron does not take them from a checkpoint.
+
+    Args:
+        load_dir: as for :func:`read_note`.
+        args: Megatron's, parsed, with ``--use-checkpoint-args``.
+
+    Raises:
+        ConfigError: the note is damaged.
+    """
+    if (note := read_note(load_dir)) is not None:
+        vars(args).update({each.argument: each.value for each in note.settings if each.argument in _NOT_TAKEN})
+
+
 def check_note(load_dir: str, args: Any) -> Iterator[str]:
     """Say which flags of a run contradict the import that it loads; nothing where it loads something else.
 
     Args:
-        load_dir: the folder, as in ``--load``; what is no path is not looked at.
+        load_dir: as for :func:`read_note`.
         args: Megatron's, parsed.
 
     Yields:
@@ -70,20 +121,14 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     Raises:
         ConfigError: the note is damaged.
     """
-    file = Path(load_dir) / RELEASE / NOTE
-    if "://" in load_dir or not file.is_file():
+    if (note := read_note(load_dir)) is None:
         return
-    try:
-        note = json.loads(file.read_text())
-        wanted, vocab, family = [Setting(*row) for row in note["settings"]], int(note["vocab"]), str(note["family"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file} is damaged; it says which model was imported; import it again") from None
-    rule = f"{load_dir} was imported as a model of the family {family}"
-    for problem, way_out in contradictions(wanted, vars(args)):
+    rule = f"{load_dir} was imported as a model of the family {note.family}"
+    for problem, way_out in contradictions(note.settings, vars(args)):
         yield f"{problem}; {rule}; {way_out}"
     padded = getattr(args, "padded_vocab_size", None)
-    if padded is not None and padded < vocab:
+    if padded is not None and padded < note.vocab:
         yield (
-            f"the vocabulary has {padded} words, padding included, and {vocab} are expected; {rule}; raise "
+            f"the vocabulary has {padded} words, padding included, and {note.vocab} are expected; {rule}; raise "
             "--vocab-size, or --make-vocab-size-divisible-by"
         )

@@ -14,6 +14,7 @@ from vtp_plugin.options.table.versions import LAYER_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.published.positions import problem_of_factor
 from vtp_plugin.session import Pipeline, Session
 
 
@@ -22,7 +23,8 @@ from vtp_plugin.session import Pipeline, Session
     id="H7",
     when=Moment.STAGES,
     why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where a model "
-    "meets its groups, so a configuration made for another stage is refused here",
+    "meets its groups, so a configuration made for another stage is refused here, and so are positions that are not "
+    "those of the flags",
     remove_when="with H6",
 )
 def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
@@ -42,6 +44,8 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
                 "different slices of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
             )
         pipeline.check_model_config(chunk.config)
+    if session.has_arguments:
+        refuse(_problems_of_positions(chunk))
     original(chunk)
     if pipeline is None or not copies_embedding(chunk):
         return
@@ -58,6 +62,15 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
                 # As in Megatron, which may have drawn the values on the host.
                 weight.data = weight.data.to(session.choose_platform().device())
                 pipeline.tied_weight.copy_from_first(weight.data, stages)
+
+
+def _problems_of_positions(chunk: Any) -> Iterator[str]:
+    """Say where positions are stretched otherwise than the flags say: no script of NVIDIA's hands on the factor."""
+    from megatron.training import get_args
+
+    args, positions = get_args(), getattr(chunk, "rotary_pos_emb", None)
+    if getattr(args, "use_rope_scaling", False) and hasattr(positions, "inv_freq"):
+        yield from problem_of_factor(positions.inv_freq.tolist(), args.rotary_base, args.rope_scaling_factor)
 
 
 def _note_prediction(pipeline: Pipeline, host: MegatronHost) -> None:
