@@ -244,6 +244,15 @@ class MegatronHost(ABC):
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         """Tell whether other sizes can load the distributed optimizer's part of a checkpoint."""
 
+    def lost_form(self, state: Mapping[str, Any]) -> str | None:
+        """Name the form of a stored distributed optimizer that this Megatron reads no more; None if it reads it.
+
+        Args:
+            state: what all ranks share of the checkpoint.
+        """
+        del state
+        return None
+
     @abstractmethod
     def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
         """Tell whether a checkpoint holds the distributed optimizer bucket by bucket.

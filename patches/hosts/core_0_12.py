@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, TYPE
+from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
@@ -104,13 +104,13 @@ class Host(OlderHost):
         return {}  # without embedding ranks, which H4 forgets, it leaves the ends alone
 
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
-        return all(part[TYPE] == BY_BLOCK for part in _stored_optimizers(state))
+        return all(part[TYPE] == BY_BLOCK for part in stored_optimizers(state))
 
     def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
-        return any(part[TYPE] == BY_BUCKET_OLDER for part in _stored_optimizers(state))
+        return any(part[TYPE] == BY_BUCKET_OLDER for part in stored_optimizers(state))
 
     def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
-        for part in _stored_optimizers(state):
+        for part in stored_optimizers(state):
             part[TYPE] = BY_BLOCK
 
     def loaded_iteration(self, load_dir: str) -> int:
@@ -132,12 +132,6 @@ class Host(OlderHost):
             f"pass through it by {tp_size} (all_gather_last_dim_from_tensor_parallel_region adds up copies), so this "
             f"equals the uniform run of tp {tp_size}, not that of another size; newer Megatrons do not multiply"
         )
-
-
-def _stored_optimizers(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what each optimizer of a chain, or the only one, says of itself in a checkpoint; without one, nothing."""
-    stored = state.get("optimizer") or {}
-    yield from (part for part in (stored, *stored.values()) if isinstance(part, dict) and TYPE in part)
 
 
 @replaces(
@@ -272,6 +266,26 @@ def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimi
     """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks."""
     group = parallel_state.get_model_parallel_group()
     return group.shares if isinstance(group, ModelGroup) else original(optimizer)
+
+
+@replaces(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_param_gbuf_map",
+    id="H24",
+    when=Moment.LIST,
+    why="it ends at an assertion that says nothing of its cause: a tied embedding has a bucket of its own, which "
+    "begins at a multiple of 128 elements, and itself begins at one of 64",
+    remove_when=_GONE,
+)
+def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> dict[Any, Any]:
+    """Run `DistributedOptimizer._build_model_param_gbuf_map`, and name the cause where it fails."""
+    try:
+        return original(*args)
+    except AssertionError as error:
+        raise ConfigError(
+            "--use-distributed-optimizer with a tied embedding; Megatron 0.12 can place one only where the weights "
+            "before it end at a multiple of 128 elements, and here they do not; add "
+            "--untie-embeddings-and-output-weights, leave --use-distributed-optimizer out, or change --hidden-size"
+        ) from error
 
 
 @replaces(

@@ -19,9 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM, IN_MODEL_SPACE
+from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, FORM, IN_MODEL_SPACE, TYPE, stored_optimizers
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
+from vtp_plugin.hosts import is_in
 from vtp_plugin.layout.u_layers import layout_of
 from vtp_plugin.options.table.versions import ULayers
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
@@ -142,6 +143,12 @@ class GroupedHost(MegatronHost):
         # Old checkpoints do not say; Megatron decides what to do with them.
         form = metadata.get(FORM)
         return form is None or form in DistributedOptimizer.checkpoint_fully_reshardable_formats
+
+    def lost_form(self, state: Mapping[str, Any]) -> str | None:
+        # Checkpoints of 0.12 say it of each optimizer, later ones of all of them.
+        forms = {(load_content_metadata(preloaded_state_dict=state) or {}).get(FORM)}
+        forms |= {each[TYPE] for each in stored_optimizers(state)}
+        return BY_BLOCK if BY_BLOCK in forms and is_in(self.version, ">=0.16") else None
 
     def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
         return (load_content_metadata(preloaded_state_dict=state) or {}).get(FORM) == BY_BUCKET

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.files import naming_broken_files
+from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
@@ -62,7 +63,7 @@ def require_common_folder(session: Session, args: Any) -> None:
 
     def put() -> dict[str, object]:
         if args.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             name = f".vtp-{uuid.uuid4().hex}"
             (folder / name).touch()
             topic.set("name", name)

@@ -33,6 +33,12 @@ def require_loadable(
     stored = stored_arguments(result)
     if stored is None or not session.is_planned:
         return
+    form = host.lost_form(state) if args.use_distributed_optimizer and _loads_optimizer(args, result) else None
+    if form is not None:
+        raise ConfigError(
+            f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron reads no more; load "
+            "it with Megatron 0.12 to 0.15, or load only the weights with --no-load-optim"
+        )
     layout = session.planned.layout
     here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
     there = (stored_tp_sizes(stored), *stored_experts(stored))
@@ -87,9 +93,17 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
     folder = _folder_by_bucket(host, result)
     if folder is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
         return
-    contents = Contents(folder)
-    if not contents.has_map and _is_cut_alike(session, args, stored_arguments(result)):
+    contents, stored = Contents(folder), stored_arguments(result)
+    is_cut_alike = _is_cut_alike(session, args, stored)
+    if not contents.has_map and is_cut_alike:
         return
+    is_same = is_cut_alike and stored_dp_sizes(stored) == session.planned.layout.dp_sizes
+    if getattr(args, "use_precision_aware_optimizer", False) and not is_same:
+        raise ConfigError(
+            f"checkpoint {folder} was saved in another layout, and --use-precision-aware-optimizer is given: with it "
+            "an optimizer keeps its state in types of its own, which is not filled from other layouts; load it in the "
+            "layout that wrote it, or load only the weights with --no-load-optim"
+        )
     require_masters(contents, args.rank, args.world_size)
     session.loading.keep(StoredOptimizer(folder, FileSystemReader(str(folder)), contents.buckets()))
     # So any layout can load it, and Megatron asks no more.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.checkpoint.files import TRACKER, check_files, check_tracker, of_iteration, way_out
-from vtp_plugin.checkpoint.manifest import MANIFEST, load_manifest, problems_of_pieces
+from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.checkpoint.newest import candidates, problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground import log
@@ -79,15 +79,14 @@ def choose(session: Session, load_dir: str, args: Any) -> None:
 
 def _problem_here(checkpoint: Path, args: Any) -> str | None:
     """Say what is wrong with the share of this rank; in the old format those are its own files."""
-    try:
-        manifest = load_manifest(checkpoint)
-    except ConfigError as error:
-        return str(error).partition(";")[0]
-    own: Callable[[str], bool] = share_out(manifest, args.rank, args.world_size)
-    if any(checkpoint.glob("mp_rank_*")):
+
+    def share(manifest: Manifest) -> Callable[[str], bool]:
+        if not any(checkpoint.glob("mp_rank_*")):
+            return share_out(manifest, args.rank, args.world_size)
         folders = own_folders(checkpoint)
-        own = lambda name: name.partition("/")[0] in folders  # noqa: E731
-    return problem_of(checkpoint, own)
+        return lambda name: name.partition("/")[0] in folders
+
+    return problem_of(checkpoint, share)
 
 
 def own_folders(checkpoint: Path) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,12 +31,11 @@ def make(folder: Path, *iterations: int, note: str | None = None) -> Path:
     return folder
 
 
-class Key(str):
+@dataclass(frozen=True)
+class Key:
     """A key with the name of a tensor, as torch's."""
 
-    @property
-    def fqn(self) -> str:
-        return str(self)
+    fqn: str
 
 
 @pytest.mark.parametrize("note", ["4", " 4\n", "release"])

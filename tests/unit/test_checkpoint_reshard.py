@@ -206,6 +206,24 @@ def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "b").exists()
 
 
+def test_other_forms_are_refused_by_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import checkpoints
+
+    by_rank = checkpoints.Writer(tmp_path / "by_rank")
+    by_rank.object("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", {})
+    folders = {
+        "fully_sharded_model_space": checkpoints.by_block(tmp_path / "blocks", make_model()),
+        "dp_zero_gather_scatter": by_rank.finish({"optimizer": {}}),
+        "plain": by_name(tmp_path / "plain", make_model(), form="plain"),
+    }
+    form = "fully_sharded_bucket_space"
+    monkeypatch.setattr(checkpoints, "_common", lambda *_: {"optimizer": {0: {"param_state_sharding_type": form}}})
+    folders[form] = by_bucket(tmp_path / "older", make_model())
+    for form, folder in folders.items():
+        code, (line,) = run("reshard", "--from", folder, "--to", tmp_path / "b")
+        assert code == 2 and f"holds the optimizer as {form}" in line and line.count(";") >= 2
+
+
 def test_objects_are_those_of_the_source(run: Run, tmp_path: Path) -> None:
     """What all ranks share is read from what was written, with torch's own classes."""
     a = by_bucket(tmp_path / "a", make_model())

@@ -152,10 +152,12 @@ def test_a_folder_takes_the_place_of_another(
 
 def test_what_a_stopped_save_left_is_cleared_away_unless_it_goes_on(tmp_path: Path) -> None:
     for iteration in (2, 4):
-        (tmp_path / f"partial_iter_000000{iteration}").mkdir()
+        (tmp_path / f"partial_iter_000000{iteration}" / "mp_rank_07").mkdir(parents=True)
     savings = Savings()
     with savings.call(6):
         begun = savings.begin(Saving(tmp_path / "iter_0000004", is_by_rank=False))
+        assert not any(tmp_path.iterdir())  # also of the same iteration: an earlier run may have had other ranks
+        begun.partial.mkdir()
         savings.begin(Saving(tmp_path / "iter_0000006", is_by_rank=False))
     assert [path.name for path in tmp_path.iterdir()] == ["partial_iter_0000004"]
     assert savings.find(begun.partial / "mp_rank_00" / "x") is begun and savings.find(tmp_path) is None

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
 import re
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.manifest import MANIFEST, load_manifest, problems_of_pieces, problems_of_sizes
+from vtp_plugin.checkpoint.index import stored_lengths
+from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces, problems_of_sizes
 from vtp_plugin.errors import ConfigError, VtpError
 
 COMMON_FILE: Final = "common.pt"
@@ -205,9 +204,13 @@ def broken_file(checkpoint: Path) -> str | None:
     Of files that are read in pieces only the length is looked at.
     """
     try:
-        manifest = load_manifest(checkpoint)
+        return broken_beside(checkpoint, load_manifest(checkpoint))
     except ConfigError as error:
         return str(error).partition(";")[0]
+
+
+def broken_beside(checkpoint: Path, manifest: Manifest | None) -> str | None:
+    """Do as :func:`broken_file`, beside the manifest of the checkpoint, or without one."""
     if manifest is not None:
         shared = manifest.of_files([name for name in manifest.sizes if not is_read_in_pieces(name)])
         problems = (*problems_of_sizes(checkpoint, manifest), *problems_of_pieces(checkpoint, shared))
@@ -220,7 +223,7 @@ def broken_file(checkpoint: Path) -> str | None:
         return problem
     index = checkpoint / ".metadata"
     try:
-        lengths, has_common = _stored_lengths(index)
+        lengths, has_common = stored_lengths(index)
     except OSError:
         return f"{index} is missing or cannot be read"
     except Exception:  # whatever a damaged pickle raises
@@ -244,16 +247,6 @@ def problem_of_config(checkpoint: Path) -> str | None:
     except ValueError:
         return f"{config} is damaged"
     return None
-
-
-def _stored_lengths(index: Path) -> tuple[dict[str, int], bool]:
-    """Read what length each file must have at least, and whether the values that all ranks share are among them."""
-    with index.open("rb") as file:
-        stored: dict[Any, Any] = pickle.load(file).storage_data  # as torch reads it
-    lengths: defaultdict[str, int] = defaultdict(int)
-    for place in stored.values():
-        lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
-    return lengths, any(key.fqn.startswith("common_state") for key in stored)
 
 
 def _archive_problem(file: Path) -> str | None:

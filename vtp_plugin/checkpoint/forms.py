@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 FORM: Final = "distrib_optim_sharding_type"
 """Where a checkpoint says in which form it holds it."""
@@ -16,3 +17,16 @@ BY_BUCKET_OLDER: Final = "fully_sharded_bucket_space"
 """The same with Megatron 0.12, with padding, which it does if it is asked to."""
 BY_BLOCK: Final = "fully_sharded_model_space"
 """Parameter by parameter, each rank's block flat, on one grid for all: what Megatron 0.12 to 0.14 does by itself."""
+
+
+def stored_optimizers(common: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what each optimizer of a chain, or the only one, says of itself; without one, nothing.
+
+    Args:
+        common: what all ranks share of a checkpoint.
+
+    >>> [each[TYPE] for each in stored_optimizers({"optimizer": {0: {TYPE: BY_BLOCK}, 1: {TYPE: BY_BLOCK}}})]
+    ['fully_sharded_model_space', 'fully_sharded_model_space']
+    """
+    stored = common.get("optimizer") or {}
+    yield from (part for part in (stored, *stored.values()) if isinstance(part, dict) and TYPE in part)

@@ -6,6 +6,7 @@ may be named, and none of them is imported.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,26 @@ def read_index(folder: Path) -> Index:
         raise
     except Exception:  # whatever a damaged pickle raises
         raise ConfigError(f"{file} is damaged; it says where every tensor lies; {_COPY}") from None
+
+
+def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
+    """Read what length each file must have at least, and whether the values that all ranks share are among them.
+
+    Whatever the index names is inert here, so nothing that torch would read is refused.
+
+    Args:
+        file: the index.
+
+    Raises:
+        OSError: it cannot be read.
+        Exception: of any kind; it is damaged.
+    """
+    with file.open("rb") as opened:
+        stored: Mapping[Inert, Inert] = load_inert(opened).state["storage_data"]
+    lengths: defaultdict[str, int] = defaultdict(int)
+    for place in (each.state for each in stored.values()):
+        lengths[place["relative_path"]] = max(lengths[place["relative_path"]], place["offset"] + place["length"])
+    return lengths, any(key.state["fqn"].startswith("common_state") for key in stored)
 
 
 def _is_allowed(module: str, name: str) -> bool:

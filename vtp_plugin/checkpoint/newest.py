@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import TRACKER, broken_file, is_read_in_pieces, iterations
+from vtp_plugin.checkpoint.files import TRACKER, broken_beside, is_read_in_pieces, iterations
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.errors import ConfigError
 
@@ -27,20 +27,26 @@ def candidates(folder: Path) -> tuple[str, ...]:
     return (*([text] if text.isdecimal() or text == "release" else []), *map(str, numbers))
 
 
-def problem_of(checkpoint: Path, own: Callable[[str], bool] = lambda _: True) -> str | None:
+def problem_of(
+    checkpoint: Path, share: Callable[[Manifest], Callable[[str], bool]] = lambda _: lambda _: True
+) -> str | None:
     """Say what is wrong with a checkpoint, or None; all pieces of some of its files are read.
 
     Args:
         checkpoint: its folder.
-        own: tells by its name whether a file that is read in pieces is to be read here.
+        share: gives, for the manifest, what tells by its name whether a file that is read in pieces is to be read here.
     """
     if not checkpoint.is_dir():
         return f"{checkpoint} is missing"
-    if (problem := broken_file(checkpoint)) is not None:
+    try:
+        manifest = load_manifest(checkpoint)
+    except ConfigError as error:
+        return str(error).partition(";")[0]
+    if (problem := broken_beside(checkpoint, manifest)) is not None:
         return problem
-    manifest = load_manifest(checkpoint)
     if manifest is None:
         return problem_without_manifest(checkpoint, arguments_of(checkpoint))
+    own = share(manifest)
     pieces = manifest.of_files([name for name in manifest.sizes if is_read_in_pieces(name) and own(name)])
     return next(iter(problems_of_pieces(checkpoint, pieces)), None)
 
@@ -64,7 +70,7 @@ def arguments_of(checkpoint: Path) -> Mapping[str, Any]:
         return {}
 
 
-def share_out(manifest: Manifest | None, rank: int, world_size: int) -> Callable[[str], bool]:
+def share_out(manifest: Manifest, rank: int, world_size: int) -> Callable[[str], bool]:
     """Share the files of a checkpoint out among the ranks, so that each reads about as many bytes.
 
     >>> manifest = Manifest({"a": 5, "b": 3, "c": 1}, {})
@@ -73,8 +79,7 @@ def share_out(manifest: Manifest | None, rank: int, world_size: int) -> Callable
     """
     loads = [0] * world_size
     own: set[str] = set()
-    sizes = {} if manifest is None else manifest.sizes
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for name, size in sorted(manifest.sizes.items(), key=lambda item: (-item[1], item[0])):
         least = loads.index(min(loads))
         loads[least] += size
         if least == rank:

@@ -9,7 +9,15 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive, write_archive
 from vtp_plugin.checkpoint.contents import PLAIN, Contents
 from vtp_plugin.checkpoint.files import COMMON_FILE
-from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM, IN_MODEL_SPACE
+from vtp_plugin.checkpoint.forms import (
+    BY_BLOCK,
+    BY_BUCKET,
+    BY_BUCKET_OLDER,
+    FORM,
+    IN_MODEL_SPACE,
+    TYPE,
+    stored_optimizers,
+)
 from vtp_plugin.checkpoint.inert import dump_inert, load_inert
 from vtp_plugin.errors import ConfigError
 
@@ -27,8 +35,15 @@ def check_source(contents: Contents) -> Iterator[str]:
     if form is None:
         yield f"{contents.folder} has no optimizer; weights load into any layout as they are; load it, or copy it"
     elif form != BY_BUCKET:
-        rule = "any layout loads that as it is" if form in (IN_MODEL_SPACE, PLAIN) else f"only {BY_BUCKET} is rewritten"
+        is_for_any = form in (IN_MODEL_SPACE, BY_BLOCK, PLAIN)
+        rule = "any layout loads that as it is" if is_for_any else f"only {BY_BUCKET} is rewritten"
         yield f"{contents.folder} holds the optimizer as {form}; {rule}; load it, or copy it"
+    elif any(each[TYPE] == BY_BUCKET_OLDER for each in stored_optimizers(contents.common)):
+        yield (
+            f"{contents.folder} holds the optimizer as {BY_BUCKET_OLDER}, of Megatron 0.12, and only {BY_BUCKET} is "
+            "rewritten; any list of that Megatron loads it as it is with this plugin; to go on without the plugin, "
+            "load it into stages of one size and save it there"
+        )
     elif not isinstance(contents.common.get("content_metadata"), Mapping):
         yield (
             f"{contents.folder} does not say in which form its optimizer is; Megatron 0.15 and later do; take one that "

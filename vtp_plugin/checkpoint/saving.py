@@ -124,10 +124,11 @@ class Saving:
         names = [str(own.relative_to(self.partial) / file) for file in files_of(own)]
         claim = self.partial / f"{_CLAIM}_{own.name}"
         with ThreadPoolExecutor(1) as hashing:  # while the disk writes
-            if _claim(claim):
-                hashing.submit(self._hash, names, claim)
+            hashed = hashing.submit(self._hash, names, claim) if _claim(claim) else None
             for name in names:
                 sync(self.partial / name)
+        if hashed is not None:
+            hashed.result()  # what cannot be read must not be called saved
 
     def _hash(self, names: Sequence[str], note: Path) -> None:
         """Hash files, and note that where the rank finds it that publishes them."""
@@ -250,7 +251,8 @@ class Savings:
     def begin(self, saving: Saving) -> Saving:
         """Begin to write one."""
         self.current = self._in_flight[saving.partial] = saving
-        saving.begin(self._in_flight.keys())
+        # What an earlier run has left of the same one goes, too: it may have files that this one does not write.
+        saving.begin(self._in_flight.keys() - {saving.partial})
         return saving
 
     def find(self, path: str | os.PathLike[str]) -> Saving | None:

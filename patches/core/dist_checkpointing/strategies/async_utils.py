@@ -1,4 +1,4 @@
-"""H17: a process that saves a checkpoint starts, on every Python."""
+"""H17, H22g: a process that saves a checkpoint starts, on every Python; and if it ends too early, so does the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
+from vtp_plugin.errors import PeerError
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 
 # How long threads of gloo may take to let go of tensors: they need the interpreter's lock, and much less than this.
 _WAIT_S = 0.2
+_POLL_S = 0.05
 
 
 @replaces(
@@ -31,3 +35,37 @@ def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **
     if python < (3, 12):
         time.sleep(_WAIT_S)
     return original(*args, **kwargs)
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.is_current_async_call_done",
+    id="H22g",
+    when=Moment.LIST,
+    why="it waits for ever for a process that is gone, because it was killed, or had no memory: nothing more is saved, "
+    "and the run does not end",
+    remove_when="Megatron looks whether its process lives",
+)
+def _is_done(original: Callable[..., bool], caller: Any, *args: Any, **kwargs: Any) -> bool:
+    """Run `is_current_async_call_done`, which must not wait; first wait here, as long as the process lives.
+
+    Raises:
+        PeerError: the process has ended before it had written all.
+    """
+    is_patient = bool(kwargs.get("blocking", args[0] if args else False))
+    while caller.process is not None and caller.cur_item is None and _answers(caller).empty():
+        # What it has said before its end arrives later than the news of that.
+        if not caller.process.is_alive() and _answers(caller).empty():
+            raise PeerError(
+                f"the process that saves checkpoints for rank {dist.get_rank()} has ended with "
+                f"{caller.process.exitcode}, before it had written all; the checkpoint before that one stays; find out "
+                "what ended it, such as a lack of memory, and start again"
+            )
+        if not is_patient:
+            break
+        time.sleep(_POLL_S)
+    return original(caller, *args, **kwargs)
+
+
+def _answers(caller: Any) -> Any:
+    """Return the queue in which the process says what it has done; newer Megatrons share it among callers."""
+    return caller._persistent_comp_q if hasattr(caller, "_persistent_comp_q") else caller.comp_q

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +16,14 @@ from vtp_plugin.checkpoint.digest import Hashing
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.runtime.life.writers import ending_with_writers
 from vtp_plugin.session import Session
 
 _CLASS = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 # An attribute of what a rank tells of a piece: the process that writes has no other way to rank 0.
 _DIGEST = "vtp_digest"
+# Whether each file is written by a process of its own.
+_FORKS = hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc")
 
 
 @replaces(
@@ -26,7 +31,8 @@ _DIGEST = "vtp_digest"
     id="H22e",
     when=Moment.LIST,
     why="its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker "
-    "that stays, tensors of CPUs are shared with it, and the run goes on changing them while it writes",
+    "that stays, tensors of CPUs are shared with it, and the run goes on changing them while it writes; up to 0.16 it "
+    "waits for ever for a process that writes and was killed",
     remove_when="with H22",
 )
 def _make_function(session: Session, original: Callable[[Any], Sequence[Any]], writer: Any) -> tuple[Any, ...]:
@@ -37,17 +43,18 @@ def _make_function(session: Session, original: Callable[[Any], Sequence[Any]], w
             for path, name, (objects, tensors) in writer.write_buckets
         ]
     function, *rest = original(writer)
-    return (None if function is None else functools.partial(write_hashed, function), *rest)
+    return (None if function is None else functools.partial(write_hashed, function, os.getpid()), *rest)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 
-def write_hashed(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def write_hashed(function: Callable[..., None], rank_process: int, *args: Any, **kwargs: Any) -> None:
     """Write files as Megatron does, with the hash of each piece; a process that was started anew calls it, too."""
     write = _hashing(filesystem_async._write_item)
-    with UndoStack().during(Name(filesystem_async, "_write_item"), write):
+    watched = ending_with_writers(rank_process) if _FORKS else contextlib.nullcontext()
+    with watched, UndoStack().during(Name(filesystem_async, "_write_item"), write):
         function(*args, **kwargs)
 
 
