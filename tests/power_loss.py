@@ -15,13 +15,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 CALLS = "open,openat,creat,write,pwrite64,writev,fsync,fdatasync"
 NAMES = "rename,renameat,renameat2,mkdir,mkdirat,unlink,unlinkat,rmdir"
 STRACE = ["strace", "-f", "-y", "-s", "64", "-e", f"trace={CALLS},{NAMES}"]
+
+
+@cache
+def why_not() -> str:
+    """Say why calls cannot be logged here; empty if they can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed"
+    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    return "" if tried.returncode == 0 else f"strace does not work here: {tried.stderr.strip()[:80]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +160,7 @@ class Disk:
     """
 
     def __init__(self, ops: Sequence[Op], root: Path) -> None:
-        self.ops, self._root = ops, str(root)
+        self.ops, self.root = ops, root
         self.nodes = [_Node(is_folder=True)]
         self._changes: list[_Change] = []
         self._now: dict[int, dict[str, int]] = {0: {}}
@@ -177,7 +188,7 @@ class Disk:
 
     def _find(self, path: str) -> int | None:
         node: int | None = 0
-        for name in Path(path).relative_to(self._root).parts:
+        for name in Path(path).relative_to(self.root).parts:
             node = None if node is None else self._now[node].get(name)
         return node
 
@@ -194,7 +205,7 @@ class Disk:
 
     def without(self, sync: int) -> Disk:
         """Return the same without one sync."""
-        return Disk([*self.ops[:sync], Op("none", 0, self._root), *self.ops[sync + 1 :]], Path(self._root))
+        return Disk([*self.ops[:sync], Op("none", 0, str(self.root)), *self.ops[sync + 1 :]], self.root)
 
     def unsynced(self) -> set[str]:
         """Return the files that are there at the end and have a write that was not synced."""
@@ -260,7 +271,7 @@ class Disk:
                 continue
             safe, written = self.nodes[node].synced_length(end), self.nodes[node].length(end)
             if node in final:
-                data = (Path(self._root) / final[node]).read_bytes()[:safe]
+                data = (self.root / final[node]).read_bytes()[:safe]
             else:
                 data = self.nodes[node].text.encode()[:safe]
             (target / path).write_bytes(data + bytes(written - safe if has_zeros else 0))
@@ -272,6 +283,31 @@ def _apply(folders: dict[int, dict[str, int]], change: _Change) -> None:
             folders[folder].pop(name, None)
         else:
             folders[folder][name] = node
+
+
+def problems_of(disk: Disk, inner: str) -> list[str]:
+    """Say what a disk may have lost or torn of checkpoints.
+
+    Args:
+        disk: on which, beside the folder of checkpoints, a folder ``saved_2`` was made as soon as the iteration 2 was
+            called saved.
+        inner: the folder of checkpoints, below the root; it and those above it were made meanwhile, too.
+    """
+    folder = disk.root / inner
+    made = [number for number, op in enumerate(disk.ops) if op.kind == "mkdir" and "/saved_" in op.path]
+    problems = [
+        f"{inner} may be lost after it was saved"
+        for end in range(min(made, default=len(disk.ops)), len(disk.ops) + 1)
+        for state in disk.states(end)
+        if not any(path.startswith(f"{inner}/") for path in disk.files(state, end))
+    ]
+    numbers = [number for number, op in enumerate(disk.ops) if f"{op.path}/".startswith(f"{folder}/")]
+    numbers = numbers[1:]  # it is made
+    ends: dict[int, str] = {}
+    for number in made:
+        before = [place for place, of_all in enumerate(numbers) if of_all < number]
+        ends[before[-1]] = disk.ops[number].path.rpartition("_")[2]
+    return [*problems, *torn_states(Disk([disk.ops[number] for number in numbers], folder), ends)]
 
 
 def torn_states(disk: Disk, published: dict[int, str]) -> Iterator[str]:

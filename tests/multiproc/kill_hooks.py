@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,42 +20,60 @@ from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import PARTIAL
 
 ORDER = "VTP_TEST_KILL"
-"""The variable with what is to happen, as JSON: ``point``, ``save`` (which one, from 1 on), ``rank``, ``log``, and
-``act``: a command to run there in the place of a kill."""
+"""The variable with what is to happen, as JSON: ``point``; ``save``, the iteration that is saved; ``rank`` that comes
+there, or None for any; ``victim``, the rank whose training process is killed instead of the process that comes there;
+``start``, the iteration that the run goes on from; ``mutant``, one of :data:`MUTANTS`, or empty; ``log``; and ``act``,
+a command to run in the place of a kill."""
 SHARED = (
     "before manifest", "after manifest", "before the move", "before tracker", "half of the tracker", "after tracker",
     "clean-up",
 )  # fmt: skip
 """Points of the rank that publishes."""
+CLEARING, REPLACED = "clearing away", "removing a replaced one"
+"""Points at which something must be there that goes: what a stopped save has left, or a checkpoint of that iteration.
+Every rank may come to the first, and whoever publishes to the second."""
 OF_PIECES = ("before a shard", "half a shard", "between shards")
+OF_CLAIMS = ("claimed",)
+"""Points of ``torch``: a rank has noted that it hashes the files of a folder."""
 OF_INDEX = ("before metadata", "after metadata")
 """Points of ``torch_dist`` on rank 0."""
 MUTANTS = ("early tracker", "skipped shard")
 
 
 class _Killer:
+    """Strikes once, in this process or in one that it forks."""
+
     def __init__(self) -> None:
         self.order = json.loads(os.environ[ORDER])
-        self.count = 0  # of saves in this process
+        self.rank, self.process = int(os.environ["RANK"]), os.getpid()
+        self.iteration = self.order.get("start", 0)  # that is saved here
+        self.published = 0  # the iteration that was published last: a thread cleans up while the next one begins
+        self.pieces = 0  # that were begun in this save
+        self._file(self.rank).write_text(str(self.process))
+
+    def _file(self, rank: int) -> Path:
+        return Path(f"{self.order['log']}.{rank}")
 
     def is_due(self, point: str) -> bool:
         """Tell whether it is to happen here and now."""
-        order, rank = self.order, int(os.environ["RANK"])
-        return order["point"] == point and order["save"] == self.count and order["rank"] in (rank, None)
+        order, iteration = self.order, self.published if point == "clean-up" else self.iteration
+        return (order["point"], order["save"]) == (point, iteration) and order["rank"] in (self.rank, None)
 
     def strike(self, point: str) -> None:
-        """End this process if its time has come; the log outlives it."""
-        order, rank = self.order, int(os.environ["RANK"])
-        if self.is_due(point):
-            try:
-                with Path(order["log"]).open("x") as log:
-                    log.write(f"{point}, save {self.count}, rank {rank}, process {os.getpid()}\n")
-            except FileExistsError:  # another process of the rank was first: Megatron 0.12 writes with two
-                return
-            if act := order.get("act"):
-                subprocess.run(act, shell=True, check=True)
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
+        """End a process if its time has come; the log outlives it."""
+        if not self.is_due(point):
+            return
+        here = {"point": point, "iteration": self.order["save"], "rank": self.rank}
+        try:
+            with Path(self.order["log"]).open("x") as log:
+                log.write(json.dumps({**here, "is_in_worker": os.getpid() != self.process}))
+        except FileExistsError:  # another process of the rank was first: Megatron 0.12 writes with two
+            return
+        victim = self.order.get("victim")
+        if act := self.order.get("act"):
+            subprocess.run(act, shell=True, check=True)
+        else:
+            os.kill(os.getpid() if victim is None else int(self._file(victim).read_text()), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, before: str = "", after: str = "", only: str = "") -> None:
         original = getattr(owner, name)
@@ -86,61 +105,83 @@ def kill_in_save(facts: dict[str, Any]) -> None:
     killer.around(whole, "sync_folders", "after manifest")
     killer.around(whole, "put_in_place", "before the move")
     killer.around(whole, "_write_synced", after="half of the tracker", only=f"{PARTIAL}{TRACKER}")
+    killer.around(saving, "_claim", after="claimed")
     killer.around(saving, "write_whole", "before tracker", "after tracker")
-    killer.around(shutil, "rmtree", "clean-up", only="removed_")
-    if killer.order["point"] in MUTANTS:
-        _be_wrong(killer.order["point"])
+    _watch_removal(killer)
+    if killer.order["mutant"]:
+        _be_wrong(killer.order["mutant"])
+
+
+def _iteration_of(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
 
 
 def _count(killer: _Killer, pieces: Any) -> None:
-    """Count saves in the process of a rank; where another process writes, there."""
+    """Know which save it is in the process of a rank; where another process writes, by counting there."""
     begin, write = saving.Saving.begin, pieces.write_hashed
-    counts = {"begin": 0, "write": 0}
+    written = killer.iteration
 
-    def noted(name: str) -> None:
-        counts[name] += 1
-        killer.count = max(counts.values())
-
-    def counted_begin(*args: Any) -> None:
-        noted("begin")
-        begin(*args)
+    def known_begin(self: Any, *args: Any) -> None:
+        killer.iteration = _iteration_of(self.final)
+        begin(self, *args)
 
     def counted_write(*args: Any, **kwargs: Any) -> None:
-        noted("write")
-        killer.pieces = 0  # pyright: ignore[reportAttributeAccessIssue]
+        nonlocal written
+        written += 1
+        killer.iteration, killer.pieces = max(killer.iteration, written), 0
         write(*args, **kwargs)
 
     counted_write.__module__, counted_write.__qualname__ = write.__module__, write.__qualname__
-    saving.Saving.begin, pieces.write_hashed = counted_begin, counted_write
+    saving.Saving.begin, pieces.write_hashed = known_begin, counted_write
 
 
 def _know_which(killer: _Killer, owner: Any, name: str, folder_of: Callable[[Any], Path]) -> None:
-    """Count by the iteration where a save ends; in the background the next one may have begun by then."""
+    """Go by the folder where a save ends; in the background the next one may have begun by then."""
     original = getattr(owner, name)
 
     def call(self: Any, *args: Any) -> None:
-        before, killer.count = killer.count, int(folder_of(self).name.rpartition("_")[2])
+        before, killer.iteration = killer.iteration, _iteration_of(folder_of(self))
+        killer.published = killer.iteration if name == "publish" else killer.published
         original(self, *args)
-        killer.count = before
+        killer.iteration = before
 
     setattr(owner, name, call)
 
 
+def _watch_removal(killer: _Killer) -> None:
+    """Tell apart what is removed: a thread removes what is no longer kept."""
+    clear, remove = saving.clear, shutil.rmtree
+    is_clearing = False
+
+    def watched_clear(*args: Any) -> None:
+        nonlocal is_clearing
+        is_clearing = True
+        clear(*args)
+        is_clearing = False
+
+    def watched_remove(path: Any, *args: Any, **kwargs: Any) -> None:
+        if "removed_" in str(path):
+            is_main = threading.current_thread() is threading.main_thread()
+            killer.strike((CLEARING if is_clearing else REPLACED) if is_main else "clean-up")
+        remove(path, *args, **kwargs)
+
+    saving.clear, shutil.rmtree = watched_clear, watched_remove
+
+
 def _watch_pieces(killer: _Killer, pieces: Any) -> None:
     class Stream(pieces._HashedStream):
-        number = 0
-
         def __init__(self, stream: Any) -> None:
             super().__init__(stream)
-            killer.pieces += 1  # pyright: ignore[reportAttributeAccessIssue]
-            killer.strike({1: "before a shard", 2: "between shards"}.get(killer.pieces, ""))  # pyright: ignore
+            killer.pieces += 1
+            killer.strike({1: "before a shard", 2: "between shards"}.get(killer.pieces, ""))
 
         def write(self, data: Any) -> int:
-            if killer.is_due("half a shard") and len(data) > 1000:
-                self._stream.write(memoryview(data)[: len(data) // 2])
+            half = len(data) // 2 if killer.is_due("half a shard") and len(data) > 1000 else 0
+            if half:
+                super().write(memoryview(data)[:half])
                 self._stream.flush()
                 killer.strike("half a shard")
-            return super().write(data)
+            return half + super().write(memoryview(data)[half:])
 
     pieces._HashedStream = Stream
 

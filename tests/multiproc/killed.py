@@ -1,8 +1,11 @@
-"""Runs that are killed while they save: one trial of them, and the campaign.
+"""The campaign: runs that are killed while they save, and that go on with what was left, until they are killed again.
 
-    python -m tests.multiproc.killed --trials 100 --seed 1
+    python -m tests.multiproc.killed --trials 100 --seed 1 --results /tmp/killed.jsonl
 
-prints a table of the points at which ranks were killed, and every trial after which a checkpoint was not as it must be.
+Every trial is a run that loads what the trial before of its format has left, and is killed at a point of one of its
+next two saves; so each checks what it leaves, bit by bit, and that the one before left something to go on with. The
+same command goes on where it was stopped. It prints a table of the points, and every trial after which something was
+not as it must be; ``--table`` prints only that, of one or several hosts.
 """
 
 from __future__ import annotations
@@ -13,192 +16,159 @@ import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.hosts import background_flags, host_name
-from tests.multiproc.kill_hooks import OF_INDEX, OF_PIECES, ORDER, SHARED
-from tests.multiproc.script_cases import JOB, ScriptRun, arguments, losses, succeeded
+from tests.hosts import host_name, reason_to_skip, use_tree
+from tests.multiproc.kill_hooks import CLEARING, OF_CLAIMS, OF_INDEX, OF_PIECES, REPLACED, SHARED
+from tests.multiproc.kill_trial import (
+    FORMATS,
+    NUM_RANKS,
+    OF_WORKERS,
+    Trial,
+    found,
+    points_of,
+    run_trial,
+    train,
+)
+from tests.multiproc.script_cases import succeeded
 from tests.pool import Pool
-from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.newest import problem_of
-from vtp_plugin.offline.compare import Comparison
 
-FORMATS: dict[str, tuple[str, ...]] = {
-    "torch_dist": (),
-    "torch_dist, distributed optimizer": ("--use-distributed-optimizer",),
-    "torch": ("--ckpt-format", "torch"),
-    "background": background_flags(),
-}
-SIZES, NUM_RANKS, NUM_STEPS = "1,2", 3, 4
+NUM_STEPS = 12
+_STEPS = ("--train-iters", str(NUM_STEPS))
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One run.
+class Drawn:
+    """A trial before it is known from which iteration it goes on.
 
     Attributes:
-        form: a key of :data:`FORMATS`.
-        point: where it is killed, or a control.
-        save: in which save, from 1 on.
-        rank: that is killed; None for whoever comes to the point.
+        number: of the trial.
+        trial: its form, point and ranks; ``save`` is how many saves it makes.
+        is_searched: whether the run looks for the newest checkpoint that is whole, whatever the tracker says.
     """
 
-    form: str
-    point: str
-    save: int = 2
-    rank: int | None = None
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the tracker names the checkpoint by then."""
-        return self.point in ("after tracker", "clean-up")
+    number: int
+    trial: Trial
+    is_searched: bool
 
 
-def points_of(form: str) -> tuple[str, ...]:
-    """Give the points that a save comes to."""
-    return (*OF_PIECES, *(() if form == "torch" else OF_INDEX), *SHARED)
-
-
-def train(
-    pool: Pool, folder: Path, form: str, extra: Sequence[str] = (), trial: Trial | None = None, *, act: str = ""
-) -> list[ScriptRun]:
-    """Train four steps, and save after each."""
-    words = [*FORMATS[form], "--save", str(folder), "--save-interval", "1", *extra]
-    order = {} if trial is None else {"point": trial.point, "save": trial.save, "rank": trial.rank}
-    order["act"] = act
-    order["log"] = str(folder.with_suffix(".log"))
-    kwargs: dict[str, Any] = {"arguments": arguments(SIZES, extra=words), "timeout_s": 120.0}
-    if trial is not None:
-        kwargs["hooks"] = ["kill_in_save"]
-    return pool.run(NUM_RANKS, JOB, kwargs, timeout_s=150.0, env={ORDER: json.dumps(order)})
-
-
-def run_trial(pool: Pool, folder: Path, trial: Trial, reference: Path) -> Iterator[str]:
-    """Kill a run, and say what is wrong with what it leaves: nothing, if all is well."""
-    keep = ["--vtp-keep-checkpoints", "1"] if trial.point == "clean-up" else []
-    train(pool, folder, trial.form, keep, trial)
-    log = folder.with_suffix(".log")
-    struck = log.read_text().splitlines() if log.exists() else []
-    if len(struck) != 1:
-        yield f"was struck {len(struck)} times: {struck}"
-    yield from judge(folder, trial, reference)
-
-
-def judge(folder: Path, trial: Trial, reference: Path) -> Iterator[str]:
-    """Look at a folder of checkpoints from outside, without a word of the run's."""
-    tracker = folder / TRACKER
-    text = tracker.read_text() if tracker.exists() else "0"
-    least = trial.save if trial.is_published else trial.save - 1
-    if trial.form == "background":
-        # What was saved before may still have been on its way.
-        if not (text.isdecimal() and int(text) <= trial.save):
-            yield f"the tracker says {text!r}"
-    elif text != str(least):
-        yield f"the tracker says {text!r}, not {least}"
-    for checkpoint in sorted(folder.glob("iter_*")):
-        if (problem := problem_of(checkpoint)) is not None:
-            yield problem
-        elif not is_same(checkpoint, reference / checkpoint.name):
-            yield f"{checkpoint} is another state than that of the run that was not killed"
-    if text.isdecimal() and int(text) and not (folder / f"iter_{int(text):07d}").is_dir():
-        yield f"the tracker says {text}, which is not there"
-
-
-def is_same(one: Path, other: Path) -> bool:
-    """Tell whether two checkpoints hold the same weights and states of the optimizer, to the last bit."""
-    files = sorted(one.glob("mp_rank_*/*.pt"))
-    if not files:
-        a, b = Contents(one), Contents(other)
-        return all(each.is_equal for each in Comparison(a, b, is_weights_only=False)) and a.steps() == b.steps()
-    return all(_equal(_load(file), _load(other / file.relative_to(one))) for file in files)
-
-
-def _load(file: Path) -> Any:
-    state = torch.load(file, map_location="cpu", weights_only=False)
-    return {key: value for key, value in state.items() if key.startswith("model") or key == "optimizer"}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
-
-
-def resume(pool: Pool, folder: Path, trial: Trial, whole: Sequence[float]) -> Iterator[str]:
-    """Go on with what a killed run has left, and compare the losses with those of one that was not killed."""
-    step = int((folder / TRACKER).read_text())
-    if step == NUM_STEPS:
-        yield "it was not killed"
-        return
-    runs = succeeded(train(pool, folder, trial.form, ["--load", str(folder)]))
-    if losses(runs) != list(whole[step:]):
-        yield f"goes on from step {step} with {losses(runs)}, not {whole[step:]}"
-    left = [path.name for path in folder.iterdir() if path.name.startswith("partial_")]
-    if left:
-        yield f"what was left is still there: {left}"
-
-
-def make_trials(count: int, seed: int) -> Iterator[Trial]:
+def draw(count: int, seed: int) -> Iterator[Drawn]:
     """Give so many trials: every point of every format in turn, at saves and on ranks that are drawn."""
-    draw = random.Random(seed)
-    forms = [form for form in FORMATS if form != "background" or host_name() in ("0.12", "0.19")]
-    if host_name() == "0.12":
-        forms.remove("torch_dist, distributed optimizer")
+    forms = [form for form in FORMATS if form != "background" or not reason_to_skip("worker_on_cpus", host_name())]
     every = [(form, point) for form in forms for point in points_of(form)]
-    draw.shuffle(every)
+    random.Random(seed).shuffle(every)
     for number in range(count):
         form, point = every[number % len(every)]
-        # A clean-up needs one before.
-        save = draw.randint(2 if point == "clean-up" else 1, 3)
-        yield Trial(form, point, save, draw.randrange(NUM_RANKS) if point in OF_PIECES else None)
+        dice = random.Random(f"{seed} {number}")
+        rank = dice.randrange(NUM_RANKS) if point in (*OF_PIECES, OF_WORKERS) else None
+        victim = dice.choice((None, None, 1, 2)) if point in (*SHARED, *OF_INDEX) else None
+        # What was left goes at the first save.
+        trial = Trial(form, point, 1 if point == CLEARING else dice.randint(1, 2), rank, victim)
+        if point == OF_WORKERS:
+            trial = replace(trial, point="half a shard", victim=rank)
+        yield Drawn(number, trial, is_searched=dice.random() < 0.25)
+
+
+class Campaign:
+    """Runs trials.
+
+    Args:
+        pool: for three ranks.
+        folder: for all that runs write.
+    """
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
+
+    def run(self, drawn: Drawn) -> dict[str, Any]:
+        """Run one, and say what is to be known of it."""
+        form = drawn.trial.form
+        reference, folder = (self._folder / f"{what} {form}" for what in ("reference", "trial"))
+        if not reference.exists():
+            succeeded(train(self._pool, reference, form, _STEPS))
+        begin_s = time.monotonic()
+        start, is_lost = found(folder)
+        if start + 2 >= NUM_STEPS:
+            shutil.rmtree(folder)
+            start, is_lost = 0, False
+        folder.mkdir(exist_ok=True)
+        if drawn.trial.point in ("clean-up", REPLACED) and (is_lost or not start):
+            start, is_lost = 1, False  # something must be there that goes
+            shutil.copytree(reference / f"iter_{1:07d}", folder / f"iter_{1:07d}", dirs_exist_ok=True)
+            (folder / TRACKER).write_text("1")
+        trial = replace(drawn.trial, start=start, save=start + drawn.trial.save, is_lost=is_lost)
+        words = [*_STEPS, "--load", str(folder)]
+        words += ["--vtp-load-newest-valid"] if is_lost or (drawn.is_searched and start) else []
+        problems = [*run_trial(self._pool, folder, trial, reference, words)]
+        if problems:  # what is wrong here is not to be found again by the next one
+            folder.rename(self._folder / f"failed {drawn.number}")
+        seconds = round(time.monotonic() - begin_s, 1)
+        return {"number": drawn.number, **asdict(trial), "problems": problems, "seconds": seconds}
 
 
 def main() -> None:
-    """Run the campaign."""
+    """Run the campaign, or go on with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resumed", type=int, default=4, help="go on with every so many trials; default 4")
+    parser.add_argument("--results", type=Path, required=True, help="file with a line for every trial")
+    parser.add_argument("--only", type=int, help="run this trial again, and note nothing")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    counts: Counter[tuple[str, str]] = Counter()
-    bad: list[str] = []
+    use_tree()
+    known = {"host": host_name(), "seed": options.seed}
+    done = {line["number"] for line in _read(options.results) if line | known == line}
+    wanted = [] if options.table else [each for each in draw(options.trials, options.seed) if each.number not in done]
+    wanted = wanted if options.only is None else [[*draw(options.only + 1, options.seed)][-1]]
     with tempfile.TemporaryDirectory(prefix="vtp-killed-") as name, Pool(max_workers=NUM_RANKS) as pool:
-        whole: dict[str, list[float]] = {}
-        for number, trial in enumerate(make_trials(options.trials, options.seed)):
-            reference = Path(name) / f"reference-{trial.form}"
-            if trial.form not in whole:
-                whole[trial.form] = losses(succeeded(train(pool, reference, trial.form)))
-            folder = Path(name) / "trial"
-            problems = [*run_trial(pool, folder, trial, reference)]
-            if number % options.resumed == 0 and (folder / TRACKER).exists():
-                problems += resume(pool, folder, trial, whole[trial.form])
-                counts[trial.form, "resumed"] += 1
-            bad += [f"{trial}: {problem}" for problem in problems]
-            counts[trial.form, trial.point] += not problems
-            print(number, trial, problems or "well", flush=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.with_suffix(".log").unlink(missing_ok=True)
-    _print_table(counts)
-    print("\n".join(bad) or "all is well")
-    sys.exit(1 if bad else 0)
+        campaign = Campaign(pool, Path(name))
+        for each in wanted:
+            line = json.dumps({**known, **campaign.run(each)})
+            print(line, flush=True)
+            if options.only is None:
+                with options.results.open("a") as file:
+                    file.write(f"{line}\n")
+    lines = _read(options.results)
+    _print_table(lines)
+    sys.exit(1 if any(line["problems"] for line in lines) else 0)
 
 
-def _print_table(counts: Counter[tuple[str, str]]) -> None:
-    forms = [form for form in FORMATS if any(each == form for each, _ in counts)]
-    print(f"| killed | {' | '.join(forms)} |\n|---|{'---|' * len(forms)}")
-    for point in (*OF_PIECES, *OF_INDEX, *SHARED, "resumed"):
-        print(f"| {point} | {' | '.join(str(counts[form, point] or '-') for form in forms)} |")
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _print_table(lines: Sequence[dict[str, Any]]) -> None:
+    """Print how many trials were well, and of how many where some were not."""
+    columns = sorted(
+        {(line["host"], line["form"]) for line in lines}, key=lambda each: (each[0], [*FORMATS].index(each[1]))
+    )
+    print(f"| killed | {' | '.join(f'{host}: {form}' for host, form in columns)} |\n|---|{'---|' * len(columns)}")
+    for point in (CLEARING, *OF_PIECES, OF_WORKERS, *OF_CLAIMS, *OF_INDEX, *SHARED, REPLACED, None):
+        cells = (
+            [line for line in lines if (line["host"], line["form"]) == column and point in (_point(line), None)]
+            for column in columns
+        )
+        print(f"| {point or 'all'} | {' | '.join(map(_cell, cells))} |")
+    for line in lines:
+        for problem in line["problems"]:
+            print(f"{line['host']}, seed {line['seed']}, trial {line['number']}: {problem}")
+
+
+def _point(line: dict[str, Any]) -> str:
+    is_by_worker = line["form"] == "background" and line["point"] in OF_PIECES and line["victim"] is not None
+    return OF_WORKERS if is_by_worker else line["point"]
+
+
+def _cell(lines: Sequence[dict[str, Any]]) -> str:
+    num_well = sum(not line["problems"] for line in lines)
+    if not lines:
+        return "-"
+    return str(num_well) if num_well == len(lines) else f"{num_well} of {len(lines)}"
 
 
 if __name__ == "__main__":

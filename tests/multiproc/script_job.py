@@ -32,10 +32,11 @@ from typing import Any, Literal, NoReturn
 
 import megatron.training.training as training
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import gpt_model
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
 
@@ -61,6 +62,7 @@ from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.start_job import start_again
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
+from vtp_plugin.checkpoint.forms import BY_BLOCK, FORM
 
 # Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (
@@ -505,6 +507,41 @@ def _make_up_all_documents(facts: dict[str, Any]) -> None:
     gpt_dataset.MockGPTLowLevelDataset.size = 100000
 
 
+def _claim_blocks(facts: dict[str, Any]) -> None:
+    """Let a checkpoint say that its optimizer is stored in blocks of parameters, as those of Megatron 0.14 do."""
+    original = dist_checkpointing.save
+
+    def save(*args: Any, content_metadata: dict[str, Any], **kwargs: Any) -> Any:
+        content = {**content_metadata, FORM: BY_BLOCK}
+        return original(*args, content_metadata=content, **kwargs)
+
+    dist_checkpointing.save = save
+
+
+def _claim_precision(facts: dict[str, Any]) -> None:
+    """Say, before a checkpoint is loaded, that the optimizer keeps its state in types of its own."""
+    original = training.load_checkpoint
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        get_args().use_precision_aware_optimizer = True
+        return original(*args, **kwargs)
+
+    training.load_checkpoint = load_checkpoint
+
+
+def _freeze_weights(facts: dict[str, Any]) -> None:
+    """Train no weights of queries, keys and values."""
+    original = gpt_model.GPTModel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if name.endswith("linear_qkv.weight"):
+                parameter.requires_grad = False
+
+    gpt_model.GPTModel.__init__ = init
+
+
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "plant_delays": plant_delays,
@@ -532,6 +569,9 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_memory": _note_memory,
     "dump_optimizer": dump_optimizer,
     "all_documents": _make_up_all_documents,
+    "claim_blocks": _claim_blocks,
+    "claim_precision": _claim_precision,
+    "freeze_weights": _freeze_weights,
     "fork_results_queue": _fork_results_queue,
     "forget_megatron": _forget_megatron,
     "watch_edge": leak_watch.watch_edge,

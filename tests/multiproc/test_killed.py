@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.lines import error_line
 from tests.multiproc.kill_hooks import MUTANTS
-from tests.multiproc.killed import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
+from tests.multiproc.kill_trial import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
 from tests.multiproc.script_cases import arguments, launch, losses, succeeded
 from tests.pool import Pool
 from tests.unit.test_checkpoint_whole import DAMAGES
@@ -70,16 +71,17 @@ def test_a_run_that_saves_in_the_background_is_killed(pool: Pool, known: Known, 
     assert [*run_trial(pool, tmp_path / "trial", Trial("background", point, save=3), reference)] == []
 
 
+CONTROLS = {"early tracker": Trial("", "half a shard", save=1), "skipped shard": Trial("", "after tracker")}
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("form", ["torch_dist", pytest.param("background", marks=pytest.mark.needs("worker_on_cpus"))])
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_controls_are_found(pool: Pool, known: Known, tmp_path: Path, mutant: str) -> None:
+def test_controls_are_found(pool: Pool, known: Known, tmp_path: Path, mutant: str, form: str) -> None:
     """A tracker that moves too early, which a kill then leaves, and a shard that is not there."""
-    reference, _ = known("torch_dist")
-    trial = Trial("torch_dist", mutant)
-    train(pool, tmp_path / "trial", trial.form, [] if mutant == "skipped shard" else ["--exit-interval", "2"], trial)
-    if mutant == "early tracker":
-        shutil.rmtree(tmp_path / "trial" / "iter_0000002")
-    assert [*judge(tmp_path / "trial", trial, reference)] != []
+    trial = replace(CONTROLS[mutant], form=form, mutant=mutant)
+    problems = [*run_trial(pool, tmp_path / "trial", trial, known(form)[0])]
+    assert any(word in problem for problem in problems for word in ("the tracker says", ".distcp is missing")), problems
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.pool import Pool
+from vtp_plugin.checkpoint.forms import BY_BLOCK
 from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = [pytest.mark.needs("scripts_here")]
@@ -42,12 +43,14 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
     """Runs of four steps that save after the second one; each is made once."""
     known: dict[tuple[object, ...], tuple[Path, list[ScriptRun]]] = {}
 
-    def write(sizes: str, extra: Sequence[str] = (), *, dp: int = 1) -> tuple[Path, list[ScriptRun]]:
-        key = (sizes, tuple(extra), dp)
+    def write(
+        sizes: str, extra: Sequence[str] = (), *, dp: int = 1, hooks: Sequence[str] = ()
+    ) -> tuple[Path, list[ScriptRun]]:
+        key = (sizes, tuple(extra), dp, tuple(hooks))
         if key not in known:
             folder = tmp_path_factory.mktemp("written")
             saving = [*DISTRIBUTED, *extra, "--save", str(folder), "--save-interval", "2"]
-            runs = train(pool, sizes, [*saving, "--global-batch-size", "16"], dp=dp, hooks=["dump_optimizer"])
+            runs = train(pool, sizes, [*saving, "--global-batch-size", "16"], dp=dp, hooks=["dump_optimizer", *hooks])
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
             known[key] = folder, runs
         return known[key]
@@ -55,10 +58,12 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
     return write
 
 
-def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
+def _resume(
+    pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1, hooks: Sequence[str] = ()
+) -> list[ScriptRun]:
     """Train the last two steps from the checkpoint of the second one, and take the optimizer down before."""
     loading = [*DISTRIBUTED, *extra, *resharding_flags(), "--load", str(folder), "--global-batch-size", "16"]
-    runs = train(pool, sizes, loading, dp=dp, hooks=["dump_optimizer"])
+    runs = train(pool, sizes, loading, dp=dp, hooks=["dump_optimizer", *hooks])
     assert "successfully loaded checkpoint" in runs[0].output
     assert [len(run.steps) for run in runs] == [2] * len(runs)
     return runs
@@ -69,6 +74,8 @@ TIED_APART = ["--untie-embeddings-and-output-weights"]
 GATED = ["--swiglu", "--group-query-attention", "--num-query-groups", "6"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1,1"]
+LATENT = "--multi-latent-attention --q-lora-rank 36 --kv-lora-rank 20 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
+LATENT += " --v-head-dim 8 --position-embedding-type rope --no-rope-fusion"
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
 EXPERTS += ["--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "128", "--sequence-parallel"]
 EXPERTS_1_2 = ["--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
@@ -87,6 +94,7 @@ class Case:
         dp: its number of replicas.
         reads: flags of its layout.
         model: flags of both.
+        hooks: of both runs.
     """
 
     source: str
@@ -96,12 +104,14 @@ class Case:
     wrote: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
 
 
 def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
     return pytest.param(Case(**values), id=name, marks=[pytest.mark.full] if is_full else [])
 
 
+@pytest.mark.needs("latent_attention", cases=("1,2-to-2,1-latent",))
 @pytest.mark.parametrize(
     "case",
     [
@@ -127,6 +137,15 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
             reads=(*EXPERTS_2_1,),
             is_full=False,
         ),
+        _case(
+            "1,2-to-2,1-latent",
+            source="1,2",
+            source_dp=2,
+            target="2,1",
+            model=tuple(LATENT.split()),
+            hooks=("latent_attention",),
+        ),
+        _case("1,2-to-2,1-frozen", source="1,2", source_dp=2, target="2,1", hooks=("freeze_weights",)),
         _case("1,2-to-1,2-other-dp", source="1,2", source_dp=2, target="1,2"),
         _case(
             "1,2-to-1,2-experts",
@@ -140,8 +159,8 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
 )
 def test_the_optimizer_goes_on_in_another_layout(pool: Pool, written: Writer, case: Case) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
-    folder, whole = written(case.source, [*case.model, *case.wrote], dp=case.source_dp)
-    runs = _resume(pool, folder, case.target, [*case.model, *case.reads], dp=case.dp)
+    folder, whole = written(case.source, [*case.model, *case.wrote], dp=case.source_dp, hooks=case.hooks)
+    runs = _resume(pool, folder, case.target, [*case.model, *case.reads], dp=case.dp, hooks=case.hooks)
     assert_same_state(runs, whole)
     tolerance = 2e-2 if "--bf16" in case.model else 1e-5
     assert_same_training(runs, whole, first=2, tolerance=tolerance)
@@ -190,6 +209,27 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: str) -> None:
     folder, _ = written("1,2", dp=2)
     _assert_refused(pool, folder, extra, f"{folder}/iter_0000002: the optimizer's ", words, "--no-load-optim")
+
+
+@pytest.mark.full
+@pytest.mark.needs("forgotten_blocks")
+@pytest.mark.parametrize("sizes", ["1,2", "2,1"])
+def test_blocks_of_older_megatrons_are_refused_by_name(pool: Pool, tmp_path: Path, sizes: str) -> None:
+    """As Megatron 0.14 says what it has saved; also where the list is the same."""
+    saving = ["--dist-ckpt-optim-fully-reshardable", "--save", str(tmp_path), "--save-interval", "2"]
+    train(pool, "1,2", [*DISTRIBUTED, *saving, "--train-iters", "2"], hooks=["claim_blocks"])
+    command = arguments(sizes, extra=[*DISTRIBUTED, "--load", str(tmp_path)])
+    words = f"holds the distributed optimizer as {BY_BLOCK}, which this Megatron reads no more", "--no-load-optim"
+    assert_refused(launch(pool, num_ranks(sizes), {"arguments": command}), *words)
+
+
+@pytest.mark.full
+def test_an_optimizer_of_other_types_is_refused_by_name(pool: Pool, written: Writer) -> None:
+    """It needs Transformer Engine, so only the argument is there."""
+    folder, _ = written("1,2", dp=2)
+    command = arguments("2,1", extra=[*DISTRIBUTED, "--load", str(folder), "--global-batch-size", "16"])
+    runs = launch(pool, num_ranks("2,1"), {"arguments": command, "hooks": ["claim_precision"]})
+    assert_refused(runs, "--use-precision-aware-optimizer", "--no-load-optim")
 
 
 def _assert_refused(pool: Pool, folder: Path, extra: Sequence[str], *words: str) -> None:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.power_loss import STRACE, Disk, read_log, torn_states
+from tests.power_loss import STRACE, Disk, problems_of, read_log, why_not
 from vtp_plugin.checkpoint.newest import problem_of
 
-
-@cache
-def why_not() -> str:
-    """Say why calls cannot be logged here; empty if they can."""
-    if shutil.which("strace") is None:
-        return "strace is not installed"
-    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
-    return "" if tried.returncode == 0 else f"strace does not work here: {tried.stderr.strip()[:80]}"
-
-
+INNER = "made/here"
 SAVES = """
 import os, sys
 from pathlib import Path
@@ -30,7 +19,7 @@ from vtp_plugin.checkpoint.saving import Kept, Saving, Savings
 from vtp_plugin.checkpoint.whole import whole_folder
 
 root, how = Path(sys.argv[1]), sys.argv[2]
-folder, savings = root / "made" / "here", Savings()
+folder, savings = root / sys.argv[3], Savings()
 
 
 def write(file, text):
@@ -67,30 +56,9 @@ for iteration in (2, 4):
 def _logged(folder: Path, how: str) -> Disk:
     root = folder / "root"
     root.mkdir()
-    code = [sys.executable, "-c", SAVES, str(root), how]
+    code = [sys.executable, "-c", SAVES, str(root), how, INNER]
     subprocess.run([*STRACE, "-o", str(folder / "log"), *code], check=True, timeout=120)
     return Disk(read_log((folder / "log").read_text().splitlines(), root), root)
-
-
-def _problems(disk: Disk) -> list[str]:
-    """Look at the folder of checkpoints, below what had to be made for it."""
-    root = Path(disk._root)
-    inner = root / "made" / "here"
-    made = [number for number, op in enumerate(disk.ops) if op.kind == "mkdir" and "/saved_" in op.path]
-    problems = [
-        f"{inner} may be lost after it was saved"
-        for end in range(min(made), len(disk.ops) + 1)
-        for state in disk.states(end)
-        if not any(path.startswith("made/here/") for path in disk.files(state, end))
-    ]
-    numbers = [number for number, op in enumerate(disk.ops) if f"{op.path}/".startswith(f"{inner}/")]
-    numbers = numbers[1:]  # it is made
-    ops = [disk.ops[number] for number in numbers]
-    ends = {}
-    for number in made:
-        before = [place for place, of_all in enumerate(numbers) if of_all < number]
-        ends[before[-1]] = disk.ops[number].path.rpartition("_")[2]
-    return [*problems, *torn_states(Disk(ops, inner), ends)]
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -98,10 +66,10 @@ def _problems(disk: Disk) -> list[str]:
 def test_each_sync_is_needed(tmp_path: Path, how: str) -> None:
     disk = _logged(tmp_path, how)
     assert {op.kind for op in disk.ops} >= {"create", "write", "sync", "mkdir", "rename"}
-    assert _problems(disk) == [] and disk.unsynced() == set()
+    assert problems_of(disk, INNER) == [] and disk.unsynced() == set()
     syncs = [number for number, op in enumerate(disk.ops) if op.kind == "sync"]
     assert len(syncs) >= 12
-    needless = [disk.ops[number] for number in syncs if not _problems(disk.without(number))]
+    needless = [disk.ops[number] for number in syncs if not problems_of(disk.without(number), INNER)]
     assert not needless, needless
 
 
@@ -113,7 +81,7 @@ def test_what_a_disk_may_hold_is_told_whole_from_broken(tmp_path: Path) -> None:
     for end in range(1, len(disk.ops), 3):
         for state in disk.states(end):
             disk.build(state, end, tmp_path / "built", has_zeros=end % 2 == 0)
-            for folder in (tmp_path / "built" / "made" / "here").glob("*iter_*"):
+            for folder in (tmp_path / "built" / INNER).glob("*iter_*"):
                 problem = problem_of(folder)
                 is_partial = folder.name.startswith("partial_")
                 # Without metadata it is no checkpoint; what has a manifest that holds is as it was written.
