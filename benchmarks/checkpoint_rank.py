@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import vtp_plugin
+from vtp_plugin.checkpoint.whole import sync
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.hosts import find_host
 from vtp_plugin.patches.hosts import load_host
@@ -25,12 +26,20 @@ from vtp_plugin.session import Session
 _SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "pretrain_gpt.py"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_S = 0.002
+_POLL_S = 0.05
 
 
 def run_rank(how: str, what: str, notes: str, *words: str) -> None:
-    """Run the script with the words as its arguments: ``how`` is stock, plugin or other, ``what`` is save or load."""
+    """Run the script with the words as its arguments: ``how`` it saves or loads, as ``benchmarks.checkpoint`` says.
+
+    Args:
+        how: a list's name there.
+        what: save or load.
+        notes: folder for what this rank notes.
+        words: arguments of the script.
+    """
     sys.argv = [str(_SCRIPT), *words]
-    if how == "stock":
+    if how in ("stock", "synced"):
         _run_on_cpu()
         sys.argv += ["--distributed-backend", "gloo"]
     else:
@@ -39,7 +48,15 @@ def run_rank(how: str, what: str, notes: str, *words: str) -> None:
 
     # Looked up when called: the plugin replaces it where it is defined once it knows the list.
     name = f"{what}_checkpoint"
-    setattr(training, name, lambda *args, **kwargs: _noted(Path(notes), getattr(checkpointing, name), args, kwargs))
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        result = getattr(checkpointing, name)(*args, **kwargs)
+        if how == "synced":
+            _sync_all()
+        return result
+
+    after = _wait_for_background if how == "background" else lambda: 0.0
+    setattr(training, name, lambda *args, **kwargs: _noted(Path(notes), lambda: act(*args, **kwargs), after))
     runpy.run_path(str(_SCRIPT), run_name="__main__")
 
 
@@ -51,8 +68,31 @@ def _run_on_cpu() -> None:
     apply_records(platform_records(session, load_host(host.name)), megatron.version)
 
 
-def _noted(notes: Path, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Act on all ranks at once, and write down what it took here."""
+def _sync_all() -> None:
+    """Sync the files and folders of the checkpoints when all ranks have written."""
+    from megatron.training import get_args
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder = Path(get_args().save)
+        for path in (*folder.rglob("*"), folder):
+            sync(path)
+
+
+def _wait_for_background() -> float:
+    """Wait until a checkpoint is there that is written in the background; return how long a step waits for that."""
+    from megatron.training.async_utils import is_empty_async_queue, maybe_finalize_async_save
+
+    while True:
+        time.sleep(_POLL_S)
+        begin_s = time.perf_counter()
+        maybe_finalize_async_save(blocking=False)
+        if is_empty_async_queue():
+            return time.perf_counter() - begin_s
+
+
+def _noted(notes: Path, act: Callable[[], Any], after: Callable[[], float]) -> Any:
+    """Act on all ranks at once, and write down what it took here, with the seconds of what comes after it."""
     peak_bytes, is_over = _resident_bytes(), threading.Event()
 
     def watch() -> None:
@@ -64,9 +104,10 @@ def _noted(notes: Path, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     dist.barrier()
     watcher.start()
     begin_s = time.perf_counter()
-    result = act(*args, **kwargs)
+    result = act()
     dist.barrier()
     seconds = time.perf_counter() - begin_s
+    seconds += after()
     is_over.set()
     watcher.join()
     note = {"seconds": seconds, "peak_bytes": peak_bytes, "kept_bytes": _resident_bytes()}
