@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.runtime.life import rendezvous
-from vtp_plugin.runtime.life.rendezvous import describe_listening, listening_address
+from vtp_plugin.runtime.life.rendezvous import describe_listening
+from vtp_plugin.runtime.life.server import listening_address
 
 # Opens the store as rank 0 does, attaches by env://, and says on which addresses this process listens.
 SOURCE = """

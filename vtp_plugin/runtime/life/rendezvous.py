@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.attempt import agree_on_attempt
 from vtp_plugin.runtime.life.disclosure import first_line
+from vtp_plugin.runtime.life.server import (
+    ALL_INTERFACES,
+    attach,
+    is_agent_store,
+    listening_address,
+    serve,
+    serves_store,
+)
+from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, time_limit
 
-_ALL_INTERFACES = "all interfaces"
 _NUM_PINGS = 5
+ATTEMPT_VARIABLE = "VTP_ATTEMPT"
+"""Set in a process whose ranks have agreed before on the name of this attempt."""
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Join the launcher's rendezvous (``MASTER_ADDR``, ``MASTER_PORT``) before torch.distributed is initialised.
 
-    Does not wait for the other ranks: :class:`~vtp_plugin.runtime.life.startup.Agreement` does, and names the
-    missing ones.
+    Waits for the other ranks only if the launcher keeps the store: what an earlier attempt posted there must not be
+    read, so ranks agree on a name first. Elsewhere :class:`~vtp_plugin.runtime.life.startup.Agreement` waits, and names
+    the missing ones.
     ``init_process_group`` shares the same server later: torch opens it as multi-tenant. If rank 0 keeps the store, its
     server listens only on the address that ``MASTER_ADDR`` names; torch alone would listen on all interfaces.
 
     Raises:
         ConfigError: the launcher's variables are missing or wrong.
-        PeerError: the server did not answer within ``timeout_s``.
+        PeerError: the server or a rank did not answer within ``timeout_s``.
     """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
@@ -51,11 +59,12 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             # Not left to torch, whose attempts together take longer than the timeout that it gets.
             if not serves and not poll(lambda: _is_reachable(host, int(port)), timeout_s, pause_s=0.2, lines=lines):
                 raise TimeoutError("nobody listens there")
-            store = _serve(host, int(port), timeout_s) if serves else _attach(host, int(port), timeout_s)
+            store = serve(host, int(port), timeout_s) if serves else attach(host, int(port), timeout_s)
     except (RuntimeError, TimeoutError) as error:
         if serves:
             raise ConfigError(
-                f"rank 0 cannot serve at {host}:{port} ({first_line(str(error))}); choose a free MASTER_PORT"
+                f"rank 0 cannot serve at {host}:{port} ({first_line(str(error))}); choose a free MASTER_PORT",
+                is_final=False,
             ) from None
         waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
         raise PeerError(
@@ -63,99 +72,45 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             "the timeout",
             shared=f"{waited} for the store: no answer",
         ) from None
-    # A launcher that restarts the ranks may keep its store: what an earlier attempt posted must not be read. One that
-    # rank 0 keeps is new each time, and ranks of one attempt may have been restarted unequally often.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _is_agent_store(os.environ) else "0"
+    # A store that rank 0 keeps is new each time.
+    attempt = os.environ.get(ATTEMPT_VARIABLE, "" if is_agent_store(os.environ) else "0")
+    if not attempt:
+        with time_limit(rank, timeout_s, reason):
+            attempt = agree_on_attempt(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
     return dist.PrefixStore(f"vtp/{attempt}", store)
 
 
-def serves_store(rank: int, environment: Mapping[str, str]) -> bool:
-    """Tell whether a rank keeps the store; if none does, the launcher does.
+def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str, str], timeout_s: float) -> dist.Store:
+    """Meet in a store that this attempt alone has, where the launcher keeps its store over several.
 
-    >>> serves_store(0, {}), serves_store(1, {}), serves_store(0, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    (True, False, False)
-    """
-    return rank == 0 and not _is_agent_store(environment)
-
-
-def _serve(host: str, port: int, timeout_s: float) -> dist.Store:
-    """Open the store's server on the one address of ``host``, or attach to one that this process has there."""
-    address, reason = listening_address(host, os.environ)
-    if address is None:
-        log.warning(f"the store listens on {_ALL_INTERFACES} at port {port}: {reason}")
-    try:
-        return _open_server(host, port, timeout_s, address, use_libuv=True)
-    except RuntimeError as error:
-        # The newer of torch's two servers takes no listening socket in old versions, such as 2.7.
-        if "libuv" not in str(error):
-            raise
-    return _open_server(host, port, timeout_s, address, use_libuv=False)
-
-
-def _open_server(host: str, port: int, timeout_s: float, address: str | None, *, use_libuv: bool) -> dist.TCPStore:
-    listener = None if address is None else _bind(address, port)
-    fd = None if listener is None else listener.detach()  # torch's server closes it
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=fd,
-            use_libuv=use_libuv,
-        )
-    except BaseException:
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        raise
-
-
-def _attach(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    limit = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False, multi_tenant=True)
-
-
-def _bind(address: str, port: int) -> socket.socket | None:
-    """Listen on one address; None if somebody listens at that port already: torch then attaches to it, or says so."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Choose the address on which rank 0 keeps the store, and say why; None stands for all interfaces.
+    Torch would read in the launcher's what an earlier attempt has left there, such as addresses. Afterwards the
+    variables name the new store, which rank 0 keeps.
 
     Args:
-        host: ``MASTER_ADDR``.
-        environment: of rank 0; the launcher says in it whether all ranks are on this machine.
+        store: of this attempt, reaches all ranks.
+        rank: this rank.
+        environment: of this process, with the launcher's variables.
+        timeout_s: how long to wait for rank 0.
+
+    Raises:
+        ConfigError: rank 0 cannot serve.
+        PeerError: rank 0 did not answer.
     """
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        return None, f"MASTER_ADDR {host} has no address here ({error.strerror})"
-    is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", "1")
-    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    if is_loopback and host not in (address, "localhost") and not is_one_machine:
-        # Debian maps a machine's name to a loopback address in /etc/hosts; other machines know another address.
-        return None, f"MASTER_ADDR {host} is the loopback address {address} here; write the address that others use"
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        return (
-            None,
-            f"MASTER_ADDR {host} is no address of this machine ({errno.errorcode.get(error.errno or 0, error)})",
-        )
-    return address, f"the address of MASTER_ADDR {host}"
+    part, host = part_of(store, Topic.ATTEMPTS), environment["MASTER_ADDR"]
+    if rank == 0:
+        try:
+            own = serve(host, 0, timeout_s)
+        except RuntimeError as error:
+            reason = f"rank 0 cannot serve at {host} ({first_line(str(error))}); free a port"
+            raise ConfigError(reason, is_final=False) from None
+        part.set("port", str(own.port))
+    else:
+        lines = WaitingLines(timeout_s, lambda: "rank 0 to open the store of this attempt")
+        if not poll(lambda: part.check(["port"]), timeout_s, pause_s=0.1, lines=lines):
+            raise PeerError(f"{WAITED} {timeout_s:.1f} s for rank 0 to open the store of this attempt: no answer")
+        own = attach(host, int(part.get("port")), timeout_s)
+    environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"] = str(own.port), "False"
+    return dist.PrefixStore("vtp/0", own)
 
 
 def describe_listening(environment: Mapping[str, str]) -> list[str]:
@@ -192,15 +147,11 @@ def _interface(environment: Mapping[str, str], default: str, *names: str) -> str
 
 def _describe_store(environment: Mapping[str, str]) -> str:
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if host is None or _is_agent_store(environment):
+    if host is None or is_agent_store(environment):
         whose = f"port {port}" if port else "the port of --master-port or --rdzv-endpoint"
-        return f"{_ALL_INTERFACES}, {whose}, kept by torchrun on its first machine; let a firewall keep others out"
+        return f"{ALL_INTERFACES}, {whose}, kept by torchrun on its first machine; let a firewall keep others out"
     address, reason = listening_address(host, environment)
-    return f"{address or _ALL_INTERFACES} port {port}, kept by rank 0 ({reason})"
-
-
-def _is_agent_store(environment: Mapping[str, str]) -> bool:
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{address or ALL_INTERFACES} port {port}, kept by rank 0 ({reason})"
 
 
 def _own_address() -> str:
@@ -258,7 +209,7 @@ def _ask_store(host: str, port: int, deadline_s: float) -> tuple[str, bool]:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            store = _attach(host, port, max(1.0, deadline_s - time.monotonic()))
+            store = attach(host, port, max(1.0, deadline_s - time.monotonic()))
             for _ in range(_NUM_PINGS):
                 begin_s = time.monotonic()
                 store.check(["vtp doctor"])

@@ -40,6 +40,11 @@ class Topic(Enum):
         "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart, and a "
         "random name.",
     )
+    ATTEMPTS = (
+        "attempts",
+        "Where the launcher keeps the store: how often ranks have met in it, how many they were, a random name of each "
+        "process, the numbers of ranks that are missing, and the port at which the ranks of a fitted run meet.",
+    )
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     CARDS = (
         "cards",

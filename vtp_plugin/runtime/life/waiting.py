@@ -15,6 +15,11 @@ from vtp_plugin.runtime.life.error_file import write_error_file
 EXIT_CODE = 1
 WAITED = "start-up: waited"
 POLL_S = 0.02
+JUDGE_SHARE = 0.9
+"""Of the time that ranks wait for each other: rank 0 judges first, so that the others read in time what it found."""
+UNKNOWN_PEER = (
+    "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
+)
 _NEXT_LINE_S = 60.0
 # Tests shorten it.
 _FIRST_LINE_VARIABLE = "VTP_FIRST_WAITING_LINE_S"
