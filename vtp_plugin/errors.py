@@ -18,11 +18,18 @@ class VtpError(Exception):
         shared: the text that other sites of a run may read. It has words of the plugin, ranks, boundaries, and values
             of the plugin's layout flags, but never a path, data, or the message of another library. With None, other
             sites learn the type of the error only.
+        is_final: no restart cures it; None for what the class says.
+
+    >>> ConfigError("--a 1").is_final, PeerError("no answer").is_final, ConfigError("in use", is_final=False).is_final
+    (True, False, False)
     """
 
-    def __init__(self, text: str = "", *, shared: str | None = None) -> None:
+    _is_final = True
+
+    def __init__(self, text: str = "", *, shared: str | None = None, is_final: bool | None = None) -> None:
         super().__init__(text)
         self.shared = shared
+        self.is_final = self._is_final if is_final is None else is_final
 
 
 class ConfigError(VtpError, ValueError):
@@ -36,8 +43,8 @@ class MissingError(ConfigError, RuntimeError):
 class LayoutError(ConfigError):
     """A :class:`ConfigError` about the plugin's layout flags alone; other sites may read its whole text."""
 
-    def __init__(self, text: str = "") -> None:
-        super().__init__(text, shared=text)
+    def __init__(self, text: str = "", *, is_final: bool | None = None) -> None:
+        super().__init__(text, shared=text, is_final=is_final)
 
 
 def refuse(problems: Iterable[str], error: type[ConfigError] = ConfigError) -> None:
@@ -89,3 +96,18 @@ class PlanError(VtpError, AssertionError):
 
 class PeerError(VtpError, RuntimeError):
     """Another rank failed, disagrees or does not answer."""
+
+    _is_final = False
+
+
+def is_final(error: BaseException) -> bool:
+    """Tell whether no restart cures what ends a process.
+
+    Of other errors these are: what a parser of flags ends with, and a bare assertion, as in Megatron's checks.
+
+    >>> is_final(SystemExit(2)), is_final(AssertionError()), is_final(OSError()), is_final(PeerError("no answer"))
+    (True, True, False, False)
+    """
+    if isinstance(error, VtpError):
+        return error.is_final
+    return isinstance(error, AssertionError) or (isinstance(error, SystemExit) and error.code == 2)

@@ -20,6 +20,7 @@ from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.loadable import (
     open_optimizer,
     require_loadable,
+    require_same_model,
     stored_arguments,
     stored_dp_sizes,
     stored_experts,
@@ -199,6 +200,7 @@ def _judge(
     Raises:
         ConfigError: it cannot be loaded.
     """
+    require_same_model(load_dir, args, result)
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
         open_optimizer(session, host, args, result)

@@ -21,6 +21,32 @@ def stored_arguments(result: tuple[Any, ...]) -> Any:
     return result[0].get("args") if isinstance(result[0], dict) else None
 
 
+# What Megatron compares, too, after it has changed what it was started with.
+_OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def require_same_model(load_dir: str | None, args: Any, result: tuple[Any, ...]) -> None:
+    """Refuse a checkpoint of another model before its weights are looked for.
+
+    Raises:
+        ConfigError: it is; the text names what differs.
+    """
+    stored = stored_arguments(result)
+    if stored is None or args.finetune:
+        return
+    there, here = vars(stored), vars(args)
+    differ = [
+        f"--{name.replace('_', '-')} {there[name]}, here {here[name]}"
+        for name in _OF_THE_MODEL
+        if there.get(name) is not None and here.get(name) is not None and there[name] != here[name]
+    ]
+    if differ:
+        raise ConfigError(
+            f"checkpoint {load_dir} is of another model ({'; '.join(differ)}); give the flags that it was saved with, "
+            "or another folder"
+        )
+
+
 def require_loadable(
     session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...]
 ) -> None:

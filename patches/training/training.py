@@ -6,7 +6,7 @@ H15: the lengths of packed samples, as the log counts them. H19: iterators that 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vtp_plugin.ground import log
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.runtime.life.progress import Progress
 from vtp_plugin.session import Session
 from vtp_plugin.trace.causes import Cause
 from vtp_plugin.trace.stages import StageTimes
@@ -112,15 +113,15 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
             is_due = iteration % options.log_interval == 0
             if is_due and session.timing is not None:
                 _log_timing(session.timing.report(), iteration)
+            if session.progress is not None:
+                _note_step(session.progress, options, iteration)
             if is_due or is_first:
                 _log_on_site(session, options, iteration, is_first=is_first)
         return original(*args, **kwargs)
 
 
 def _log_timing(stages: Sequence[StageTimes], iteration: int) -> None:
-    """Print what a step's time went to, and hand it to Megatron's writers, where this rank has them."""
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
+    """Print what a step's time went to, and hand it to Megatron's writers."""
     if not stages:
         return
     head = f"time of the step of iteration {iteration}, by stage (mean of its ranks):"
@@ -138,6 +139,26 @@ def _log_timing(stages: Sequence[StageTimes], iteration: int) -> None:
         for name, of_parts in (("mean", stage.mean_ms), ("most", stage.slowest_ms))
         for part, value in of_parts.items()
     }
+    _write(values, iteration)
+
+
+def _note_step(progress: Progress, options: Any, iteration: int) -> None:
+    """Note a step of a fitted run; at its first one say what was lost with the attempt before."""
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    lost = progress.note(iteration, options.consumed_train_samples, get_current_global_batch_size())
+    if lost is None:
+        return
+    if dist.get_rank() == 0:
+        log.warning(lost.text)
+    values = {"vtp lost/steps": lost.steps, "vtp lost/samples": lost.samples, "vtp lost/seconds": lost.seconds}
+    _write(values, iteration)
+
+
+def _write(values: Mapping[str, float], iteration: int) -> None:
+    """Hand values to Megatron's writers, where this rank has them."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
     writer: Any = get_tensorboard_writer()
     if writer:
         for name, value in values.items():

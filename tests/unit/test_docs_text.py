@@ -33,6 +33,7 @@ FOREIGN_FLAGS = {
     "--mm-data",
     "--mm-model",
     "--mm-tool",
+    *("--nodes", "--ntasks-per-node", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
     "--virtual-pipeline-model-parallel-size",
     *(rule.option for rule in MINDSPEED_RULES),

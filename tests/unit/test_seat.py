@@ -15,7 +15,7 @@ from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seat
 from vtp_plugin.runtime.life.monitor import FAILED
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
-from vtp_plugin.session.seat import _nodes
+from vtp_plugin.session.judge import group_by_node
 
 
 def card(node: str, local_rank: int, **changes: str) -> Card:
@@ -38,7 +38,7 @@ def test_a_fault_file_plays_bad_cards(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
     cards = [card("b", 1), card("a", 0), card("b", 0), card("a", 1, why="absent", kind="")]
-    nodes, numbers = _nodes(cards)
+    nodes, numbers = group_by_node(cards)
     assert {node.name: node.num_cards for node in nodes} == {"a": 1, "b": 2}
     assert numbers == {"b": [2, 0], "a": [1]}
 
@@ -54,7 +54,7 @@ def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
 )
 def test_ranks_that_contradict_each_other_are_refused(cards: list[Card], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        _nodes(cards)
+        group_by_node(cards)
 
 
 def settle(decide: Any) -> list[Any]:

@@ -39,8 +39,8 @@ _LAUNCHER_VARIABLES = (
 )  # fmt: skip
 _PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
-    "Keys of --json: versions; host; mindspeed; platform; interfaces; listening; rendezvous (lines); patches: id, "
-    "state, target, skipped, foreign_wrapper; warnings; problems; exit_code."
+    "Keys of --json: versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
+    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code."
 )
 
 
@@ -82,6 +82,7 @@ class _Report:
         self.interfaces: list[str] = []
         self.listening: list[str] = []
         self.rendezvous: list[str] = []
+        self.launchers: list[str] = []
         self.patches: tuple[PatchStatus, ...] = ()
         self.problems: list[str] = []
         self.warnings: list[str] = []
@@ -127,9 +128,11 @@ class _Report:
 
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
+        from vtp_plugin.runtime.life.launchers import describe_launchers
         from vtp_plugin.runtime.life.rendezvous import describe_listening, test_rendezvous
 
         self.listening = describe_listening(os.environ)
+        self.launchers = describe_launchers(os.environ)
         if rendezvous is not None:
             self.rendezvous, is_well = test_rendezvous(rendezvous)
             if not is_well:
@@ -198,6 +201,8 @@ class _Report:
         if self.rendezvous:
             yield "rendezvous"
             yield from (f"    {line}" for line in self.rendezvous)
+        yield "a run that goes on after losses (docs/lost-cards.md) would be started with one of"
+        yield from (f"    {line}" for line in self.launchers)
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if is_verbose:
             from vtp_plugin.options.table.show import format_table
@@ -226,6 +231,7 @@ class _Report:
             "interfaces": self.interfaces,
             "listening": self.listening,
             "rendezvous": self.rendezvous,
+            "launchers": self.launchers,
             "patches": [{name: getattr(patch, name) for name in _PATCH_KEYS} for patch in self.patches],
             "warnings": self.warnings,
             "problems": self.problems,

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -19,9 +20,13 @@ from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.read import read_ask
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import fitted_words, without
+from vtp_plugin.ground import log
 from vtp_plugin.hosts import capability, find_host
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.runtime.life.cards import Card, try_card
+from vtp_plugin.runtime.life.leftovers import end_leftovers
+from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.session.judge import Judge
 from vtp_plugin.session.seat import take_seat
 
 # Of the timeout, for a card to be tried.
@@ -41,8 +46,10 @@ def fit_run(words: Sequence[str]) -> list[str]:
         ConfigError: nothing fits, or flags contradict each other.
         PeerError: a rank did not come.
     """
+    end_leftovers()
     parser = Parser(add_help=False)
     add_run_flags(parser)
+    parser.add_argument("--dataloader-type")
     args, _ = parser.parse_known_args(list(words[1:]))
     config = read_flags(args, VtpConfig())
     own = _own_card(args, config)
@@ -54,7 +61,18 @@ def fit_run(words: Sequence[str]) -> list[str]:
     def make_words(fitted: Fitted, ask: Ask) -> tuple[str, ...]:
         return fitted_words(fitted, ask, num_predicting=args.mtp_num_layers or 0)
 
-    seat = take_seat(own, make_ask, make_words, environment=os.environ, timeout_s=config.timeout_s)
+    _warn_of_cyclic(args)
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    judge = Judge(
+        make_ask=make_ask,
+        make_words=make_words,
+        folder=Path(folder) if folder else None,
+        forgives=bool(args.vtp_forgive),
+        on_loss=args.vtp_on_loss or "",
+        environment=os.environ,
+        timeout_s=config.timeout_s,
+    )
+    seat = take_seat(own, judge, environment=os.environ, timeout_s=config.timeout_s)
     if seat.rank is None:
         sys.exit(seat.wait_outside(own))
     # A flag that the fitted list gives, too, is not given twice.
@@ -77,6 +95,14 @@ def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
         why=why,
         versions=f"vtp_plugin {vtp_plugin.__version__}, torch {torch.__version__}, Megatron {find_host()[1].version}",
     )
+
+
+def _warn_of_cyclic(args: argparse.Namespace) -> None:
+    if args.dataloader_type == "cyclic" and os.environ.get("RANK") == "0":
+        log.warning(
+            "--dataloader-type cyclic: which samples come next depends on the number of replicas; where that changes "
+            "with the cards, some come twice and some never: --dataloader-type single keeps the order"
+        )
 
 
 def _has_layouts() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
-from vtp_plugin.errors import VtpError
+from vtp_plugin.errors import VtpError, is_final
 from vtp_plugin.ground.mindspeed import ImportWatch, has_mindspeed
 from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
+from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -43,6 +45,9 @@ def run(options: argparse.Namespace) -> None:
     sys.path[0] = str(script.resolve().parent)
     try:
         if any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv):
+            folder = run_folder(sys.argv)
+            require_unmarked(folder)
+            os.environ[RUN_FOLDER_VARIABLE] = "" if folder is None else str(folder)
             from vtp_plugin.cli.fitted import fit_run  # not at the top: other runs do without what a fit imports
 
             sys.argv[:] = fit_run(sys.argv)
@@ -57,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
     except SystemExit as leave:
         # Python takes it for a normal end: rank 0 would wait for the others, and they for rank 0.
         announce_exit(leave)
+        if is_final(leave):
+            leave_marker("the script refused its flags and ended with status 2, see its log")
         raise
 
 

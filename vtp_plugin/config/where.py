@@ -140,6 +140,14 @@ class Where:
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise LayoutError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 
+    def refuse_to_fit(self) -> None:
+        """Refuse a list that is to be fitted once the script runs."""
+        if self.stages is not None:
+            raise LayoutError(
+                "--vtp-stages: a list is fitted before the script starts, since it changes RANK, WORLD_SIZE and flags "
+                "that the script may have read; start it with python -m vtp_plugin run, and leave both out of apply()"
+            )
+
     def _check_list(self, name: str, sizes: tuple[int, ...] | None, what: str) -> None:
         if sizes is None:
             return

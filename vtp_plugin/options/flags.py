@@ -26,6 +26,19 @@ VTP_FLAGS: tuple[Flag, ...] = (
         "machine that shall count as several give each its own",
     ),
     Flag(
+        name="--vtp-forgive",
+        group=FlagGroup.FAILURE,
+        help="with --vtp-stages: forget which cards failed; without it a card that failed twice is left out of every "
+        "later start. Once for each start of the launcher, not again when it restarts the ranks",
+    ),
+    Flag(
+        name="--vtp-on-loss",
+        group=FlagGroup.FAILURE,
+        metavar="COMMAND",
+        help="with --vtp-stages: a command for the shell of rank 0's machine, run when an attempt follows one that "
+        "was lost, or when nothing fits; VTP_LOSS holds the line that says what happened. It has 10 seconds",
+    ),
+    Flag(
         name="--vtp-site",
         group=FlagGroup.TRUST,
         metavar="edge",

@@ -6,21 +6,19 @@ import atexit
 import datetime
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
 
-from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node
-from vtp_plugin.fit.choose import fit
-from vtp_plugin.fit.reasons import describe
-from vtp_plugin.fit.search import Fitted
-from vtp_plugin.fit.seats import seat_cards
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.runtime.life.cards import Card, settle_seats
+from vtp_plugin.runtime.life.launchers import SHARE_VARIABLE
 from vtp_plugin.runtime.life.onlooker import Onlooker
-from vtp_plugin.runtime.life.rendezvous import open_store, serves_store
+from vtp_plugin.runtime.life.progress import hand_on, note_end
+from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, open_own_store, open_store
+from vtp_plugin.runtime.life.server import is_agent_store, serves_store
+from vtp_plugin.session.judge import Judge
 
 _LINGER_S = 60.0
 
@@ -59,8 +57,7 @@ class Seat:
 
 def take_seat(
     own: Card,
-    make_ask: Callable[[], Ask],
-    make_words: Callable[[Fitted, Ask], Sequence[str]],
+    judge: Judge,
     *,
     environment: MutableMapping[str, str],
     timeout_s: float,
@@ -72,8 +69,7 @@ def take_seat(
 
     Args:
         own: what this rank has.
-        make_ask: reads on rank 0 what is wanted.
-        make_words: gives the flags of a fitted list.
+        judge: decides on the launcher's rank 0.
         environment: of this process, with the launcher's variables.
         timeout_s: how long to wait for other ranks.
 
@@ -85,23 +81,32 @@ def take_seat(
         if not environment.get(name, "").isdigit():
             raise ConfigError(f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun")
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    serves = serves_store(rank, environment)
     store = open_store(rank, world_size, timeout_s)
+    if is_agent_store(environment):
+        if rank == 0 and environment.get("GROUP_WORLD_SIZE", "1") != "1":
+            _say(
+                logging.WARNING,
+                "the loss of the first machine, whose launcher keeps the store, will end the run on all; elastic "
+                f"torchrun goes on with {SHARE_VARIABLE}=1 on every machine, see docs/lost-cards.md",
+            )
+        store = open_own_store(store, rank, environment, timeout_s)
+    serves = serves_store(rank, environment)
     outcome = settle_seats(
         store,
         own,
-        lambda cards: _decide(cards, make_ask(), make_words),
+        judge.decide,
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
     )
     seats = {int(number): seat for number, seat in outcome["seats"].items()}
+    why = outcome["why"].get(str(rank), "")
     onlooker = Onlooker(store, num_ranks=len(seats), timeout_s=timeout_s)
     seat = Seat(
         rank=seats.get(rank),
         world_size=len(seats),
         words=tuple(outcome["words"]),
-        why=f"its card is {own.why}" if own.why else "the list that fits does without its card",
+        why=f"its card is {why}" if why else "the list that fits does without its card",
         onlooker=onlooker,
     )
     if rank == 0:
@@ -110,55 +115,20 @@ def take_seat(
         for line in outcome["lines"]:
             _say(logging.INFO, line)
     # Runs last of all: what is registered first is called last.
-    atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
+    atexit.register(_leave, seat, judge, num_others=world_size - 1, serves=serves)
     if seat.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
-        environment.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
-        if serves_store(0, environment):
-            environment["TORCHELASTIC_USE_AGENT_STORE"], environment["TORCHELASTIC_RESTART_COUNT"] = "True", "0"
+        environment[CARD_VARIABLE] = name_card(own)
+        hand_on(outcome["sizes"], outcome["last"], environment)
+        environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat
 
 
-def _decide(cards: Sequence[Card], ask: Ask, make_words: Callable[[Fitted, Ask], Sequence[str]]) -> Mapping[str, Any]:
-    """Fit the list on rank 0."""
-    nodes, numbers = _nodes(cards)
-    fitted, rivals = fit(nodes, ask)
-    layout = ask.layout(fitted.sizes, fitted.num_replicas)
-    assert layout is not None
-    bad = [f"{card.node} local rank {card.local_rank} is {card.why}" for card in cards if card.why]
-    return {
-        "seats": seat_cards(fitted, layout, numbers),
-        "words": list(make_words(fitted, ask)),
-        "lines": [*describe(fitted, ask, rivals), *(f"bad card: {line}" for line in bad)],
-    }
-
-
-def _nodes(cards: Sequence[Card]) -> tuple[list[Node], dict[str, list[int]]]:
-    """Group ranks by their machines: the nodes, and of each the ranks whose cards work, by local rank."""
-    versions = {card.versions: card.node for card in cards}
-    if len(versions) > 1:
-        shown = " and ".join(f"{text} on {node}" for text, node in [*versions.items()][:2])
-        raise LayoutError(f"versions differ between nodes: {shown}; install the same ones")
-    nodes: list[Node] = []
-    numbers: dict[str, list[int]] = {}
-    for name in dict.fromkeys(card.node for card in cards):
-        own = [(card.local_rank, number) for number, card in enumerate(cards) if card.node == name]
-        if len({place for place, _ in own}) < len(own):
-            raise LayoutError(f"two ranks on {name} have one local rank; give each agent its --vtp-node name")
-        sites = {card.site for card in cards if card.node == name}
-        if len(sites) > 1:
-            raise LayoutError(f"ranks on {name} name the sites {', '.join(sorted(sites))}; give one --vtp-site there")
-        good = [number for _, number in sorted(own) if not cards[number].why]
-        kinds = {cards[number].kind for number in good}
-        if len(kinds) > 1:
-            raise LayoutError(f"kinds of cards are mixed on {name}: {', '.join(sorted(kinds))}; give --vtp-device")
-        nodes.append(Node(name=name, num_cards=len(good), site=sites.pop(), kind="".join(kinds)))
-        numbers[name] = good
-    return nodes, numbers
-
-
-def _leave(seat: Seat, *, num_others: int, serves: bool) -> None:
+def _leave(seat: Seat, judge: Judge, *, num_others: int, serves: bool) -> None:
     """End last if this process keeps the store, so that nobody loses it before."""
+    if seat.rank == 0 and judge.folder is not None:
+        note_end(judge.folder)
+    judge.close()
     try:
         if seat.rank is not None:
             seat.onlooker.leave()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from vtp_plugin.checkpoint.saving import Savings
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.errors import LayoutError, PatchError, PlanError
+from vtp_plugin.errors import PatchError, PlanError
 from vtp_plugin.ground import log
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import plan_layout
@@ -27,6 +27,7 @@ from vtp_plugin.patching import Writes
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.life.nodes import gather_node_sizes
+from vtp_plugin.runtime.life.progress import Progress
 from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.runtime.step.timing import Timing
 from vtp_plugin.runtime.step.tracing import Tracing
@@ -56,6 +57,7 @@ class Session:
         pipelines: those that this rank works in: the run's own, and those of modules.
         savings, loading: the checkpoints that are being written, and what is known of one that is being read.
         writes: the names of Megatron and torch that patches may write.
+        progress: notes the steps of a fitted run; None elsewhere.
     """
 
     def __init__(
@@ -67,15 +69,13 @@ class Session:
     ) -> None:
         self.watch_failures = watch_failures
         self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
-        self.applied = AppliedSets()
+        self.applied, self.writes = AppliedSets(), Writes()
         self.pipelines = Pipelines()
-        self.savings = Savings()
-        self.writes = Writes()
-        self.loading = Loading()
-        self._config = config
-        self._platform = platform
+        self.savings, self.loading = Savings(), Loading()
+        self._config, self._platform = config, platform
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
+        self.progress = Progress.of_process(os.environ)
         self._start = Start()
 
     @property
@@ -206,8 +206,7 @@ class Session:
         """
         if self.config.size_list != "auto":
             return
-        if self.config.stages is not None:
-            raise LayoutError("--vtp-stages: a list is fitted before the script starts; use python -m vtp_plugin run")
+        self.config.refuse_to_fit()
         assert self.ranks.store is not None
         dp = self.config.data_parallel_size or 1
         sizes = gather_node_sizes(self.ranks.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)

@@ -5,5 +5,7 @@ Words:
     verdict: what rank 0 makes of all statements.
     topic: where in the store a kind of exchange lies (``Topic``).
     sign of life: what a rank writes now and then, and its neighbour looks for.
+    attempt: what ranks do between two starts by the launcher; a run has one or several.
+    marker: a file beside the checkpoint that says what no restart cures.
     disclosure: what a rank may tell the ranks of other sites (``Disclosure``).
 """

@@ -17,11 +17,9 @@ import torch.distributed as dist
 from vtp_plugin.errors import LayoutError, PeerError, VtpError
 from vtp_plugin.runtime.life.disclosure import first_line
 from vtp_plugin.runtime.life.store import Topic, part_of
-from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, some_ranks
+from vtp_plugin.runtime.life.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
 
 _PROBE = Path(__file__).with_name("card_probe.py")
-# Of the time that ranks wait for each other: rank 0 gives up first, and says for whom it waited.
-_JUDGE_SHARE = 0.9
 _FAREWELL_S = 5.0
 # Tests play bad cards with it.
 FAULT_FILE_VARIABLE = "VTP_FAULT_FILE"
@@ -112,14 +110,15 @@ def settle_seats(
         outcome = json.loads(part.get("seats"))
         part.add("read", 1)
     if "error" in outcome:
-        raise (PeerError if outcome.get("is_missing") else LayoutError)(outcome["error"])
+        kind = PeerError if outcome.get("is_missing") else LayoutError
+        raise kind(outcome["error"], is_final=outcome["is_final"])
     return outcome
 
 
 def _decide(
     part: dist.Store, decide: Callable[[Sequence[Card]], Mapping[str, Any]], world_size: int, timeout_s: float
 ) -> Mapping[str, Any]:
-    keys, limit_s, begin_s = [str(rank) for rank in range(world_size)], _JUDGE_SHARE * timeout_s, time.monotonic()
+    keys, limit_s, begin_s = [str(rank) for rank in range(world_size)], JUDGE_SHARE * timeout_s, time.monotonic()
 
     def missing() -> list[int]:
         return [int(key) for key in keys if not part.check([key])]
@@ -127,8 +126,9 @@ def _decide(
     lines = WaitingLines(limit_s, lambda: f"rank {some_ranks(missing())}")
     if not poll(lambda: part.check(keys), limit_s, pause_s=0.1, lines=lines):
         waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-        return {"error": f"{waited} for the card of rank {some_ranks(missing())}: no answer", "is_missing": True}
+        text = f"{waited} for the card of rank {some_ranks(missing())}: no answer"
+        return {"error": text, "is_missing": True, "is_final": False}
     try:
         return decide([Card(**json.loads(part.get(key))) for key in keys])
     except VtpError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "is_final": error.is_final}

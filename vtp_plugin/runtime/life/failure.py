@@ -12,8 +12,10 @@ from typing import Protocol
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.card_memory import note_error
 from vtp_plugin.runtime.life.disclosure import describe_error
 from vtp_plugin.runtime.life.error_file import write_error_file
+from vtp_plugin.runtime.life.marker import leave_marker
 
 
 class Watch(Protocol):
@@ -114,7 +116,7 @@ class FailureHook:
 
 
 def note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Write the reason into the file in which the launcher looks for it.
+    """Write the reason into the file in which the launcher looks for it, and where later starts do if none can succeed.
 
     Args:
         error: that ends this process.
@@ -122,3 +124,7 @@ def note_failure(error: BaseException, position: str, is_consequence: bool) -> N
         is_consequence: whether another rank failed before.
     """
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+    if isinstance(error, VtpError) and error.is_final and not is_consequence:
+        leave_marker(describe_error(error))
+    if not is_consequence:
+        note_error(error)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError, PeerError
+from vtp_plugin.errors import ConfigError, PeerError, is_final
 from vtp_plugin.runtime.life.disclosure import (
     HIDDEN,
     Disclosure,
@@ -27,19 +27,24 @@ from vtp_plugin.runtime.life.disclosure import (
     show_stated,
 )
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
-from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, some_ranks, time_limit
+from vtp_plugin.runtime.life.waiting import (
+    JUDGE_SHARE,
+    UNKNOWN_PEER,
+    WAITED,
+    WaitingLines,
+    poll,
+    some_ranks,
+    time_limit,
+)
 
 _SAME_START = "start every rank with the same command line and the same versions"
+# What differs in later checks may be files, of which machines learn late.
+_OF_FLAGS = ("start", "start-up check")
 _FAREWELL_S = 5.0
-# Rank 0 judges after this share of the timeout: a rank that came earlier must read the verdict within its own.
-_JUDGE_SHARE = 0.9
 # Once an error is known, rank 0 waits no longer than this for ranks that have not come.
 _GRACE_S = 5.0
 # Rank 0 posts whom it waits for this soon, so that the first waiting lines of the others can name the ranks.
 _POST_MISSING_S = 1.0
-_UNKNOWN_PEER = (
-    "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +55,13 @@ class _Verdict:
         text: why all ranks end; empty if they agree.
         name: value that differs, if that is why.
         is_missing: a rank did not come.
+        is_final: no restart cures it.
     """
 
     text: str = ""
     name: str | None = None
     is_missing: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,11 @@ class _Check:
     def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement."""
         posted = "" if error is None else self.disclosure.describe(error)
-        own = {"error": posted} if error is not None else {"says": self.disclosure.state(statement)}
+        own = (
+            {"error": posted, "is_final": is_final(error)}
+            if error is not None
+            else {"says": self.disclosure.state(statement)}
+        )
         begin_s = time.monotonic()
         try:
             with time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"):
@@ -155,7 +166,7 @@ class _Check:
         if verdict.name is not None and HIDDEN in text:
             text += f"; here {verdict.name} is {statement.get(verdict.name)}"
         kind = PeerError if verdict.is_missing else ConfigError
-        raise kind(text, shared=verdict.text) from error
+        raise kind(text, shared=verdict.text, is_final=verdict.is_final) from error
 
     def _exchange(self, own: str, begin_s: float) -> _Verdict:
         """Post, judge on rank 0, and return the verdict."""
@@ -168,7 +179,7 @@ class _Check:
             posts.add("farewell", 1)
             return verdict
         verdict, num_present = self._judge(posts, begin_s)
-        posts.set("verdict", json.dumps([verdict.text, verdict.name, verdict.is_missing]))
+        posts.set("verdict", json.dumps(asdict(verdict)))
         if num_present == len(self.agreement.ranks):
             exchange.clear_last([*map(str, self.agreement.ranks), "verdict", "missing", "farewell"])
         if verdict.text:
@@ -178,11 +189,12 @@ class _Check:
 
     def _judge(self, posts: dist.Store, begin_s: float) -> tuple[_Verdict, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
-        limit_s = _JUDGE_SHARE * self.timeout_s
+        limit_s = JUDGE_SHARE * self.timeout_s
         deadline_s = begin_s + limit_s
         lines = WaitingLines(limit_s, lambda: self._post_missing(posts))
         missing: list[int] = []
         errors: dict[int, str] = {}
+        are_final = True
         statements: dict[int, dict[str, Any]] = {}
         for rank in self.agreement.ranks:
             if not self._await_post(posts, rank, deadline_s - time.monotonic(), lines):
@@ -191,20 +203,19 @@ class _Check:
             post = json.loads(posts.get(str(rank)))
             if "error" in post:
                 errors[rank] = post["error"]
+                are_final = are_final and post["is_final"]
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             else:
                 statements[rank] = post["says"]
         num_present = len(self.agreement.ranks) - len(missing)
         if errors:
-            return _Verdict(text=_summarise_errors(errors)), num_present
+            return _Verdict(text=_summarise_errors(errors), is_final=are_final), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
-            text = (
-                f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {_UNKNOWN_PEER}"
-            )
+            text = f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {UNKNOWN_PEER}"
             return _Verdict(text=text, is_missing=True), num_present
         name, text = find_difference(statements, is_partial=self.is_partial, way_out=self.agreement.way_out)
-        return _Verdict(text=text, name=name), num_present
+        return _Verdict(text=text, name=name, is_final=self.name in _OF_FLAGS), num_present
 
     def _post_missing(self, posts: dist.Store) -> str:
         """Post on rank 0 which ranks have not come, so that the others can name them too."""
@@ -240,8 +251,7 @@ class _Check:
             left_s = begin_s + self.timeout_s - time.monotonic()
             try:
                 posts.wait(["verdict"], timedelta(seconds=max(0.01, min(left_s, lines.pause_s))))
-                text, name, is_missing = json.loads(posts.get("verdict"))
-                return _Verdict(text=text, name=name, is_missing=is_missing)
+                return _Verdict(**json.loads(posts.get("verdict")))
             except dist.DistStoreError:
                 if begin_s + self.timeout_s > time.monotonic():
                     lines.say()
@@ -250,7 +260,7 @@ class _Check:
             # The judge has begun later than this rank: it has not judged yet, but says for whom it waits.
             waits = f"rank {judge}, which still waits for another rank, at {self.name}"
             whom_text = waits if posts.check([judge]) and not posts.check(["missing"]) else whom()
-            text = f"{waited} for {whom_text}: no answer; {_UNKNOWN_PEER}"
+            text = f"{waited} for {whom_text}: no answer; {UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
 
 

@@ -1,0 +1,251 @@
+"""What a run that is restarted without a hand keeps beside its checkpoint, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.import_rules import ROOT
+from tests.pace import pace
+from vtp_plugin.errors import ConfigError, LayoutError, PeerError
+from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, leave_out, note_error
+from vtp_plugin.runtime.life.cards import Card
+from vtp_plugin.runtime.life.failure import note_failure
+from vtp_plugin.runtime.life.folder_lock import FolderLock
+from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
+from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
+
+
+def cards(*why: str) -> list[Card]:
+    return [
+        Card(node="b", local_rank=number, site="", kind="cpu", why=text, versions="1")
+        for number, text in enumerate(why)
+    ]
+
+
+class TestCards:
+    def test_a_card_that_failed_twice_is_left_out_until_it_is_forgiven(self, tmp_path: Path) -> None:
+        good = cards("", "")
+        assert leave_out(good, tmp_path) == good
+        assert not [*tmp_path.iterdir()]
+        leave_out(cards("", "hanging"), tmp_path)
+        assert leave_out(good, tmp_path) == good
+        leave_out(cards("", "absent"), tmp_path)
+        first, second = leave_out(good, tmp_path)
+        assert first == good[0]
+        assert second.why == "left out: it failed 2 times, the last time as absent; --vtp-forgive takes it back"
+        # Once for each start of the launcher: it restarts the ranks with the same flags.
+        assert leave_out(good, tmp_path, forgives="host 1") == good
+        leave_out(cards("", "absent"), tmp_path, forgives="host 1")
+        assert leave_out(good, tmp_path, forgives="host 1") == good
+        leave_out(cards("", "absent"), tmp_path, forgives="host 1")
+        assert leave_out(good, tmp_path, forgives="host 1")[1].why
+        assert leave_out(good, tmp_path, forgives="host 2") == good
+
+    def test_a_card_that_stays_bad_has_failed_once(self, tmp_path: Path) -> None:
+        for _ in range(3):
+            leave_out(cards("absent"), tmp_path)
+        other = [replace(cards("")[0], node="a")]
+        assert leave_out(other, tmp_path) == other  # b is lost meanwhile
+        assert leave_out(cards(""), tmp_path) == cards("")
+
+    def test_a_card_that_reports_errors_in_training_is_left_out_after_two(self, tmp_path: Path) -> None:
+        environment = {RUN_FOLDER_VARIABLE: str(tmp_path), CARD_VARIABLE: "b local rank 0"}
+        fault = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        for other in (RuntimeError("CUDA error: out of memory"), RuntimeError("NCCL error"), ValueError("bad sample")):
+            note_error(other, environment)
+        assert leave_out(cards("", ""), tmp_path) == cards("", "")
+        note_error(fault, environment)
+        assert leave_out(cards("", ""), tmp_path) == cards("", "")
+        assert leave_out(cards("", ""), tmp_path) == cards("", "")
+        note_error(fault, environment)
+        first, second = leave_out(cards("", ""), tmp_path)
+        assert (
+            first.why.startswith("left out: it failed 2 times, the last time as CUDA error: an illegal")
+            and not second.why
+        )
+        assert [path.name for path in tmp_path.iterdir()] == ["vtp_cards.json"]
+
+    def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "vtp_cards.json").write_text("{")
+        assert leave_out(cards(""), tmp_path) == cards("")
+        assert "vtp_cards.json cannot be read" in caplog.text
+
+
+class TestMarker:
+    def test_what_no_restart_cures_is_said_by_every_later_start(self, tmp_path: Path) -> None:
+        environment = {RUN_FOLDER_VARIABLE: str(tmp_path / "new")}
+        require_unmarked(tmp_path / "new")
+        leave_marker("nothing fits; bring a card", environment)
+        leave_marker("another line", environment)
+        with pytest.raises(
+            ConfigError, match=r"^nothing fits; bring a card; no restart cures this: .* remove .*new/vtp_"
+        ):
+            require_unmarked(tmp_path / "new")
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]
+        (tmp_path / "new" / MARKER).unlink()
+        require_unmarked(tmp_path / "new")
+
+    @pytest.mark.parametrize(
+        ("error", "is_consequence", "is_left"),
+        [
+            (LayoutError("nothing fits"), False, True),
+            (LayoutError("nothing fits"), True, False),
+            (AssertionError("a loss is not finite"), False, False),
+            (PeerError("rank 1: no answer"), False, False),
+            (ConfigError("the folder belongs to another run", is_final=False), False, False),
+            (RuntimeError("CUDA error"), False, False),
+        ],
+    )
+    def test_only_for_that(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        error: BaseException,
+        is_consequence: bool,
+        is_left: bool,
+    ) -> None:
+        monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+        note_failure(error, "; this rank stood at boundary 0->1", is_consequence)
+        assert (tmp_path / MARKER).exists() is is_left
+
+    def test_a_run_that_nobody_restarts_leaves_none(self, tmp_path: Path) -> None:
+        leave_marker("nothing fits", {})
+        assert not [*tmp_path.iterdir()]
+
+
+def test_a_later_start_ends_at_once(tmp_path: Path) -> None:
+    leave_marker("nothing fits; bring a card", {RUN_FOLDER_VARIABLE: str(tmp_path)})
+    begin_s = time.monotonic()
+    words = "run examples/pretrain_gpt.py --vtp-size-list auto --vtp-stages 1:2 --save"
+    done = subprocess.run(
+        [sys.executable, "-m", "vtp_plugin", *words.split(), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60 * pace(),
+    )
+    assert time.monotonic() - begin_s < 5.0 * pace()
+    assert done.returncode == 1 and "nothing fits; bring a card; no restart cures this" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from vtp_plugin.runtime.life.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
+child = os.fork()  # as a data loader, which outlives its rank
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+class TestLock:
+    def test_the_other_run_is_named_and_a_dead_one_does_not_matter(self, tmp_path: Path) -> None:
+        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        try:
+            assert other.stdout is not None
+            child = int(other.stdout.readline())
+            with pytest.raises(
+                ConfigError, match=rf"another run, first \(process {other.pid} on .*give another"
+            ) as found:
+                FolderLock(tmp_path, {"TORCHELASTIC_RUN_ID": "second"}, 0.3)
+            assert not found.value.is_final
+        finally:
+            other.kill()
+            other.wait()
+        try:
+            FolderLock(tmp_path, {"TORCHELASTIC_RUN_ID": "second"}, 5.0 * pace()).release()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            other.communicate()
+        assert json.loads((tmp_path / "vtp_lock.json").read_text())["run"] == "second"
+
+    def test_it_waits_for_an_attempt_that_is_ending(self, tmp_path: Path) -> None:
+        other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        os.kill(child, signal.SIGKILL)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 {other.pid}"])
+        FolderLock(tmp_path, {}, 30.0 * pace()).release()
+        killer.wait()
+        other.communicate()
+
+
+class TestProgress:
+    def test_what_was_lost_is_counted_at_the_first_step(self, tmp_path: Path) -> None:
+        environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "0"}
+        assert Progress.of_process(environment) is None
+        hand_on("2,2", None, environment)
+        first = Progress.of_process(environment)
+        assert first is not None
+        assert [first.note(step, 8 * step, 8) for step in (1, 2, 3, 4, 5, 6, 7)] == [None] * 7
+        last = read_last(tmp_path)
+        assert last is not None and (last.iteration, last.samples, last.sizes) == (7, 56, "2,2")
+        hand_on("2,1", asdict(last), environment)
+        second = Progress.of_process(environment)
+        assert second is not None
+        lost = second.note(5, 40, 8)
+        assert lost is not None and (lost.steps, lost.samples) == (3, 24) and 0 <= lost.seconds < 60
+        assert second.note(6, 48, 8) is None
+
+    def test_only_one_rank_writes(self, tmp_path: Path) -> None:
+        environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "1"}
+        hand_on("2,2", None, environment)
+        progress = Progress.of_process(environment)
+        assert progress is not None and progress.note(1, 8, 8) is None
+        assert not [*tmp_path.iterdir()]
+
+    def test_a_run_that_has_ended_has_lost_nothing(self, tmp_path: Path) -> None:
+        write_last(tmp_path, LastStep(iteration=7, samples=56, at_s=1.0, sizes=",".join("8" * 100)))
+        write_last(tmp_path, LastStep(iteration=8, samples=64, at_s=2.0, sizes="2"))
+        assert read_last(tmp_path) == LastStep(iteration=8, samples=64, at_s=2.0, sizes="2")
+        note_end(tmp_path)
+        assert read_last(tmp_path) is None
+        (tmp_path / PROGRESS).write_text("{")
+        assert read_last(tmp_path) is None
+
+
+LEAVE = """
+import subprocess, sys, time
+from vtp_plugin.runtime.life.leftovers import end_leftovers
+assert end_leftovers()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "ended"])
+def test_what_a_rank_has_started_ends_with_it(way: str) -> None:
+    seconds = "600" if way == "killed" else "1"
+    words = [sys.executable, "-c", LEAVE, seconds]
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert rank.stdout is not None
+    child = int(rank.stdout.readline())
+    if way == "killed":
+        rank.kill()
+    rank.wait()
+    rank.stdout.read()  # ends when no process of the group holds it open
+    deadline_s = time.monotonic() + 20.0 * pace()
+    while _lives(child) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not _lives(child)
+    rank.stdout.close()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,71 @@
+"""A file beside the checkpoint for what no restart cures: launchers know no end of restarts but their number."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vtp_plugin.errors import ConfigError
+
+MARKER = "vtp_stopped.txt"
+"""The name of the file."""
+RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
+"""Set in the ranks of a run that is restarted without a hand: the folder of its checkpoints."""
+
+
+def run_folder(words: Sequence[str]) -> Path | None:
+    """Find the folder of a run's checkpoints in its command line: the one of ``--save``, or else of ``--load``.
+
+    Returns:
+        None if there is none, or it is no folder of this machine's, such as ``msc://``.
+
+    >>> str(run_folder(["pretrain_gpt.py", "--load", "old", "--save=new", "--lr", "1"]))
+    'new'
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--save")
+    parser.add_argument("--load")
+    try:
+        args, _ = parser.parse_known_args(list(words[1:]))
+    except argparse.ArgumentError:
+        return None  # the script's parser says what is wrong
+    name = args.save or args.load
+    return None if name is None or "://" in name else Path(name)
+
+
+def require_unmarked(folder: Path | None) -> None:
+    """Go on unless an earlier start of the run left the marker.
+
+    Raises:
+        ConfigError: it did; the text is what the earlier start ended with, and where the marker is.
+    """
+    if folder is None:
+        return
+    path = folder / MARKER
+    with contextlib.suppress(OSError):
+        text = path.read_text(encoding="utf-8").strip()
+        raise ConfigError(f"{text}; no restart cures this: mend it, then remove {path}")
+
+
+def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Write why no later start can succeed, unless that was done before. It is there as a whole or not at all.
+
+    Args:
+        text: what this start ends with.
+        environment: has the folder if the run is restarted without a hand.
+    """
+    name = environment.get(RUN_FOLDER_VARIABLE)
+    if not name:
+        return
+    path = Path(name) / MARKER
+    own = path.with_name(f".{MARKER}.{os.getpid()}.{os.uname().nodename}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(f"{text}\n", encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    with contextlib.suppress(OSError):
+        own.unlink()
