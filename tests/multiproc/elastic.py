@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.import_rules import ROOT
+from tests.hosts import PYTHON_PATH, ROOT, TREE
+from tests.multiproc.faulty_gpt import ARMED, LOG, NODE, PAUSE
 from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
+from vtp_plugin.runtime.life.marker import MARKER
 
 STORE = """
 import sys, time
@@ -37,18 +39,52 @@ MODEL = shlex.split(
     "--attention-dropout 0 --hidden-dropout 0 --save-interval 4 --dataloader-type single --lr-decay-iters 100"
 )
 STEP = re.compile(r"iteration +(\d+)/.*?consumed samples: +(\d+).*?lm loss: (\S+)")
+# Of a Megatron-LM tree, if one is named: NVIDIA's, as it is.
+SCRIPT = f"{TREE}/pretrain_gpt.py" if TREE else "examples/pretrain_gpt.py"
 _LIST = re.compile(r"fitted: --vtp-size-list (\S+), layers")
 _LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step as a run logs it: the list in which it ran, its number, the samples so far, the loss."""
+    """A step as a run logs it: which attempt, its list, the step's number, the samples so far, the loss."""
 
+    attempt: int
     sizes: str
     iteration: int
     samples: int
     loss: float
+
+
+def undisturbed(
+    first: str, num_steps: int, *, num_replicas: int = 1, script: str = SCRIPT, folder: Path | None = None
+) -> dict[int, float]:
+    """Return the losses, by step, of a run that stays in its first list; other lists begin with other weights.
+
+    Args:
+        first: the flags that the first list was given.
+        num_steps: of the run.
+        num_replicas: of every stage.
+        script: that it runs.
+        folder: for the log of a script that writes one.
+    """
+    words = shlex.split(first)
+    num_ranks = num_replicas * sum(map(int, words[1].split(",")))
+    launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "vtp_plugin", "run"]
+    words = [*launcher, script, *MODEL, "--train-iters", str(num_steps), *words, "--vtp-force"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", NODE: "a", "PYTHONPATH": PYTHON_PATH}
+    if folder is not None:
+        env |= {LOG: str(folder / "faults.jsonl"), ARMED: str(folder / "armed.json")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=(200.0 + 2.0 * num_steps) * pace(),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {int(found[1]): float(found[3]) for found in STEP.finditer(done.stdout)}
 
 
 @dataclass(slots=True)
@@ -59,17 +95,29 @@ class Cluster:
         folder: for logs, checkpoints and the fault file.
         flags: of the run, after the model's.
         nodes: the fewest and the most, as torchrun takes them.
+        script: that they run.
+        max_restarts: of each agent.
+        is_static: torchrun has fixed nodes, whose first one keeps the store.
+        is_looped: a shell starts torchrun again when it fails.
+        pause_s: of each forward, in a script that takes one.
     """
 
     folder: Path
     flags: Sequence[str]
     nodes: str = "1:2"
+    script: str = SCRIPT
+    max_restarts: int = 5
+    is_static: bool = False
+    is_looped: bool = False
+    pause_s: float = 0.0
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     port: int = 0
     keeper: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Cluster:
         self.port = free_port()
+        if self.is_static:
+            return self
         words = [sys.executable, "-c", STORE, str(self.port)]
         self.keeper = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self.keeper.stdout is not None and self.keeper.stdout.readline() == "open\n"
@@ -78,7 +126,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for name in self.agents:
             self.lose(name)
-        assert self.keeper is not None and self.keeper.stdout is not None
+        if self.keeper is None:
+            return
+        assert self.keeper.stdout is not None
         self.keeper.kill()
         self.keeper.wait()
         self.keeper.stdout.close()
@@ -87,19 +137,27 @@ class Cluster:
     def faults(self) -> Path:
         return self.folder / "faults"
 
-    def start(self, name: str, num_cards: int) -> None:
-        """Start a node; one that was lost comes back."""
-        launcher = (
-            f"--nnodes {self.nodes} --nproc-per-node {num_cards} --max-restarts 5 --rdzv-backend c10d --rdzv-id run"
-        )
-        # The store is the keeper's. Two agents on one machine would both take themselves for its host.
-        conf = "is_host=0,last_call_timeout=3,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=3"
-        words = [sys.executable, "-m", "torch.distributed.run", *launcher.split(), "--rdzv-conf", conf]
-        words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
-        words += ["-m", "vtp_plugin", "run", "examples/pretrain_gpt.py", *MODEL, *self.flags, "--vtp-node", name]
+    def start(self, name: str, num_cards: int, *flags: str) -> None:
+        """Start a node, with flags of its own; one that was lost comes back."""
+        words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(self.max_restarts)]
+        words += ["--nnodes", self.nodes, "--nproc-per-node", str(num_cards)]
+        if self.is_static:
+            number = str([*self.agents, name].index(name))
+            words += ["--node-rank", number, "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
+        else:
+            # The store is the keeper's. Two agents on one machine would both take themselves for its host.
+            conf = "is_host=0,last_call_timeout=3,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=3"
+            words += ["--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-conf", conf]
+            words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
+        words += ["-m", "vtp_plugin", "run", self.script, *MODEL, *self.flags, "--vtp-node", name, *flags]
         words += ["--save", str(self.folder / "ck"), "--load", str(self.folder / "ck")]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        env[FAULT_FILE_VARIABLE] = str(self.faults)
+        if self.is_looped:
+            words = ["sh", "-c", f"until {shlex.join(words)}; do [ -e {self.folder}/ck/{MARKER} ] && exit 9; done"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", PAUSE: str(self.pause_s), "PYTHONPATH": PYTHON_PATH}
+        env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}
+        env |= {ARMED: str(self.folder / "armed.json"), LOG: str(self.folder / "faults.jsonl")}
+        if not self.is_static:
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.log(name).open("ab") as log:
             self.agents[name] = subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
@@ -111,30 +169,30 @@ class Cluster:
     def lose(self, name: str) -> None:
         """End a node at once, with all its ranks."""
         agent = self.agents[name]
-        for pid in [*_below(agent.pid), agent.pid]:
+        for pid in [agent.pid, *_below(agent.pid)]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
 
     def rank(self, name: str, local_rank: int) -> int:
         """Return the process of a rank."""
+        mark = b"LOCAL_RANK=%d" % local_rank
         for pid in _below(self.agents[name].pid):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-                if b"LOCAL_RANK=%d" % local_rank in words and parent == self.agents[name].pid:
+                if mark in _environment(pid) and mark not in _environment(parent):
                     return pid
         raise AssertionError(f"{name} has no rank {local_rank}")
 
     def steps(self) -> list[Step]:
         """Read what the run has logged: by attempt, in the order of the lists that were fitted."""
         lines = sorted(self._stamped())
-        found, sizes = [], "?"
+        found, sizes, attempt = [], "?", 0
         for _, line in lines:
             if fit := _LIST.search(line):
-                sizes = fit[1]
+                sizes, attempt = fit[1], attempt + 1
             if step := STEP.search(line):
-                found.append(Step(sizes, int(step[1]), int(step[2]), float(step[3])))
+                found.append(Step(attempt, sizes, int(step[1]), int(step[2]), float(step[3])))
         return found
 
     def _stamped(self) -> list[tuple[str, str]]:
@@ -163,6 +221,10 @@ class Cluster:
 
     def tail(self) -> str:
         return "\n".join(f"--- {name}\n{self.log(name).read_text(errors='replace')[-6000:]}" for name in self.agents)
+
+
+def _environment(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _below(pid: int) -> list[int]:

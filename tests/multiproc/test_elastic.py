@@ -2,68 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.import_rules import ROOT
-from tests.multiproc.elastic import MODEL, STEP, Cluster
+from tests.multiproc.elastic import Cluster, undisturbed
+from tests.multiproc.fault_log import read_log, require_losses, require_samples, samples_by_step
+from tests.multiproc.faulty_gpt import LOG
 from tests.pace import pace
+from vtp_plugin.runtime.life.marker import MARKER
 
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
 NUM_STEPS = 40
-TOLERANCE = 1e-5
+FIRST_OF_THREE = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
 
 
 @functools.cache
-def undisturbed(first: str) -> dict[int, float]:
-    """Return the losses, by step, of a run that stays in its first list; other lists begin with other weights.
-
-    Args:
-        first: the flags that the first list was given.
-    """
-    words = shlex.split(first)
-    num_ranks = sum(map(int, words[1].split(",")))
-    launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "vtp_plugin", "run"]
-    words = [*launcher, "examples/pretrain_gpt.py", *MODEL, "--train-iters", str(NUM_STEPS), *words, "--vtp-force"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300.0 * pace(),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {int(found[1]): float(found[3]) for found in STEP.finditer(done.stdout)}
+def losses(first: str, num_replicas: int) -> dict[int, float]:
+    """Return the losses of a run that stays in its first list."""
+    return undisturbed(first, NUM_STEPS, num_replicas=num_replicas)
 
 
-def require_same(cluster: Cluster, first: str) -> None:
-    """Every step that was logged, also one that was computed twice, has the loss and the samples of its number.
-
-    Megatron logs the second step after a checkpoint was loaded with the mean of the two.
-    """
-    expected = undisturbed(first)
+def require_same(cluster: Cluster, first: str, num_replicas: int = 1) -> None:
+    """The run has done all its steps as the run that nothing happened to."""
     steps = cluster.steps()
     assert {step.iteration for step in steps} == {*range(1, NUM_STEPS + 1)}
-    start = 1
-    for before, step in itertools.pairwise([None, *steps]):
-        assert step is not None and step.samples == 8 * step.iteration
-        if before is None or step.iteration != before.iteration + 1 or step.sizes != before.sizes:
-            start = step.iteration
-        loss = expected[step.iteration]
-        if 1 < start == step.iteration - 1:
-            loss = (loss + expected[start]) / 2
-        assert abs(step.loss - loss) <= TOLERANCE * loss, (step, loss)
+    require_losses(steps, losses(first, num_replicas))
 
 
 @pytest.mark.full
@@ -118,3 +90,126 @@ def test_a_kill_without_a_fault_gives_the_same_list(tmp_path: Path) -> None:
             cluster,
             "--vtp-size-list 1,2 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 1",
         )
+
+
+def _orphans(folder: Path) -> list[int]:
+    """Find processes of a run that still live."""
+    mark, found = f"{LOG}={folder}/".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.needs("our_example")
+def test_an_agent_comes_back(tmp_path: Path) -> None:
+    """Its ranks count their restarts from zero. Each sample counts once; no process and no file is left."""
+    before = {*os.listdir("/dev/shm")}
+    flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
+    alerts = tmp_path / "alerts"
+    flags += ["--tensorboard-dir", str(tmp_path / "board"), "--vtp-on-loss", f'echo "$VTP_LOSS" >> {alerts}']
+    with Cluster(tmp_path, flags, script="tests/multiproc/faulty_gpt.py", pause_s=0.25) as cluster:
+        cluster.start("a", 2)
+        cluster.start("b", 2)
+        cluster.wait_for("2,2", 5)
+        cluster.lose("b")
+        cluster.wait_for("2", 5)
+        last = max(step.iteration for step in cluster.steps())
+        cluster.start("b", 2)
+        cluster.wait_for("2,2", 3, above=last)
+        assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
+        require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        text = cluster.log("a").read_text() + cluster.log("b").read_text()
+        pattern = r"lost with the attempt in (\S+): (\d+) steps? and (\d+) samples are computed again"
+        lost = sorted(re.findall(pattern, text))
+        assert [sizes for sizes, _, _ in lost] == ["2", "2,2"]
+        board = EventAccumulator(str(tmp_path / "board"))
+        board.Reload()
+        for number, name in ((1, "steps"), (2, "samples")):
+            written = [scalar.value for scalar in board.Scalars(f"vtp lost/{name}")]
+            assert sorted(written) == sorted(float(entry[number]) for entry in lost)
+        assert all(8 * int(steps) == int(samples) for _, steps, samples in lost)
+        assert re.fullmatch(r"the attempt in 2,2 ended .*\n(.*\n)*the attempt in 2 ended .*\n", alerts.read_text())
+        whole = tmp_path / "whole"
+        whole.mkdir()
+        undisturbed(
+            "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768", NUM_STEPS, script=cluster.script, folder=whole
+        )
+        expected = {step: found for (step, _), found in samples_by_step(read_log(whole / "faults.jsonl")).items()}
+        require_samples(read_log(tmp_path / "faults.jsonl"), expected)
+    deadline_s = time.monotonic() + 10.0 * pace()
+    while _orphans(tmp_path) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not _orphans(tmp_path)
+    assert {*os.listdir("/dev/shm")} <= before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("stages", "number", "lists", "replicas", "first"),
+    [
+        ("2:2", ["--vtp-data-parallel-size", "2"], ["2,1", "1,1"], ["2", "2"], "--decoder-first-pipeline-num-layers 3"),
+        ("1:1", [], ["2", "2"], ["2", "1"], ""),
+    ],
+    ids=["the stage shrinks in both", "one replica less"],
+)
+def test_replicas(
+    tmp_path: Path, stages: str, number: list[str], lists: list[str], replicas: list[str], first: str
+) -> None:
+    """A card of one of two replicas is lost."""
+    flags = [*FIT, "--vtp-stages", stages, *number, "--train-iters", str(NUM_STEPS)]
+    num_cards = 3 if number else 2
+    with Cluster(tmp_path, flags) as cluster:
+        cluster.start("a", num_cards)
+        cluster.start("b", num_cards)
+        cluster.wait_for(lists[0], 5)
+        cluster.faults.write_text(f"b {num_cards - 1} absent\n")
+        os.kill(cluster.rank("b", num_cards - 1), signal.SIGKILL)
+        assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
+        text = cluster.log("a").read_text() + cluster.log("b").read_text()
+        found = re.findall(r"fitted: --vtp-size-list (\S+), layers \S+, (\d) replica", text)
+        assert found == [*zip(lists, replicas, strict=True)]
+        require_same(cluster, f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}", num_replicas=2)
+
+
+@pytest.mark.full
+@pytest.mark.needs("our_example")
+def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
+    shape = shlex.split("--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud")
+    flags = [*FIT, *shape, "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", "--train-iters", "4000"]
+    with Cluster(tmp_path, flags) as cluster:
+        cluster.start("e", 1, "--vtp-site", "edge")
+        cluster.start("c", 2, "--vtp-site", "cloud")
+        cluster.wait_for("1,2", 5)
+        cluster.faults.write_text("c 1 absent\n")
+        os.kill(cluster.rank("c", 1), signal.SIGKILL)
+        cluster.wait_for("1,1", 5)
+        cluster.lose("e")
+        assert cluster.finish("c") != 0
+        line = "site edge has no card left: the edge holds the data and both ends of the model"
+        assert line in cluster.log("c").read_text()
+        assert line in (tmp_path / "ck" / MARKER).read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_looped", [False, True], ids=["restarts", "loop"])
+def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
+    """It restarts its ranks; or a shell starts it again. Then a start that nothing can cure ends the loop."""
+    flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
+    with Cluster(
+        tmp_path, flags, nodes="1", is_static=True, is_looped=is_looped, max_restarts=0 if is_looped else 5
+    ) as cluster:
+        cluster.start("a", 3)
+        cluster.wait_for("2,1", 5)
+        cluster.faults.write_text("a 0 hanging\n")
+        os.kill(cluster.rank("a", 0), signal.SIGKILL)
+        assert cluster.finish("a") == 0, cluster.tail()
+        assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,1", "2"]
+        require_same(cluster, FIRST_OF_THREE)
+        if is_looped:
+            cluster.faults.write_text("a 0 absent\na 1 absent\na 2 absent\n")
+            cluster.start("a", 3)
+            assert cluster.finish("a") == 9
+            assert (tmp_path / "ck" / MARKER).read_text().startswith("cards 0; 1 replica of at least 1 stages")

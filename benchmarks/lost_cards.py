@@ -1,0 +1,355 @@
+"""A campaign of seeded faults: does a run go on after each, with the right losses, and how long does that take?
+
+    python -m benchmarks.lost_cards --out FOLDER --runs 25
+
+A run trains ``tests/multiproc/faulty_gpt.py`` on three CPU ranks over real agents of torchrun: node ``a`` with two
+cards, ``b`` with one. Several faults strike it one after another: which rank, in which phase, how, and whether the
+card is bad from then on is drawn from a seed. Which list must come next is worked out before the fault. A trial is
+passed if a log that the script writes, not the plugin, shows the strike in its phase, and a step was finished
+afterwards in that list. At the end of a run every loss and every sample is compared with a run that nothing happened
+to, and processes and files that were left are looked for. Results go to ``FOLDER/results.jsonl``; a run that is there
+is not run again.
+``--report`` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from tests.multiproc.elastic import Cluster, undisturbed
+from tests.multiproc.fault_log import read_log, require_losses, require_samples, samples_by_step
+from tests.multiproc.faulty_gpt import KINDS, LOG, PHASES
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.cards import Node
+from vtp_plugin.fit.choose import fit
+from vtp_plugin.ground.values import format_value
+
+_SCRIPT = "tests/multiproc/faulty_gpt.py"
+_CARDS = (("a", 0), ("a", 1), ("b", 0))
+_FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1")
+_FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
+_NUM_STEPS = 400
+_FAULTS_PER_RUN = 4
+_LIMIT_S = 300.0
+_NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
+_MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What strikes whom, and what must follow.
+
+    Attributes:
+        id: of the fault.
+        node: of the card.
+        local_rank: of the card.
+        phase: in which it strikes; ``restart`` is the start of an attempt after a loss.
+        kind: how.
+        bad: cards that are bad from then on.
+        expected: list of the next attempt.
+    """
+
+    id: str
+    node: str
+    local_rank: int
+    phase: str
+    kind: str
+    bad: tuple[tuple[str, int], ...]
+    expected: str
+
+
+def expected_list(bad: Sequence[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
+    """Fit the list by the function alone; return it with the cards that work in it."""
+    args = SimpleNamespace(
+        num_layers=4,
+        micro_batch_size=2,
+        global_batch_size=8,
+        num_attention_heads=12,
+        group_query_attention=True,
+        num_query_groups=4,
+        seq_length=64,
+    )
+    good = [card for card in _CARDS if card not in bad]
+    nodes = [Node(name=name, num_cards=sum(node == name for node, _ in good)) for name in ("a", "b")]
+    best, _ = fit(nodes, Ask(args=args, least_stages=1, most_stages=2, num_replicas=1))
+    left = {node.name: number for node, number in zip(best.nodes, best.num_spare, strict=True)}
+    return format_value(best.sizes), [card for card in good if not left[card[0]]]
+
+
+def draw(seed: int) -> list[Fault]:
+    """Draw the faults of a run, with the list that must follow each."""
+    chance, faults, bad = random.Random(seed), [], ()
+    for number in range(_FAULTS_PER_RUN):
+        _, working = expected_list(bad)
+        node, local_rank = chance.choice(working)
+        phases = PHASES if number == 0 else ("restart", *PHASES[1:])
+        phase, kind = chance.choice(phases), chance.choice(KINDS)
+        # A card is bad at most once in a run: one that failed twice would be left out from then on.
+        is_new = not any((node, local_rank) in fault.bad for fault in faults)
+        bad = ((node, local_rank),) if is_new and chance.random() < 0.3 else ()
+        faults.append(
+            Fault(
+                id=f"{seed}-{number}",
+                node=node,
+                local_rank=local_rank,
+                phase=phase,
+                kind=kind,
+                bad=bad,
+                expected=expected_list(bad)[0],
+            )
+        )
+    return faults
+
+
+class Watcher:
+    """Looks at the logs of a cluster, and notes when lines came."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._read: dict[str, int] = {}
+        self.lines: list[tuple[float, str]] = []
+
+    def look(self) -> None:
+        """Read what is new."""
+        for name in self._cluster.agents:
+            path = self._cluster.log(name)
+            text = path.read_bytes()[self._read.get(name, 0) :] if path.is_file() else b""
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[name] = self._read.get(name, 0) + len(whole)
+            self.lines += [(time.time(), line) for line in whole.decode(errors="replace").splitlines()]
+
+    def first(self, pattern: str | re.Pattern[str], after_s: float) -> float | None:
+        """Return when a line first came that matches."""
+        found = (at_s for at_s, line in self.lines if at_s >= after_s and re.search(pattern, line))
+        return next(found, None)
+
+
+def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float], samples: dict[int, list[str]]) -> None:
+    """Run a run and append its trials to the results."""
+    faults = draw(seed)
+    before = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    flags = [*_FLAGS, "--train-iters", str(_NUM_STEPS), "--vtp-timeout-s", "40"]
+    trials: list[dict[str, Any]] = []
+    with Cluster(folder, flags, nodes="2", script=_SCRIPT, max_restarts=20, pause_s=0.05) as cluster:
+        if faults[0].phase == "start-up":
+            _arm(folder, faults[:1])
+        cluster.start("a", 2)
+        cluster.start("b", 1)
+        watcher = Watcher(cluster)
+        for fault in faults:
+            trials.append({"seed": seed, **asdict(fault), **_strike(cluster, watcher, fault)})
+            if trials[-1]["outcome"] != "went on":
+                break
+        steps, entries = cluster.steps(), read_log(folder / "faults.jsonl")
+    problem = ""
+    try:
+        require_losses(steps, expected)
+        require_samples(entries, samples)
+    except AssertionError as error:
+        problem = f"{error}"[:300]
+    time.sleep(3.0)
+    left = sorted({*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before)
+    whole = {"seed": seed, "steps": len(steps), "problem": problem, "orphans": _orphans(folder), "files": left}
+    with results.open("a") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in [*trials, {"run": whole}])
+
+
+def _arm(folder: Path, faults: Sequence[Fault]) -> None:
+    own = folder / "armed.new"
+    armed = [{**asdict(fault), "phase": "start-up" if fault.phase == "restart" else fault.phase} for fault in faults]
+    own.write_text(json.dumps(armed))
+    own.replace(folder / "armed.json")
+
+
+def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
+    """Let a fault strike, and wait until the run goes on."""
+    armed = [fault]
+    if fault.phase == "restart":
+        # What it strikes is the start after this kill.
+        armed.append(Fault(**{**asdict(fault), "id": f"{fault.id}-before", "phase": "forward", "kind": "SIGKILL"}))
+    else:
+        cluster.faults.write_text("".join(f"{node} {local} absent\n" for node, local in fault.bad))
+    _arm(cluster.folder, armed)
+    strike = _wait(cluster, watcher, lambda: _struck(cluster, fault.id))
+    if strike is None:
+        return {"outcome": "never struck"}
+    if fault.phase == "restart":
+        cluster.faults.write_text("".join(f"{node} {local} absent\n" for node, local in fault.bad))
+    at_s = strike["at_s"]
+    ranks = [e["pid"] for e in read_log(cluster.folder / "faults.jsonl") if e["event"] == "begin" and e["at_s"] <= at_s]
+    ended: list[float] = []
+
+    def goes_on() -> bool | None:
+        if not ended and not any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            ended.append(time.time())
+        # A step that is logged behind the list of a later attempt.
+        lists = [(at, line) for at, line in watcher.lines if "fitted: --vtp-size-list" in line and at > at_s]
+        step = watcher.first(r"iteration +\d+/", lists[-1][0]) if lists else None
+        return True if step is not None else None
+
+    if _wait(cluster, watcher, goes_on) is None:
+        return {"outcome": "hangs" if any(a.poll() is None for a in cluster.agents.values()) else "ended"}
+    last = cluster.steps()[-1].sizes
+    started = watcher.first("this attempt has", at_s) or at_s
+    moments = {
+        "noticing": watcher.first(_NOTICED, at_s),
+        "ending": ended[0] if ended else None,
+        "starting": watcher.first("fitted: --vtp-size-list", at_s),
+        "loading": watcher.first("successfully loaded checkpoint", started),
+        "first step": watcher.first(r"iteration +\d+/", started),
+    }
+    seconds = {name: None if at is None else round(at - at_s, 2) for name, at in moments.items()}
+    outcome = "went on" if last == fault.expected else f"went on in {last}"
+    return {"outcome": outcome, "seconds": seconds, "struck": strike["phase"]}
+
+
+def _struck(cluster: Cluster, name: str) -> dict[str, Any] | None:
+    entries = read_log(cluster.folder / "faults.jsonl")
+    return next((entry for entry in entries if entry["event"] == "strike" and entry["id"] == name), None)
+
+
+def _wait(cluster: Cluster, watcher: Watcher, look: Any) -> Any:
+    deadline_s = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline_s:
+        watcher.look()
+        if (found := look()) is not None:
+            return found
+        if all(agent.poll() is not None for agent in cluster.agents.values()):
+            return None
+        time.sleep(0.1)
+    return None
+
+
+def _orphans(folder: Path) -> list[int]:
+    """Find processes of a run that still live."""
+    mark, found = f"{LOG}={folder}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def soak(folder: Path, num_steps: int, every: int) -> str:
+    """Train many steps with a kill now and then; return a table of what agents, ranks and the store hold."""
+    flags = [*_FLAGS, "--train-iters", str(num_steps), "--vtp-timeout-s", "40"]
+    rows = ["| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys of the store |"]
+    rows.append("| --- | --- | --- | --- |")
+    with Cluster(folder, flags, nodes="2", script=_SCRIPT, max_restarts=num_steps) as cluster:
+        cluster.start("a", 2)
+        cluster.start("b", 1)
+        store = TCPStore("127.0.0.1", cluster.port, is_master=False, wait_for_workers=False)
+        watcher, chance = Watcher(cluster), random.Random(0)
+        for due in range(every, num_steps, every):
+
+            def has_come(due: int = due) -> bool | None:
+                return any(step.iteration >= due for step in cluster.steps()) or None
+
+            if _wait(cluster, watcher, has_come) is None:
+                break
+            ranks = [cluster.rank(node, local_rank) for node, local_rank in _CARDS]
+            held = (_held([agent.pid for agent in cluster.agents.values()]), _held(ranks), str(store.num_keys()))
+            rows.append(f"| {due} | {' | '.join(held)} |")
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        ends = [cluster.finish(name) for name in cluster.agents]
+        rows += ["", f"The agents ended with {ends}; the last step was {max(s.iteration for s in cluster.steps())}."]
+    return "\n".join(rows)
+
+
+def _held(pids: Sequence[int]) -> str:
+    """Sum up what processes hold: memory, descriptors, threads."""
+    texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    kib, threads = (
+        sum(int(found[1]) for text in texts if (found := re.search(rf"{name}:\s+(\d+)", text)))
+        for name in ("VmRSS", "Threads")
+    )
+    return f"{kib // 1024}, {sum(len(os.listdir(f'/proc/{pid}/fd')) for pid in pids)}, {threads}"
+
+
+def report(results: Path) -> str:
+    """Write the table of what was found."""
+    entries = [json.loads(line) for line in results.read_text().splitlines()]
+    trials, runs = [e for e in entries if "run" not in e], [e["run"] for e in entries if "run" in e]
+    lines = [
+        f"{len(trials)} faults in {len(runs)} runs: {sum(t['outcome'] == 'went on' for t in trials)} went on in the "
+        f"list that was worked out before. Wrong losses or samples: {sum(bool(r['problem']) for r in runs)} runs. "
+        f"Processes left: {sum(len(r['orphans']) for r in runs)}.",
+        "",
+        "| phase | SIGKILL | SIGSTOP | exit | exception |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for phase in ("start-up", "restart", *PHASES[1:]):
+        cells = []
+        for kind in KINDS:
+            found = Counter(t["outcome"] == "went on" for t in trials if (t["phase"], t["kind"]) == (phase, kind))
+            cells.append(f"{found[True]} of {found.total()}" if found else "-")
+        lines.append(f"| {phase} | {' | '.join(cells)} |")
+    lines += ["", "| seconds after the strike, median (most) | " + " | ".join(KINDS) + " |", "| --- |" + " --- |" * 4]
+    for moment in _MOMENTS:
+        cells = []
+        for kind in KINDS:
+            found = [t["seconds"][moment] for t in trials if t["kind"] == kind and t.get("seconds", {}).get(moment)]
+            cells.append(f"{statistics.median(found):.1f} ({max(found):.1f})" if found else "-")
+        lines.append(f"| {moment} | {' | '.join(cells)} |")
+    bad = [t for t in trials if t["outcome"] != "went on"]
+    lines += ["", *(f"* {t['id']}, {t['phase']}, {t['kind']}: {t['outcome']}" for t in bad)]
+    lines += [f"* run {r['seed']}: {r['problem']}" for r in runs if r["problem"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is not there yet, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--runs", type=int, default=25, metavar="N", help=f"each has {_FAULTS_PER_RUN} faults")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="instead: so many steps, with a kill every 50")
+    parser.add_argument("--report", action="store_true", help="print the table of what is there")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    results = out / "results.jsonl"
+    if options.report:
+        print(report(results))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if options.soak:
+        folder = out / f"soak-{int(time.time())}"
+        folder.mkdir()
+        print(soak(folder, options.soak, 50))
+        return
+    entries = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    done = {entry["run"]["seed"] for entry in entries if "run" in entry}
+    whole = out / "undisturbed"
+    whole.mkdir(exist_ok=True)
+    kept = whole / "losses.json"
+    if not kept.is_file():
+        kept.write_text(json.dumps(undisturbed(_FIRST, _NUM_STEPS, script=_SCRIPT, folder=whole)))
+    expected = {int(step): loss for step, loss in json.loads(kept.read_text()).items()}
+    samples = {step: found for (step, _), found in samples_by_step(read_log(whole / "faults.jsonl")).items()}
+    for seed in range(options.seed, options.seed + options.runs):
+        if seed not in done:
+            folder = out / f"run-{seed}-{int(time.time())}"
+            folder.mkdir()
+            run_once(seed, folder, results, expected, samples)
+            print(report(results).splitlines()[0], flush=True)
+
+
+if __name__ == "__main__":
+    main()
