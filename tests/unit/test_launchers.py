@@ -9,7 +9,7 @@ from vtp_plugin.runtime.life.launchers import COMMANDS, describe_launchers
 def test_the_guide_has_each_command() -> None:
     guide = (ROOT / "docs" / "lost-cards.md").read_text()
     for command in COMMANDS.values():
-        assert "\n".join(f"    {line}" for line in command) in guide
+        assert "\n".join(("```sh", *command, "```")) in guide
 
 
 def test_what_the_variable_means_is_said() -> None:
