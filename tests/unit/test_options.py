@@ -511,7 +511,12 @@ def test_every_flag_is_declared_once_and_reaches_the_config() -> None:
     defaults = {flag.keyword: getattr(VtpConfig(), flag.field) for flag in VTP_FLAGS if flag.field is not None}
     signature = inspect.signature(vtp_plugin.apply)
     assert defaults == {name: parameter.default for name, parameter in signature.parameters.items()}
-    assert {flag.name for flag in VTP_FLAGS if flag.field is None} == {"--vtp-node", "--vtp-site"}
+    assert {flag.name for flag in VTP_FLAGS if flag.field is None} == {
+        "--vtp-forgive",
+        "--vtp-node",
+        "--vtp-on-loss",
+        "--vtp-site",
+    }
     parser = add_vtp_arguments(argparse.ArgumentParser(add_help=False))
     assert sorted(name for action in parser._actions for name in action.option_strings) == sorted(
         flag.name for flag in VTP_FLAGS
