@@ -243,7 +243,7 @@ def test_an_import_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     make(KINDS["qwen-3"], tmp_path / "published", vocab_size=4224)
     model = imported(tmp_path / "published", tmp_path / "start", capsys)
     flags = (*QWEN, *model, "--vocab-size", "4223", "--ckpt-format", "torch_dist", "--load", str(tmp_path / "start"))
-    random = numbers(trained("1,1", *flags[:-2]))
+    random = numbers(trained("1,1", *flags[:-2], "--num-layers", "6"))
     outputs = [trained(sizes, *flags) for sizes in ("1,1", "1,2", "2,1")]
     uniform = numbers(outputs[0])
     for output in outputs[1:]:

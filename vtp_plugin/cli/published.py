@@ -94,4 +94,5 @@ def _export(options: argparse.Namespace) -> None:
         facts = {"folder": str(options.hf), "family": plan.model.family, "num_bytes": plan.num_bytes}
         print_json("checkpoint export", {**facts, "num_files": len(plan.files)})
         return
-    print(f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {len(plan.files)} files, as transformers loads it")
+    count = "1 file" if len(plan.files) == 1 else f"{len(plan.files)} files"
+    print(f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it")
