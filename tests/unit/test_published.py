@@ -17,7 +17,8 @@ from tests.checkpoints import run_action
 from tests.hosts import ROOT
 from tests.published import KINDS, LLAMA3, config_of, imported, load, make, run_json, tensors_of, torch, transformers
 from vtp_plugin.published.fields import read_config, read_model
-from vtp_plugin.published.model import settings
+from vtp_plugin.published.model import free_flags, settings
+from vtp_plugin.published.note import contradictions, name_in
 from vtp_plugin.published.positions import factor_of, frequencies
 from vtp_plugin.published.rows import our_tensors, their_shapes
 from vtp_plugin.published.table import rows_of
@@ -91,6 +92,24 @@ def test_published_configs(name: str, tmp_path: Path) -> None:
         return
     model = read_model(told["config"], tmp_path / "config.json")
     assert " ".join(each.text for each in settings(model) if each.is_given) == told["flags"]
+
+
+@pytest.mark.needs("scripts_here")
+@pytest.mark.parametrize("kind", ["llama-3-tied", "qwen-2", "qwen-3-moe-plain"])
+def test_megatron_reads_every_flag_where_the_note_looks_for_it(kind: str, tmp_path: Path) -> None:
+    """An argument that a run does not have is not compared, so none may be missing."""
+    from tests.oracles import megatron_parser
+
+    config_of(KINDS[kind], architectures=None, **{**SMALL, "rms_norm_eps": 3e-6}).save_pretrained(tmp_path)
+    model = read_model(read_config(tmp_path), tmp_path)
+    flags = [word for each in settings(model) if each.is_given for word in each.text.split()]
+    read = vars(megatron_parser().parse_args([*flags, *" ".join(free_flags(model)).split()]))
+    assert [each.flag for each in settings(model) if name_in(read, each.argument) not in read] == []
+    assert [*contradictions(settings(model), read)] == []
+    read[name_in(read, "norm_epsilon")] = 1e-5
+    assert [problem for problem, _ in contradictions(settings(model), read)] == [
+        "--norm-epsilon is 1e-05, and 3e-06 is expected"
+    ]
 
 
 LLAMA = {

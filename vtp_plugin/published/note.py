@@ -18,6 +18,8 @@ CARRIED: Final = "hugging_face"
 RELEASE: Final = "release"
 """What Megatron calls weights without a step: it loads neither an optimizer nor random states with them."""
 
+# Names since Megatron 0.16.
+_OTHER_NAMES: Final = {"norm_epsilon": "layernorm_epsilon"}
 # What ``load_args_from_checkpoint`` of Megatron 0.12 to 0.19 leaves as it is.
 _NOT_TAKEN: Final = ("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
 
@@ -32,6 +34,16 @@ def dump_note(model: Model) -> str:
     """
     rows = [astuple(each) for each in settings(model)]
     return json.dumps({"version": 1, "family": model.family, "vocab": model.vocab, "settings": rows}, indent=1)
+
+
+def name_in(arguments: Mapping[str, Any], argument: str) -> str:
+    """Return the name that an argument has in a run: newer Megatrons name some as the field that they come to.
+
+    >>> name_in({"layernorm_epsilon": 1e-5}, "norm_epsilon"), name_in({"norm_epsilon": 1e-5}, "norm_epsilon")
+    ('layernorm_epsilon', 'norm_epsilon')
+    """
+    other = _OTHER_NAMES.get(argument, argument)
+    return other if other in arguments else argument
 
 
 def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -50,7 +62,7 @@ def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> I
     [('--swiglu is not given, and is expected', 'give --swiglu')]
     """
     for each in wanted:
-        found = arguments.get(each.argument, each.value)
+        found = arguments.get(name_in(arguments, each.argument), each.value)
         if each.is_switch and bool(found) != each.value:
             if each.is_given:
                 yield f"{each.flag} is not given, and is expected", f"give {each.flag}"
@@ -105,7 +117,8 @@ def take_settings(load_dir: str, args: Any) -> None:
         ConfigError: the note is damaged.
     """
     if (note := read_note(load_dir)) is not None:
-        vars(args).update({each.argument: each.value for each in note.settings if each.argument in _NOT_TAKEN})
+        taken = (each for each in note.settings if each.argument in _NOT_TAKEN)
+        vars(args).update({name_in(vars(args), each.argument): each.value for each in taken})
 
 
 def check_note(load_dir: str, args: Any) -> Iterator[str]:
