@@ -19,7 +19,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "published", "schedule"}),
     frozenset({"config"}),
-    frozenset({"options", "pictures", "trace"}),
+    frozenset({"options", "pictures", "search", "trace"}),
+    frozenset({"cluster"}),
     frozenset({"fit", "offline", "runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),
@@ -70,6 +71,7 @@ SMALL_PACKAGES = {"checkpoint": ("xxhash",)}
 # Parts that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {
+        "cluster",
         "errors",
         "ground",
         "hosts",
@@ -83,6 +85,7 @@ PURE_PARTS = frozenset(
         "options",
         "fit",
         "pictures",
+        "search",
         "trace",
     }
 )

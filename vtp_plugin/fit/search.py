@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.layers import share_layers, share_within
-from vtp_plugin.fit.pack import multisets, pack
 from vtp_plugin.fit.step import step_time
+from vtp_plugin.search.pack import multisets, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.search.judge import pipeline_time
 
 
 def step_costs(sizes: Sequence[int], layers: Sequence[int]) -> tuple[Placement, Costs]:
@@ -38,9 +37,6 @@ def step_costs(sizes: Sequence[int], layers: Sequence[int]) -> tuple[Placement, 
 def step_time(sizes: Sequence[int], layers: Sequence[int], num_microbatches: int) -> float:
     """Simulate a step.
 
-    Once all stages are busy, every further microbatch takes as long as the slowest stage needs for it. So a long step
-    is simulated as far as that, and its rest is added.
-
     Args:
         sizes: tensor-parallel size of every stage.
         layers: of every stage; in a U one part more.
@@ -50,10 +46,4 @@ def step_time(sizes: Sequence[int], layers: Sequence[int], num_microbatches: int
     (15.0, 3003.0)
     """
     placement, costs = step_costs(sizes, layers)
-    simulated = min(num_microbatches, 4 * len(sizes) + 4)
-    request = ScheduleRequest(placement=placement, num_microbatches=simulated, costs=costs)
-    end = simulate(make_schedule(request)[0], costs, mode="rendezvous").makespan
-    loads = [0.0] * len(sizes)
-    for stage, duration in zip(placement.stages, costs.forward, strict=True):
-        loads[stage] += 3 * duration
-    return end + (num_microbatches - simulated) * max(loads)
+    return pipeline_time(placement, costs, num_microbatches)[0]

@@ -1,0 +1,95 @@
+"""How long a search takes on large clusters, on one core.
+
+    python -m benchmarks.search
+
+Nodes of eight cards, of one kind or half of them twice as slow, a model of 96 layers, 1024 samples a step. Printed are
+the seconds of the processor, whether every list was bounded, and the best step over the best uniform one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from vtp_plugin.search.fastest import fastest
+from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+
+_NUM_LAYERS = 96
+_LAYER_S = 0.01
+_BETWEEN = Link(latency_s=1e-5, bytes_per_s=25e9)
+_INSIDE = Link(latency_s=5e-6, bytes_per_s=300e9)
+
+
+def _speed(pace: float, tp: int, num_replicas: int) -> Speed:
+    """A layer of 400 million parameters; cutting it into eight costs 12 %."""
+    forward = pace * _LAYER_S / tp * (1 + 0.015 * (tp - 1))
+    return Speed(
+        forward_s=(forward,) * _NUM_LAYERS,
+        backward_s=(2 * forward,) * _NUM_LAYERS,
+        last_s=(2 * forward, 4 * forward),
+        update_s=(0.003 / tp / num_replicas,) * _NUM_LAYERS,
+        gradient_bytes=(round(800e6 / tp),) * _NUM_LAYERS,
+    )
+
+
+def question(num_nodes: int, *, is_mixed: bool) -> Question:
+    """Make a cluster, and ask for its best layout.
+
+    Args:
+        num_nodes: of eight cards.
+        is_mixed: half of them have slower cards.
+    """
+    paces: Sequence[tuple[float, int]] = ((1.0, num_nodes),)
+    if is_mixed:
+        paces = ((1.0, num_nodes - num_nodes // 2), (2.0, num_nodes // 2))
+    shapes = tuple(
+        Shape(
+            num_replicas=replicas,
+            num_microbatches=1024 // replicas,
+            micro_batch_size=1,
+            pools=tuple(
+                Pool(
+                    name=f"pace {pace}",
+                    rooms=(8,) * number,
+                    speeds={tp: _speed(pace, tp, replicas) for tp in (1, 2, 4, 8)},
+                    inside=_INSIDE,
+                    between=_BETWEEN,
+                    memory_bytes=80 << 30,
+                )
+                for pace, number in paces
+            ),
+            message_bytes=64 << 20,
+        )
+        for replicas in (1, 2, 4, 8, 16, 32, 64)
+    )
+
+    def held_bytes(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
+        state = (end - start) * 400_000_000 * 6 // tp + (end - start) * 400_000_000 * 12 // tp // num_replicas
+        return state + (num_stages - stage) * (end - start) * (1 << 30) // tp
+
+    return Question(
+        num_layers=_NUM_LAYERS, shapes=shapes, least_stages=1, most_stages=_NUM_LAYERS, held_bytes=held_bytes
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    options = parser.parse_args()
+    for num_nodes in (16, 64):
+        for is_mixed in (False, True):
+            start = time.process_time()
+            found = fastest(question(num_nodes, is_mixed=is_mixed), limit_s=options.limit_s)
+            seconds = time.process_time() - start
+            kinds = "two kinds" if is_mixed else "one kind "
+            best, uniform = found.best[0], found.uniform
+            share = f"{best.step_s / uniform.step_s:.3f} of uniform" if uniform else "no uniform layout"
+            end = "all bounded" if found.is_complete else "not all bounded"
+            print(f"{num_nodes:3} nodes, {kinds}: {seconds:6.1f} s, {end}, {found.num_judged} simulated; best {share}")
+            print(f"    sizes {best.sizes} layers {best.layers} replicas {best.shape.num_replicas}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

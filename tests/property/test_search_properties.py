@@ -1,0 +1,187 @@
+"""The search finds the shortest step: brute force of its own tries every stage on every node in every order.
+
+Both ask the project's simulator for the step. The brute force shares nothing else with the search: it puts replicas on
+nodes one by one, and adds up what layers and links cost by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.schedule.order.placement import plain_placement
+from vtp_plugin.search.fastest import fastest
+from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+
+TOLERANCE = 1.01
+Nodes = list[tuple[Pool, int]]
+Stages = list[tuple[int, tuple[int, ...]]]
+
+
+def random_question(seed: int) -> Question:
+    """Make a small cluster of one or two kinds of cards, and a model whose layers may differ."""
+    chance = random.Random(seed)
+    num_layers, batch = chance.randint(2, 5), chance.choice([2, 4, 6])
+    layers = [chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers)]
+    head = chance.choice([0.0, 0.7, 2.0])
+    loss_of_a_cut = chance.choice([0.0, 0.1, 0.4])
+
+    def speed(size: int, pace: float) -> Speed:
+        def cut(time: float) -> float:
+            return pace * (time / size + (time * loss_of_a_cut if size > 1 else 0))
+
+        return Speed(
+            forward_s=tuple(cut(time) for time in layers),
+            backward_s=tuple(2 * cut(time) for time in layers),
+            first_s=(cut(0.2), cut(0.3)),
+            last_s=(cut(head), cut(2 * head)),
+            update_s=tuple(0.1 * cut(time) for time in layers),
+            gradient_bytes=tuple(round(8 * time / size) for time in layers),
+        )
+
+    pools = []
+    for number in range(chance.randint(1, 2)):
+        pace = chance.choice([1.0, 1.3, 2.0, 3.0])
+        sizes = [1, 2, 3] if chance.random() < 0.3 else [1, 2, 4]
+        pools.append(
+            Pool(
+                name=f"kind {number}",
+                rooms=tuple(chance.randint(1, 3) for _ in range(chance.randint(1, 2))),
+                speeds={size: speed(size, pace) for size in sizes},
+                between=Link(latency_s=chance.choice([0.0, 0.1, 0.5]), bytes_per_s=chance.choice([math.inf, 40.0])),
+                memory_bytes=chance.choice([None, 3, 5]),
+            )
+        )
+    return Question(
+        num_layers=num_layers,
+        shapes=tuple(
+            Shape(
+                num_replicas=replicas,
+                num_microbatches=batch // replicas,
+                micro_batch_size=1,
+                pools=tuple(pools),
+                message_bytes=4,
+            )
+            for replicas in (1, 2)
+        ),
+        least_stages=1,
+        most_stages=4,
+        held_bytes=lambda size, replicas, start, end, stage, stages: math.ceil((end - start) * 3 / size),
+    )
+
+
+def brute(question: Question) -> float:
+    """Return the shortest step of all layouts."""
+    best = math.inf
+    for shape in question.shapes:
+        nodes = [(pool, room) for pool in shape.pools for room in pool.rooms]
+        for stages in stage_lists(shape, [room for _, room in nodes], nodes, question.most_stages):
+            if not stages or len(stages) > question.num_layers:
+                continue
+            for cuts in itertools.combinations(range(1, question.num_layers), len(stages) - 1):
+                ends = [0, *cuts, question.num_layers]
+                if all(holds(question, stages, ends, stage, nodes) for stage in range(len(stages))):
+                    best = min(best, step(shape, stages, ends, nodes, best))
+    return best
+
+
+def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
+    """Yield every list of stages, each its size and the node of every replica."""
+    yield []
+    if most == 0:
+        return
+    for size in (1, 2, 3, 4):
+        for places in itertools.combinations_with_replacement(range(len(nodes)), shape.num_replicas):
+            if any(size not in nodes[place][0].speeds for place in places):
+                continue
+            rest = [number - size * places.count(place) for place, number in enumerate(left)]
+            if min(rest) >= 0:
+                for more in stage_lists(shape, rest, nodes, most - 1):
+                    yield [(size, places), *more]
+
+
+def holds(question: Question, stages: Stages, ends: list[int], stage: int, nodes: Nodes) -> bool:
+    size, places = stages[stage]
+    limits = [nodes[place][0].memory_bytes for place in places]
+    held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size)
+    return all(limit is None or held <= limit for limit in limits)
+
+
+def step(shape: Shape, stages: Stages, ends: list[int], nodes: Nodes, best: float) -> float:
+    forward, backward, sums, updates, links = [], [], [], [], []
+    for stage, (size, places) in enumerate(stages):
+        speeds = [nodes[place][0].speeds[size] for place in places]
+        part = slice(ends[stage], ends[stage + 1])
+        own = [max(column) for column in zip(*(speed.forward_s for speed in speeds), strict=True)][part]
+        back = [max(column) for column in zip(*(speed.backward_s for speed in speeds), strict=True)][part]
+        more = [(0.0, 0.0)]
+        if stage == 0:
+            more.append(max(speed.first_s for speed in speeds))
+        if stage == len(stages) - 1:
+            more.append(max(speed.last_s for speed in speeds))
+        forward.append(sum(own) + sum(one[0] for one in more))
+        backward.append(sum(back) + sum(one[1] for one in more))
+        updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
+        size_bytes = sum(speeds[0].gradient_bytes[part])
+        if len(places) == 2:
+            link = between(nodes, *places)
+            sums.append(2 * (link.latency_s + size_bytes / 2 / link.bytes_per_s))
+        else:
+            sums.append(0.0)
+        if stage:
+            before = stages[stage - 1][1]
+            pairs = [between(nodes, one, other) for one, other in zip(before, places, strict=True)]
+            links.append(max(pairs, key=lambda link: link.latency_s + shape.message_bytes / link.bytes_per_s))
+    if shape.num_microbatches * max(map(sum, zip(forward, backward, strict=True))) >= best:
+        return math.inf
+    costs = Costs(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        latency=tuple(link.latency_s for link in links),
+        bandwidth=tuple(link.bytes_per_s for link in links),
+        message_bytes=(shape.message_bytes,) * len(links),
+    )
+    request = ScheduleRequest(
+        placement=plain_placement(len(stages)), num_microbatches=shape.num_microbatches, costs=costs
+    )
+    timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
+    return max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) + max(updates)
+
+
+def between(nodes: Nodes, one: int, other: int) -> Link:
+    if one == other:
+        return nodes[one][0].inside
+    first, second = nodes[one][0].between, nodes[other][0].between
+    return max(first, second, key=lambda link: link.latency_s + 4 / link.bytes_per_s)
+
+
+def check(seed: int) -> float:
+    question = random_question(seed)
+    found, least = fastest(question), brute(question)
+    assert found.is_complete
+    if not found.best:
+        assert least == math.inf
+        return 1.0
+    best = found.best[0]
+    assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.step_s, least)
+    assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
+    assert found.uniform is None or best.step_s <= found.uniform.step_s
+    return best.step_s / least
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_dozen_clusters(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12, 320))
+def test_three_hundred_clusters(seed: int) -> None:
+    check(seed)

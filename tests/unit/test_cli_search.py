@@ -1,0 +1,102 @@
+"""``search`` prints layouts with the command to paste, and refuses what it cannot answer in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.import_rules import ROOT
+from vtp_plugin.cli.main import main
+from vtp_plugin.search import fastest
+from vtp_plugin.search.judge import Choice, judge
+
+CLUSTER = str(ROOT / "examples" / "clusters" / "unequal.toml")
+MODEL = [
+    *("--num-layers", "24", "--hidden-size", "4096", "--num-attention-heads", "32", "--group-query-attention"),
+    *("--num-query-groups", "8", "--ffn-hidden-size", "14336", "--swiglu", "--disable-bias-linear"),
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--vocab-size", "32000", "--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "96"),
+    *("--bf16", "--use-distributed-optimizer", "--sequence-parallel"),
+]
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(["search", *MODEL, *words])
+    return capsys.readouterr().out
+
+
+def test_the_best_layouts_are_printed_beside_the_uniform_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
+    data = json.loads(found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4", "--json"))
+    best, uniform = data["best"][0], data["uniform"]
+    assert data["is_complete"] and best["step_s"] < uniform["step_s"]
+    assert [one["step_s"] for one in data["best"]] == sorted(one["step_s"] for one in data["best"])
+    assert sum(best["layers"]) == 24 and best["num_cards"] == sum(best["sizes"]) * best["num_replicas"]
+    assert f"uniform takes {uniform['step_s'] / best['step_s']:.3f} times as long" in text
+    assert best["price_per_million_tokens"] > 0 and best["source"] == "data sheet"
+    assert " ".join(best["flags"]) in text
+    # The old cards take longer for a layer, so a stage on them has fewer.
+    pairs = zip(best["sizes"], best["layers"], best["nodes"], strict=True)
+    rates = {nodes[0].split(".")[0]: layers / size for size, layers, nodes in pairs}
+    assert rates["new"] > rates["old"]
+
+
+def test_the_flags_plan_as_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(found(capsys, "--cluster", CLUSTER, "--vtp-stages", "2:3", "--json"))
+    best = data["best"][0]
+    main(["plan", *MODEL, *best["flags"], "--world-size", str(best["num_cards"]), "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert [stage["tp"] for stage in plan["stages"]] == best["sizes"]
+    assert {stage["dp"] for stage in plan["stages"]} == {best["num_replicas"]}
+
+
+def test_equal_cards_stay_uniform(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 100\n[[nodes]]\ncards = 'one'\ncards_per_node = 4\n"
+        "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+    )
+    assert "stay uniform: the gain is below 5 %" in found(capsys, "--cluster", str(path))
+
+
+def test_sizes_of_microbatches_are_chosen_among(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--cluster", CLUSTER, "--vtp-stages", "1:3", "--json")
+    one = json.loads(found(capsys, *words))
+    several = json.loads(found(capsys, *words, "--micro-batch-sizes", "1,2,4"))
+    assert several["best"][0]["step_s"] <= one["best"][0]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which finds the list; leave it out"),
+        (["--context-parallel-size", "2"], "--context-parallel-size 2 with search, which does not know what it costs"),
+        (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
+        (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with --vtp-size-list auto"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["search", *MODEL, "--cluster", CLUSTER, *words])
+    assert left.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("vtp_plugin: error: ") and text in line
+
+
+def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    def interrupted(*words: Any) -> Choice | None:
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        judged.append(judge(*words))
+        return judged[-1]
+
+    monkeypatch.setattr(fastest, "judge", interrupted)
+    text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
+    assert text.startswith("the search ended before all lists were bounded")
+    assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text

@@ -1,0 +1,211 @@
+"""What ``search`` is asked, from the flags of a run and the file of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cluster.durations import Batch, Source, least_sure, speed_of
+from vtp_plugin.cluster.machines import Cluster, Nodes, Wire
+from vtp_plugin.cluster.memory import held_bytes
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.cards import Node
+from vtp_plugin.fit.read import read_ask
+from vtp_plugin.footprint.model import Model
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.flags import read_flags
+from vtp_plugin.search.judge import Choice
+from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is searched, and what its answer is told with.
+
+    Attributes:
+        question: in numbers.
+        ask: of the list.
+        cluster: the machines.
+        model: that is trained.
+        sources: where times come from, by pool and tensor-parallel size.
+        about_memory: what the memory takes in.
+        samples: of a step.
+    """
+
+    question: Question
+    ask: Ask
+    cluster: Cluster
+    model: Model
+    sources: dict[tuple[int, int], Source]
+    about_memory: str
+    samples: int
+
+    def source_of(self, choice: Choice) -> Source:
+        """Say where the least sure of the times of a layout comes from."""
+        return least_sure({self.sources[place, kind.tp] for kind in choice.kinds for place in kind.pools})
+
+    def nodes(self) -> tuple[Node, ...]:
+        """List every node by itself."""
+        return tuple(
+            Node(
+                name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
+                num_cards=group.num_cards,
+                site=group.site,
+                memory_bytes=group.card.memory_bytes,
+            )
+            for group in self.cluster.nodes
+            for number in range(group.num_nodes)
+        )
+
+
+def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
+    """Read what is asked.
+
+    Args:
+        args: parsed.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: a flag that the times follow from is missing, or says what is searched.
+    """
+    config = _config(args)
+    ask = read_ask(args, config, config.stages or (1, args.num_layers or 1))
+    _check(args)
+    model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
+    one = PipelineLayout.from_sizes((1,), world_size=1)
+    training = model_flags.read_training(args, one)
+    microbatch = activation_flags.read_microbatch(args)
+    why_not = activation_flags.why_no_activations(args, one)
+    if why_not:
+        # Transformer Engine's attention keeps no probabilities; else its layers are taken for local ones.
+        microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
+    sizes = args.micro_batch_sizes or [args.micro_batch_size]
+    sources: dict[tuple[int, int], Source] = {}
+    shapes = tuple(_shapes(args, ask, cluster, model, training.gradient_itemsize_bytes, sizes, sources))
+    if not shapes:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{', '.join(map(str, sizes))}; give another one"
+        )
+    # Activations grow with the size; the largest one is safe for all.
+    microbatch = replace(microbatch, size=max(sizes))
+    question = Question(
+        num_layers=model.num_layers,
+        shapes=shapes,
+        least_stages=ask.least_stages,
+        most_stages=ask.most_stages,
+        across={sites: _link(wire) for sites, wire in cluster.across.items()},
+        held_bytes=held_bytes(model, training, microbatch),
+    )
+    about = "activations" if not why_not else "and activations, estimated as those of local layers with flash attention"
+    return Asked(
+        question=question,
+        ask=ask,
+        cluster=cluster,
+        model=model,
+        sources=sources,
+        about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
+        samples=args.global_batch_size,
+    )
+
+
+def _config(args: argparse.Namespace) -> VtpConfig:
+    if args.vtp_size_list not in (None, "auto"):
+        raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with search, which finds the list; leave it out")
+    args.vtp_size_list = "auto"
+    return read_flags(args, VtpConfig())
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.layerwise_disaggregated_training:
+        raise ConfigError(
+            "--layerwise-disaggregated-training with search, which knows plain pipelines only; leave it out"
+        )
+    for flag in ("context", "expert_model", "expert_tensor"):
+        size = getattr(args, f"{flag}_parallel_size")
+        if (size or 1) > 1:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name}-parallel-size {size} with search, which does not know what it costs; use 1")
+    if args.mtp_num_layers:
+        raise ConfigError("--mtp-num-layers with search, which does not know what such a layer costs; leave it out")
+    if reason := model_flags.why_unknown(args, lacks_parts=False):
+        raise ConfigError(f"search needs to know the model: {reason}")
+    if not args.seq_length:
+        raise ConfigError("--seq-length is missing; what a layer costs depends on it")
+
+
+def _shapes(
+    args: argparse.Namespace,
+    ask: Ask,
+    cluster: Cluster,
+    model: Model,
+    gradient_itemsize_bytes: int,
+    sizes: Sequence[int],
+    sources: dict[tuple[int, int], Source],
+) -> Iterator[Shape]:
+    num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
+    largest = max(group.num_cards for group in cluster.nodes)
+    parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
+    if not parts:
+        raise ConfigError(ask.problems_of_size(1)[0])
+    for size in sizes:
+        batch = Batch(
+            size=size,
+            length=args.seq_length,
+            itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
+            gradient_itemsize_bytes=gradient_itemsize_bytes,
+            topk=args.moe_router_topk or 2,
+            is_recomputed=args.recompute_granularity == "full",
+            shares_update=args.use_distributed_optimizer,
+        )
+        for replicas in (
+            range(1, num_cards // ask.least_stages + 1) if ask.num_replicas is None else (ask.num_replicas,)
+        ):
+            if args.global_batch_size % (size * replicas):
+                continue
+            yield Shape(
+                num_replicas=replicas,
+                num_microbatches=args.global_batch_size // (size * replicas),
+                micro_batch_size=size,
+                pools=tuple(
+                    _pool(number, group, cluster, model, batch, replicas, parts, sources)
+                    for number, group in enumerate(cluster.nodes)
+                ),
+                message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
+            )
+
+
+def _pool(
+    number: int,
+    group: Nodes,
+    cluster: Cluster,
+    model: Model,
+    batch: Batch,
+    replicas: int,
+    parts: Sequence[int],
+    sources: dict[tuple[int, int], Source],
+) -> Pool:
+    inside = cluster.inside.get(group.card.name, cluster.inside.get(""))
+    between = cluster.between.get(group.site, cluster.between.get(""))
+    speeds: dict[int, Speed] = {}
+    for tp in parts:
+        if tp <= group.num_cards:
+            speeds[tp], sources[number, tp] = speed_of(group.card, inside, model, batch, tp, replicas)
+    return Pool(
+        name=group.name,
+        rooms=(group.num_cards,) * group.num_nodes,
+        speeds=speeds,
+        inside=_link(inside),
+        between=_link(between),
+        site=group.site,
+        memory_bytes=group.card.memory_bytes,
+        card_price=group.card.price_per_hour,
+    )
+
+
+def _link(wire: Wire | None) -> Link:
+    return Link() if wire is None else Link(latency_s=wire.latency_s, bytes_per_s=wire.bytes_per_s)

@@ -1,0 +1,262 @@
+"""``search``: the layouts of a cluster whose steps are shortest, as simulated, beside the best uniform one."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from vtp_plugin.cli.asked import Asked, read_question
+from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.flags import add_run_flags, check_unknown
+from vtp_plugin.cli.parser import print_json
+from vtp_plugin.cluster.read import read_cluster
+from vtp_plugin.errors import LayoutError
+from vtp_plugin.fit.search import Fitted
+from vtp_plugin.fit.words import fitted_words
+from vtp_plugin.ground.values import format_value
+from vtp_plugin.search.fastest import Found, Tell, fastest
+from vtp_plugin.search.judge import Choice
+
+_LEAST_GAIN = 1.05
+_TEXT = """\
+Every list, number of replicas and split of layers that the cards allow is bounded or simulated; nothing is started.
+Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What a file
+holds: docs/search.md."""
+_KEYS = """\
+Keys of --json: is_complete (false: the time was over, or Ctrl-C came), best and uniform (null without one): sizes,
+layers, num_replicas, micro_batch_size, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s
+(gradients), update_s, tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each
+stage computes), memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.description = _TEXT
+    parser.epilog = _KEYS
+    add_run_flags(parser)
+    group = parser.add_argument_group("Of the search")
+    group.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="cards, nodes and links")
+    group.add_argument(
+        "--micro-batch-sizes",
+        type=_sizes,
+        metavar="1,2,4",
+        help="to choose from, instead of --micro-batch-size",
+    )
+    group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print, default 3")
+    group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds to search, default 60")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes; write one such as 1,2,4")
+    return sizes
+
+
+def run(options: argparse.Namespace) -> None:
+    """Search and print."""
+    check_unknown(options.unknown)
+    if options.micro_batch_sizes and not options.micro_batch_size:
+        options.micro_batch_size = options.micro_batch_sizes[0]
+    asked = read_question(options, read_cluster(options.cluster))
+    with _Progress() as tell:
+        found = fastest(asked.question, num_best=options.num_best, limit_s=options.limit_s, tell=tell)
+    if not found.best:
+        raise LayoutError(_why_nothing(asked, found))
+    if options.json:
+        print_json("search", _as_json(asked, found))
+    else:
+        print("\n".join(_lines(asked, found)))
+
+
+class _Progress:
+    """A line on a terminal that says how far the search is."""
+
+    def __enter__(self) -> Tell | None:
+        return self._tell if sys.stderr.isatty() else None
+
+    def _tell(self, what: str, share: float, best_s: float) -> None:
+        print(f"\r{what}, {100 * share:3.0f} %, best step so far {best_s:.4g} s ", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _lines(asked: Asked, found: Found) -> Iterator[str]:
+    best, uniform = found.best[0], found.uniform
+    if not found.is_complete:
+        yield "the search ended before all lists were bounded: there may be better ones; --limit-s gives it more time"
+    rows = [
+        ("", "--vtp-size-list", "layers", "replicas", "micro", "cards", "step", "tokens/s", "per M tokens", "times")
+    ]
+    rows += [_row(asked, str(number + 1), choice) for number, choice in enumerate(found.best)]
+    if uniform is not None:
+        rows.append(_row(asked, "uniform", uniform))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield (
+        asked.about_memory
+        + ": "
+        + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(_memory(asked, best)))
+    )
+    yield from _places(asked, best)
+    yield f"bottleneck of 1: {_bottleneck(best)}"
+    for number, choice in enumerate(found.best[1:], start=2):
+        yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
+    yield from _compared(best, uniform)
+    yield "flags of 1: " + " ".join(_flags(asked, best))
+
+
+def _places(asked: Asked, choice: Choice) -> Iterator[str]:
+    nodes = _nodes(asked, choice)
+    texts = [f"stage {stage} on {', '.join(dict.fromkeys(names))}" for stage, names in enumerate(nodes)]
+    yield "nodes of 1: " + "; ".join(texts)
+
+
+def _nodes(asked: Asked, choice: Choice) -> list[list[str]]:
+    """Name the node of every replica of every stage."""
+    nodes = asked.nodes()
+    starts = [0, *accumulate(group.num_nodes for group in asked.cluster.nodes)]
+    return [[nodes[starts[pool] + room].name for pool, room in places] for places in choice.nodes]
+
+
+def _compared(best: Choice, uniform: Choice | None) -> Iterator[str]:
+    if uniform is None:
+        yield "uniform: no layout with one size and equally many layers fits these cards"
+        return
+    gain = uniform.step_s / best.step_s
+    yield f"uniform takes {gain:.3f} times as long: {_bottleneck(uniform)}"
+    if gain < _LEAST_GAIN:
+        yield f"stay uniform: the gain is below {100 * (_LEAST_GAIN - 1):.0f} %, less than such a prediction is worth"
+
+
+def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
+    price = _price(asked, choice)
+    return (
+        name,
+        format_value(choice.sizes),
+        format_value(choice.layers),
+        str(choice.shape.num_replicas),
+        str(choice.shape.micro_batch_size),
+        str(choice.num_cards),
+        f"{choice.step_s:.4g} s",
+        f"{_tokens_per_s(asked, choice):.4g}",
+        "-" if price is None else f"{price:.3g}",
+        asked.source_of(choice),
+    )
+
+
+def _tokens_per_s(asked: Asked, choice: Choice) -> float:
+    return asked.samples * asked.ask.args.seq_length / choice.step_s
+
+
+def _price(asked: Asked, choice: Choice) -> float | None:
+    """Give what a million tokens cost; cards that stay idle cost nothing."""
+    prices = [
+        (kind.tp * choice.shape.cards_per_part, choice.shape.pools[place].card_price)
+        for kind in choice.kinds
+        for place in kind.places
+    ]
+    if any(price is None for _, price in prices):
+        return None
+    per_hour = sum(number * (price or 0.0) for number, price in prices)
+    return per_hour / 3600 / _tokens_per_s(asked, choice) * 1e6
+
+
+def _busy(choice: Choice) -> list[float]:
+    both = zip(choice.costs.forward, choice.costs.backward, strict=True)
+    return [choice.shape.num_microbatches * sum(times) / choice.step_s for times in both]
+
+
+def _bottleneck(choice: Choice) -> str:
+    busy = _busy(choice)
+    stage = max(range(len(busy)), key=busy.__getitem__)
+    tail = choice.sums_s + choice.update_s
+    text = f"stage {stage} computes for {100 * busy[stage]:.0f} % of the step"
+    if len(busy) > 1:
+        text += f", the idlest for {100 * min(busy):.0f} %"
+    return text + f"; gradients and optimizer take {100 * tail / choice.step_s:.0f} %"
+
+
+def _memory(asked: Asked, choice: Choice) -> list[int]:
+    held, ends = asked.question.held_bytes, [0, *accumulate(choice.layers)]
+    assert held is not None
+    num_stages = len(choice.kinds)
+    return [
+        held(kind.tp, choice.shape.num_replicas, ends[stage], ends[stage + 1], stage, num_stages)
+        for stage, kind in enumerate(choice.kinds)
+    ]
+
+
+def _flags(asked: Asked, choice: Choice) -> Sequence[str]:
+    nodes = asked.nodes()
+    starts = [0, *accumulate(group.num_nodes for group in asked.cluster.nodes)]
+    fitted = Fitted(
+        sizes=choice.sizes,
+        layers=choice.layers,
+        num_replicas=choice.shape.num_replicas,
+        places=tuple(tuple(starts[pool] + room for pool, room in places) for places in choice.nodes),
+        nodes=nodes,
+        cp=choice.shape.cards_per_part,
+        step=choice.step_s,
+    )
+    words = fitted_words(fitted, asked.ask)
+    return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
+
+
+def _why_nothing(asked: Asked, found: Found) -> str:
+    if not found.is_complete:
+        return "the search ended before any layout was found; --limit-s gives it more time"
+    held = asked.question.held_bytes
+    assert held is not None
+    ask, shape = asked.ask, asked.question.shapes[0]
+    cards = sum(sum(pool.rooms) for pool in shape.pools)
+    limits = [pool.memory_bytes for pool in shape.pools if pool.memory_bytes is not None]
+    largest = max(size for pool in shape.pools for size in pool.speeds)
+    stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // largest))
+    layers = math.ceil(asked.question.num_layers / stages)
+    needed = held(largest, shape.num_replicas, 0, layers, 0, stages)
+    have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
+    return (
+        f"no layout of {ask.least_stages} to {ask.most_stages} stages fits the {cards} cards: {layers} layers of the "
+        f"first of {stages} stages of {largest} ranks hold {format_bytes(needed)} on each rank{have}; give cards with "
+        f"{format_bytes(needed)}, more nodes, or recompute activations"
+    )
+
+
+def _as_json(asked: Asked, found: Found) -> dict[str, object]:
+    return {
+        "is_complete": found.is_complete,
+        "best": [_choice_as_json(asked, choice) for choice in found.best],
+        "uniform": None if found.uniform is None else _choice_as_json(asked, found.uniform),
+    }
+
+
+def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
+    return {
+        "sizes": list(choice.sizes),
+        "layers": list(choice.layers),
+        "num_replicas": choice.shape.num_replicas,
+        "micro_batch_size": choice.shape.micro_batch_size,
+        "nodes": _nodes(asked, choice),
+        "num_cards": choice.num_cards,
+        "step_s": choice.step_s,
+        "pipeline_s": choice.pipeline_s,
+        "sums_s": choice.sums_s,
+        "update_s": choice.update_s,
+        "tokens_per_s": _tokens_per_s(asked, choice),
+        "price_per_million_tokens": _price(asked, choice),
+        "busy": _busy(choice),
+        "memory_bytes": _memory(asked, choice),
+        "source": asked.source_of(choice),
+        "flags": list(_flags(asked, choice)),
+    }

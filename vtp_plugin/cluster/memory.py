@@ -1,0 +1,62 @@
+"""What a stage holds, as a sum over its layers, so that a search can ask a million times."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+
+from vtp_plugin.footprint.activations import Microbatch
+from vtp_plugin.footprint.model import Chunk, Model
+from vtp_plugin.footprint.state import Footprint, Training, footprints
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.search.question import HeldBytes
+
+
+def held_bytes(model: Model, training: Training, batch: Microbatch | None) -> HeldBytes:
+    """Give what says how much the fullest rank of a stage of 1F1B holds.
+
+    Stage i of p keeps the activations of p - i microbatches. What a layer adds is the difference between two layers of
+    its kind and one.
+
+    Args:
+        model: the whole model.
+        training: how it is kept.
+        batch: a microbatch; None where activations are not known.
+    """
+
+    @cache
+    def sums(
+        tp: int, num_replicas: int
+    ) -> tuple[tuple[tuple[int, int], ...], dict[tuple[bool, bool], tuple[int, int]]]:
+        def held(layers: tuple[int, ...], is_first: bool, is_last: bool, is_whole: bool) -> tuple[int, int]:
+            layout = PipelineLayout.from_sizes((tp,), world_size=tp * num_replicas)
+            chunk = Chunk(layers=layers, is_first=is_first, is_last=is_last, is_whole=is_whole)
+            return _fullest(footprints(model, training, layout, ((chunk,),), batch))
+
+        kinds = [model.experts is not None and model.experts.layers[layer] for layer in range(model.num_layers)]
+        firsts = {kind: kinds.index(kind) for kind in set(kinds)}
+        one = {kind: held((layer,), False, False, False) for kind, layer in firsts.items()}
+        two = {kind: held((layer, layer), False, False, False) for kind, layer in firsts.items()}
+        added = [tuple(b - a for a, b in zip(one[kind], two[kind], strict=True)) for kind in kinds]
+        rows = zip(*(accumulate(column, initial=0) for column in zip(*added, strict=True)), strict=True)
+        ends = {}
+        for is_first in (False, True):
+            for is_last in (False, True):
+                own = held((0,), is_first, is_last, is_first and is_last)
+                ends[is_first, is_last] = (own[0] - added[0][0], own[1] - added[0][1])
+        return tuple((state, kept) for state, kept in rows), ends
+
+    def of_stage(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
+        rows, ends = sums(tp, num_replicas)
+        state, kept = ends[stage == 0, stage == num_stages - 1]
+        state += rows[end][0] - rows[start][0]
+        kept += rows[end][1] - rows[start][1]
+        return state + kept * (num_stages - stage)
+
+    return of_stage
+
+
+def _fullest(held: tuple[Footprint, ...]) -> tuple[int, int]:
+    """Give the bytes of weights, gradients and optimizer of the fullest rank, and of a microbatch's activations."""
+    state = max(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes for one in held)
+    return state, max(one.activation_bytes or 0 for one in held)

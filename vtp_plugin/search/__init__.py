@@ -1,0 +1,13 @@
+"""Which list of sizes has the shortest step on nodes whose cards differ, from what layers cost on them: pure functions.
+
+``question`` says what is asked, in numbers alone; ``lists`` goes through what the cards allow and bounds it, ``split``
+shares out layers, ``put`` finds nodes (``pack`` if only room counts), ``judge`` simulates, ``fastest`` does one after
+the other, ``uniform`` says what stock Megatron has.
+
+Words:
+    pool: nodes that are alike: one site, one kind of card.
+    kind: a stage without its layers: the pools of its replicas, its tensor-parallel size.
+    shape: how the samples of a step are shared: replicas, microbatches and their size.
+    bound: a time that no step of a list, or of a split of layers, is below.
+    choice: a layout with its simulated step.
+"""

@@ -1,0 +1,149 @@
+"""The layouts with the shortest step, and the best uniform one beside them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vtp_plugin.search.judge import Choice, judge
+from vtp_plugin.search.lists import Reach, Row, orders, rows
+from vtp_plugin.search.question import Kind, Question
+from vtp_plugin.search.split import bound, split
+from vtp_plugin.search.stage import Works
+from vtp_plugin.search.uniform import uniform_lists
+
+# A layout that is not shorter than the best one by this share is not looked at.
+_SHARE = 0.002
+# Different sizes in one pool, round after round: most of what is good comes early, and bounds the rest.
+_ROUNDS = (Reach(1, takes_all=True), Reach(1), Reach(2), Reach(2, is_mixing=True), Reach(99, is_mixing=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: layouts, the one with the shortest step first; none if nothing fits.
+        uniform: the best one that stock Megatron has; None if there is none.
+        is_complete: every list was looked at or shown to be no better; else the time was over, or Ctrl-C came.
+        num_judged: layouts that were simulated.
+    """
+
+    best: tuple[Choice, ...]
+    uniform: Choice | None
+    is_complete: bool
+    num_judged: int
+
+
+Tell = Callable[[str, float, float], None]
+"""Called with what is done, how much of it, from 0 to 1, and the shortest step so far in seconds."""
+
+
+def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None) -> Found:
+    """Find the layouts with the shortest step; a function of the question alone, if the time is not over.
+
+    Args:
+        question: what is asked.
+        num_best: how many are wanted.
+        limit_s: after which the best so far are returned, as after a KeyboardInterrupt.
+        tell: of the progress.
+    """
+    search = _Search(question, num_best, time.monotonic() + limit_s, tell)
+    search.run()
+    return Found(
+        best=tuple(search.best), uniform=search.uniform, is_complete=search.is_complete, num_judged=search.num_judged
+    )
+
+
+class _Search:
+    """State of a search: the best so far."""
+
+    def __init__(self, question: Question, num_best: int, until: float, tell: Tell | None) -> None:
+        self.question = question
+        self.num_best = num_best
+        self.until = until
+        self.tell = tell
+        self.best: list[Choice] = []
+        self.uniform: Choice | None = None
+        self.is_complete = True
+        self.num_judged = 0
+        self.works = [Works(shape.pools) for shape in question.shapes]
+
+    @property
+    def below_s(self) -> float:
+        """What a step must be shorter than."""
+        return self.best[0].step_s * (1 - _SHARE) if self.best else math.inf
+
+    def run(self) -> None:
+        """Go through the uniform lists, then through all lists, round after round."""
+        try:
+            self._try_uniform()
+            seen: set[tuple[int, Row]] = set()
+            for number, reach in enumerate(_ROUNDS):
+                found = [*self._rows(reach, seen)]
+                seen.update(found)
+                # The shortest bound first: what is good comes early, and shows that the others are no better.
+                for index, (shape, row) in enumerate(sorted(found, key=lambda one: one[1].bound_s)):
+                    self._say(f"round {number + 1} of {len(_ROUNDS)}", index / len(found))
+                    if row.bound_s >= self.below_s:
+                        break
+                    self._try(shape, row)
+        except (_TimeOverError, KeyboardInterrupt):
+            # What was found so far is an answer, too.
+            self.is_complete = False
+
+    def _rows(self, reach: Reach, seen: set[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+        for index, shape in enumerate(self.question.shapes):
+            for row in rows(self.question, shape, self.works[index], reach, lambda: self.below_s):
+                self._check_time()
+                if (index, row) not in seen:
+                    yield index, row
+
+    def _try(self, index: int, row: Row) -> None:
+        """Try a list in all orders."""
+        shape, works = self.question.shapes[index], self.works[index]
+        found = []
+        for order in orders(shape, row):
+            self._check_time()
+            splits = split(self.question, shape, order, [works[kind] for kind in order], self.below_s)
+            found += [(one.bound_s, one.layers, order) for one in splits]
+        for bound_s, layers, order in sorted(found):
+            if bound_s >= self.below_s:
+                break
+            self._judge(index, order, layers)
+
+    def _try_uniform(self) -> None:
+        found = []
+        for index, shape in enumerate(self.question.shapes):
+            works = self.works[index]
+            for order, layers in uniform_lists(self.question, shape, works):
+                bound_s = bound(self.question, shape, order, [works[kind] for kind in order], layers)
+                found.append((bound_s, index, order, layers))
+        for bound_s, index, order, layers in sorted(found):
+            if self.uniform is not None and bound_s >= self.uniform.step_s:
+                break
+            choice = self._judge(index, order, layers)
+            if choice is not None and (self.uniform is None or choice.step_s < self.uniform.step_s):
+                self.uniform = choice
+
+    def _judge(self, index: int, order: Sequence[Kind], layers: Sequence[int]) -> Choice | None:
+        self._check_time()
+        self.num_judged += 1
+        choice = judge(self.question, self.question.shapes[index], order, layers)
+        if choice is not None:
+            self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
+        return choice
+
+    def _say(self, what: str, share: float) -> None:
+        if self.tell is not None:
+            self.tell(what, share, self.best[0].step_s if self.best else math.inf)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise _TimeOverError
+
+
+class _TimeOverError(Exception):
+    """The time is over."""

@@ -1,0 +1,146 @@
+"""What is searched: cards in pools, what a stage costs on them, and which shapes a run may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from vtp_plugin.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How long the layers of a model take on a stage of one kind of card and one tensor-parallel size.
+
+    Attributes:
+        forward_s: of every layer, for one microbatch.
+        backward_s: likewise.
+        first_s: forward and backward of what the first stage has before its layers.
+        last_s: likewise of what the last stage has behind them.
+        update_s: of every layer, the optimizer's time in a step.
+        gradient_bytes: of every layer, what replicas sum.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    first_s: tuple[float, float] = (0.0, 0.0)
+    last_s: tuple[float, float] = (0.0, 0.0)
+    update_s: tuple[float, ...] = ()
+    gradient_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What carries messages.
+
+    Attributes:
+        latency_s: one way.
+        bytes_per_s: in each direction.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+    def time_s(self, num_bytes: float) -> float:
+        """Say how long a message takes.
+
+        >>> Link(latency_s=0.5, bytes_per_s=8.0).time_s(4)
+        1.0
+        """
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Nodes that are alike: in one site, with one kind of card.
+
+    Attributes:
+        name: for people.
+        rooms: cards of every node.
+        speeds: by tensor-parallel size; a size without one cannot be used.
+        inside: between the cards of a node.
+        between: between its nodes.
+        site: of the nodes; empty where there are none.
+        memory_bytes: of a card; None where it does not count.
+        card_price: of a card and hour; None where it is not known.
+    """
+
+    name: str
+    rooms: tuple[int, ...]
+    speeds: Mapping[int, Speed]
+    inside: Link = Link()
+    between: Link = Link()
+    site: str = ""
+    memory_bytes: int | None = None
+    card_price: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a step's samples are shared.
+
+    Attributes:
+        num_replicas: of every stage.
+        num_microbatches: of a replica.
+        micro_batch_size: samples of a microbatch.
+        pools: of cards, with what a microbatch of this size costs.
+        message_bytes: of an activation, and of its gradient.
+        cards_per_part: of a group of cards for each tensor-parallel part: the context-parallel size.
+    """
+
+    num_replicas: int
+    num_microbatches: int
+    micro_batch_size: int
+    pools: tuple[Pool, ...]
+    message_bytes: int = 0
+    cards_per_part: int = 1
+
+
+HeldBytes = Callable[[int, int, int, int, int, int], int]
+"""Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
+it, the stage's number, the number of stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        num_layers: of the model.
+        shapes: that are possible, all with the same samples in a step.
+        least_stages: of the pipeline.
+        most_stages: likewise.
+        across: between two sites, by their names in order; where none is given, the slower of the pools' own.
+        held_bytes: of a stage; None where memory does not count.
+    """
+
+    num_layers: int
+    shapes: tuple[Shape, ...]
+    least_stages: int
+    most_stages: int
+    across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    held_bytes: HeldBytes | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least_stages <= self.most_stages:
+            raise LayoutError(
+                f"stages {self.least_stages}:{self.most_stages}; the fewest must be at least 1 and not above the most"
+            )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Kind:
+    """A stage without its layers: which pools its replicas are in, and its tensor-parallel size.
+
+    Attributes:
+        places: number of the pool of every replica, ascending.
+        tp: tensor-parallel size.
+    """
+
+    places: tuple[int, ...]
+    tp: int
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """The pools, each once."""
+        return tuple(sorted(set(self.places)))

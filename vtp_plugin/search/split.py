@@ -1,0 +1,199 @@
+"""Share out the layers between stages in a fixed order: dynamic programming over stages and layers.
+
+What is minimized is a lower bound on a step of 1F1B, tight where stages are equal. Stage i of p, with forward f_i and
+backward b_i, t_i = f_i + b_i, may have w_i = min(p - i, m) of m microbatches in flight. What is before it takes P_i, a
+microbatch that leaves it comes back after R_i. It computes for m t_i. Until its first backward it runs at most w_i
+forwards, so it idles at least R_i - (w_i - 1) f_i; after its last forward at most w_i - 1 backwards are left, so it
+idles at least R_i - (w_i - 1) b_i. With m > w_i both add up:
+
+    step >= P_i + m t_i + max(0, R_i - (w_i - 1) f_i) + max(0, R_i - (w_i - 1) b_i)
+
+The first stage is the last one to end, so what it does with its gradients then comes on top: P_1 begins with that.
+
+As stages are added, R_i grows and P_i stays: of all stages so far, four numbers say what the bound will be, and of two
+beginnings with the same layers, one that is not better in any of the four is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from vtp_plugin.search.question import Kind, Question, Shape
+from vtp_plugin.search.stage import Work, best_link, tail
+
+# Beginnings nearer to each other than this are taken for one.
+_NEAR = 1e-4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """Layers of every stage.
+
+    Attributes:
+        bound_s: no step is shorter.
+        layers: of every stage.
+    """
+
+    bound_s: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """A beginning of the pipeline.
+
+    ``before_s`` is P of the next stage; ``still_s``, ``once_s`` and ``twice_s`` are the largest bounds of the stages so
+    far of which the last takes in R once or twice, without what is to come of it.
+    """
+
+    before_s: float
+    still_s: float
+    once_s: float
+    twice_s: float
+    layers: tuple[int, ...]
+
+    def least_s(self, to_come_s: float) -> float:
+        return max(self.still_s, self.once_s + to_come_s, self.twice_s + 2 * to_come_s)
+
+    def is_no_better(self, other: _Begin, near_s: float) -> bool:
+        return (
+            self.before_s >= other.before_s - near_s
+            and self.still_s >= other.still_s - near_s
+            and self.once_s >= other.once_s - near_s
+            and self.twice_s >= other.twice_s - near_s
+        )
+
+
+_START = _Begin(0.0, 0.0, -math.inf, -math.inf, ())
+
+
+def split(
+    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], below_s: float
+) -> list[Split]:
+    """Find the layers with the least bound, and others that may be as good.
+
+    Args:
+        question: what is asked.
+        shape: of the step.
+        kinds: of the stages, in order.
+        works: what each costs.
+        below_s: only steps that may be shorter count.
+
+    Returns:
+        Those with the least bound first; none if no step can be shorter, or the memory is too small.
+    """
+    num_stages, num_layers = len(kinds), question.num_layers
+    hops_s = _hops(question, shape, kinds)
+    # What is still to come after each stage, at best.
+    rates, hops_left, least = [0.0], [0.0], [math.inf]
+    for work, hop in zip(reversed(works[1:]), reversed(hops_s[1:]), strict=True):
+        rates.append(rates[-1] + 1 / work.least_s)
+        hops_left.append(hops_left[-1] + hop)
+        least.append(min(least[-1], work.least_s))
+    rates, hops_left, least = rates[::-1], hops_left[::-1], least[::-1]
+    begins: dict[int, list[_Begin]] = {0: [_START]}
+    for stage, (kind, work) in enumerate(zip(kinds, works, strict=True)):
+        grown: dict[int, list[_Begin]] = {}
+        num_after = num_stages - stage - 1
+        for start, row in begins.items():
+            ends = range(start + 1, num_layers - num_after + 1) if num_after else (num_layers,)
+            for end in ends:
+                times = work.times_s(start, end, is_first=not stage, is_last=not num_after)
+                if shape.num_microbatches * sum(times) >= below_s:
+                    break
+                if not has_room(question, shape, kind, work, (start, end), (stage, num_stages)):
+                    break
+                left = num_layers - end
+                to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
+                rest_s = shape.num_microbatches * left / rates[stage] if left else 0.0
+                tail_s = 0.0 if stage else tail(question, shape, kind, work, end)
+                for begin in row:
+                    new = _add(begin, times, hops_s[stage], num_after, shape.num_microbatches, end - start, tail_s)
+                    if max(new.least_s(to_come_s), new.before_s + rest_s) < below_s:
+                        _keep(grown.setdefault(end, []), new, _NEAR * below_s if below_s < math.inf else 0.0)
+        begins = grown
+    return sorted(Split(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
+
+
+def bound(
+    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], layers: Sequence[int]
+) -> float:
+    """Bound the time of all microbatches from below, for layers that are given.
+
+    Args:
+        question: what is asked.
+        shape: of the step.
+        kinds: of the stages, in order.
+        works: what each costs.
+        layers: of every stage.
+    """
+    hops_s = _hops(question, shape, kinds)
+    begin = _START
+    for stage, (work, number) in enumerate(zip(works, layers, strict=True)):
+        start, num_after = sum(begin.layers), len(kinds) - stage - 1
+        times = work.times_s(start, start + number, is_first=not stage, is_last=not num_after)
+        tail_s = 0.0 if stage else tail(question, shape, kinds[0], work, number)
+        begin = _add(begin, times, hops_s[stage], num_after, shape.num_microbatches, number, tail_s)
+    return begin.least_s(0.0)
+
+
+def _hops(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[float]:
+    """Give the time of the two messages behind every stage, at best."""
+    links = (best_link(question, shape, *pair) for pair in pairwise(kinds))
+    return [*(2 * link.time_s(shape.message_bytes) for link in links), 0.0]
+
+
+def has_room(
+    question: Question, shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], place: tuple[int, int]
+) -> bool:
+    """Whether a stage's cards can hold what it must.
+
+    Args:
+        question: what is asked.
+        shape: of the step.
+        kind: of the stage.
+        work: what it costs.
+        layers: its first one, and the first one behind it.
+        place: the stage's number, and the number of stages.
+    """
+    if question.held_bytes is None or work.memory_bytes is None:
+        return True
+    return question.held_bytes(kind.tp, shape.num_replicas, *layers, *place) <= work.memory_bytes
+
+
+def _add(
+    begin: _Begin,
+    times_s: tuple[float, float],
+    hop_s: float,
+    num_after: int,
+    num_microbatches: int,
+    num_layers: int,
+    tail_s: float,
+) -> _Begin:
+    """Add a stage, and the link behind it."""
+    forward, backward = times_s
+    both = forward + backward
+    in_flight = min(num_after + 1, num_microbatches)
+    before_s = begin.before_s + tail_s
+    own = before_s + num_microbatches * both
+    least, most = sorted(((in_flight - 1) * forward, (in_flight - 1) * backward))
+    # With all microbatches in flight at once the two times of idling may be one.
+    twice = own - least - most if num_microbatches > in_flight else -math.inf
+    return _Begin(
+        before_s=before_s + both + hop_s,
+        still_s=max(begin.still_s, own),
+        once_s=max(begin.once_s + both, own - least) + hop_s,
+        twice_s=max(begin.twice_s + 2 * both, twice) + 2 * hop_s,
+        layers=(*begin.layers, num_layers),
+    )
+
+
+def _keep(row: list[_Begin], new: _Begin, near_s: float) -> None:
+    """Add a beginning to those with as many layers, unless one of them is as good; drop those that it beats."""
+    if any(new.is_no_better(old, near_s) for old in row):
+        return
+    row[:] = [old for old in row if not old.is_no_better(new, near_s)]
+    row.append(new)

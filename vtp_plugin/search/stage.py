@@ -1,0 +1,154 @@
+"""What a kind of stage costs, and what lies between two of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from vtp_plugin.search.question import Kind, Link, Pool, Question, Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How long the layers of a model take on a kind of stage, as sums from the first layer on.
+
+    Attributes:
+        forward_s: of the layers before each number, and before the end.
+        backward_s: likewise.
+        update_s: likewise.
+        gradient_bytes: likewise.
+        first_s: forward and backward of what the first stage has before its layers.
+        last_s: likewise of what the last stage has behind them.
+        least_s: forward and backward of the quickest layer.
+        memory_bytes: of a card; None where it does not count.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    first_s: tuple[float, float]
+    last_s: tuple[float, float]
+    least_s: float
+    memory_bytes: int | None
+
+    def times_s(self, start: int, end: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:
+        """Give forward and backward of a stage that holds layers from ``start`` up to ``end``."""
+        forward = self.forward_s[end] - self.forward_s[start]
+        backward = self.backward_s[end] - self.backward_s[start]
+        for is_there, (more_forward, more_backward) in ((is_first, self.first_s), (is_last, self.last_s)):
+            if is_there:
+                forward, backward = forward + more_forward, backward + more_backward
+        return forward, backward
+
+
+def work_of(kind: Kind, pools: Sequence[Pool]) -> Work:
+    """Give what a kind of stage costs: its replicas wait for the slowest of them.
+
+    >>> from vtp_plugin.search.question import Speed
+    >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
+    >>> pools = [Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds]
+    >>> work_of(Kind((0, 1), 1), pools).forward_s
+    (0.0, 2.0, 4.0)
+    """
+    speeds = [pools[place].speeds[kind.tp] for place in kind.pools]
+    known = [pools[place].memory_bytes for place in kind.pools]
+
+    def sums(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(accumulate((max(column) for column in zip(*rows, strict=True)), initial=0.0))
+
+    def slowest(ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return max(end[0] for end in ends), max(end[1] for end in ends)
+
+    forward, backward = sums([speed.forward_s for speed in speeds]), sums([speed.backward_s for speed in speeds])
+    num_layers = len(forward) - 1
+    nothing = (0.0,) * num_layers
+    return Work(
+        forward_s=forward,
+        backward_s=backward,
+        update_s=sums([speed.update_s or nothing for speed in speeds]),
+        gradient_bytes=sums([speed.gradient_bytes or nothing for speed in speeds]),
+        first_s=slowest([speed.first_s for speed in speeds]),
+        last_s=slowest([speed.last_s for speed in speeds]),
+        least_s=min(forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(num_layers)),
+        memory_bytes=min((limit for limit in known if limit is not None), default=None),
+    )
+
+
+class Works(dict[Kind, Work]):
+    """What kinds of stages cost, computed when it is first asked for."""
+
+    def __init__(self, pools: Sequence[Pool]) -> None:
+        super().__init__()
+        self.pools = pools
+
+    def __missing__(self, kind: Kind) -> Work:
+        work = self[kind] = work_of(kind, self.pools)
+        return work
+
+
+def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
+    """Count the layers that a kind of stage has memory for, wherever in the pipeline it holds most."""
+    held, limit = question.held_bytes, work.memory_bytes
+    if held is None or limit is None:
+        return question.num_layers
+    # Between others a stage has no ends of the model; the last one keeps one microbatch.
+    places = ((1, 3), (1, 2))
+
+    def fits(number: int) -> bool:
+        starts = range(question.num_layers - number + 1)
+        size = (kind.tp, shape.num_replicas)
+        return any(held(*size, start, start + number, *place) <= limit for place in places for start in starts)
+
+    return bisect_left(range(1, question.num_layers + 1), True, key=lambda number: not fits(number))
+
+
+def link_between(question: Question, shape: Shape, one: tuple[int, int], other: tuple[int, int]) -> Link:
+    """Give the link between two nodes, each the number of its pool and its own.
+
+    >>> pools = (Pool(name="a", rooms=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
+    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> question = Question(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2)
+    >>> link_between(question, shape, (0, 0), (0, 0)).latency_s, link_between(question, shape, (0, 0), (0, 1)).latency_s
+    (0.0, 1.0)
+    """
+    first, second = shape.pools[one[0]], shape.pools[other[0]]
+    if one == other:
+        return first.inside
+    sites = (first.site, second.site) if first.site <= second.site else (second.site, first.site)
+    if sites[0] != sites[1] and sites in question.across:
+        return question.across[sites]
+    return max(first.between, second.between, key=lambda link: link.time_s(shape.message_bytes))
+
+
+def best_link(question: Question, shape: Shape, one: Kind, other: Kind) -> Link:
+    """Give the quickest link that could lie between two stages: what a bound may count on."""
+    per_part = shape.cards_per_part
+    links = []
+    for place in one.pools:
+        for next_place in other.pools:
+            fits_one_node = place == next_place and max(shape.pools[place].rooms) >= (one.tp + other.tp) * per_part
+            links.append(link_between(question, shape, (place, 0), (next_place, 0 if fits_one_node else 1)))
+    return min(links, key=lambda link: link.time_s(shape.message_bytes))
+
+
+def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: int) -> float:
+    """Bound from below what the first stage does after its last backward: sum gradients, and step the optimizer."""
+    if shape.num_replicas == 1:
+        return work.update_s[num_layers]
+    first, last = kind.places[0], kind.places[-1]
+    largest = max(shape.pools[first].rooms)
+    is_one_node = first == last and largest >= shape.num_replicas * kind.tp * shape.cards_per_part
+    link = link_between(question, shape, (first, 0), (last, 0 if is_one_node else 1))
+    return work.update_s[num_layers] + sum_s(work.gradient_bytes[num_layers], shape.num_replicas, link)
+
+
+def sum_s(num_bytes: float, num_replicas: int, link: Link) -> float:
+    """Say how long replicas sum gradients, in a ring.
+
+    >>> sum_s(8, 2, Link(latency_s=0.5, bytes_per_s=4.0)), sum_s(8, 1, Link())
+    (3.0, 0.0)
+    """
+    return 2 * (num_replicas - 1) * link.time_s(num_bytes / num_replicas)
