@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.multiproc.elastic import Cluster, undisturbed
-from tests.multiproc.fault_log import read_log, require_losses, require_samples, samples_by_step
+from tests.multiproc.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faulty_gpt import LOG
 from tests.pace import pace
 from vtp_plugin.runtime.life.marker import MARKER
@@ -132,13 +132,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
             assert sorted(written) == sorted(float(entry[number]) for entry in lost)
         assert all(8 * int(steps) == int(samples) for _, steps, samples in lost)
         assert re.fullmatch(r"the attempt in 2,2 ended .*\n(.*\n)*the attempt in 2 ended .*\n", alerts.read_text())
-        whole = tmp_path / "whole"
-        whole.mkdir()
-        undisturbed(
-            "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768", NUM_STEPS, script=cluster.script, folder=whole
-        )
-        expected = {step: found for (step, _), found in samples_by_step(read_log(whole / "faults.jsonl")).items()}
-        require_samples(read_log(tmp_path / "faults.jsonl"), expected)
+        require_samples(read_log(tmp_path / "faults.jsonl"))
     deadline_s = time.monotonic() + 10.0 * pace()
     while _orphans(tmp_path) and time.monotonic() < deadline_s:
         time.sleep(0.1)
