@@ -43,7 +43,7 @@ _SCRIPT = "tests/multiproc/faulty_gpt.py"
 _CARDS = (("a", 0), ("a", 1), ("b", 0))
 _FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1")
 _FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
-_NUM_STEPS = 400
+_NUM_STEPS = 200
 _FAULTS_PER_RUN = 4
 _LIMIT_S = 300.0
 _NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
@@ -99,9 +99,11 @@ def draw(seed: int) -> list[Fault]:
         node, local_rank = chance.choice(working)
         phases = PHASES if number == 0 else ("restart", *PHASES[1:])
         phase, kind = chance.choice(phases), chance.choice(KINDS)
+        # Before the first checkpoint another list begins with other weights.
+        may_fail = phase != "start-up"
         # A card is bad at most once in a run: one that failed twice would be left out from then on.
         is_new = not any((node, local_rank) in fault.bad for fault in faults)
-        bad = ((node, local_rank),) if is_new and chance.random() < 0.3 else ()
+        bad = ((node, local_rank),) if is_new and chance.random() < 0.3 and may_fail else ()
         faults.append(
             Fault(
                 id=f"{seed}-{number}",
@@ -142,7 +144,6 @@ class Watcher:
 def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float]) -> None:
     """Run a run and append its trials to the results."""
     faults = draw(seed)
-    before = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
     flags = [*_FLAGS, "--train-iters", str(_NUM_STEPS), "--vtp-timeout-s", "40"]
     trials: list[dict[str, Any]] = []
     with Cluster(folder, flags, nodes="2", script=_SCRIPT, max_restarts=20, pause_s=0.05) as cluster:
@@ -163,7 +164,8 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
     except AssertionError as error:
         problem = f"{error}"[:300]
     time.sleep(3.0)
-    left = sorted({*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before)
+    # Folders of logs are those of the agents, which are killed at the end.
+    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")]
     whole = {"seed": seed, "steps": len(steps), "problem": problem, "orphans": _orphans(folder), "files": left}
     with results.open("a") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in [*trials, {"run": whole}])
@@ -178,18 +180,19 @@ def _arm(folder: Path, faults: Sequence[Fault]) -> None:
 
 def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     """Let a fault strike, and wait until the run goes on."""
-    armed = [fault]
+    armed, is_start = [fault], fault.phase in ("start-up", "restart")
+    bad = "".join(f"{node} {local} absent\n" for node, local in fault.bad)
+    if fault.phase != "start-up" and _wait(cluster, watcher, lambda: _is_saved(cluster)) is None:
+        return {"outcome": "no first step"}
     if fault.phase == "restart":
         # What it strikes is the start after this kill.
         armed.append(Fault(**{**asdict(fault), "id": f"{fault.id}-before", "phase": "forward", "kind": "SIGKILL"}))
-    else:
-        cluster.faults.write_text("".join(f"{node} {local} absent\n" for node, local in fault.bad))
+    cluster.faults.write_text("" if is_start else bad)
     _arm(cluster.folder, armed)
     strike = _wait(cluster, watcher, lambda: _struck(cluster, fault.id))
     if strike is None:
         return {"outcome": "never struck"}
-    if fault.phase == "restart":
-        cluster.faults.write_text("".join(f"{node} {local} absent\n" for node, local in fault.bad))
+    cluster.faults.write_text(bad)
     at_s = strike["at_s"]
     ranks = [e["pid"] for e in read_log(cluster.folder / "faults.jsonl") if e["event"] == "begin" and e["at_s"] <= at_s]
     ended: list[float] = []
@@ -216,6 +219,10 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     seconds = {name: None if at is None else round(at - at_s, 2) for name, at in moments.items()}
     outcome = "went on" if last == fault.expected else f"went on in {last}"
     return {"outcome": outcome, "seconds": seconds, "struck": strike["phase"]}
+
+
+def _is_saved(cluster: Cluster) -> bool | None:
+    return (cluster.folder / "ck" / "latest_checkpointed_iteration.txt").is_file() or None
 
 
 def _struck(cluster: Cluster, name: str) -> dict[str, Any] | None:
@@ -290,7 +297,8 @@ def report(results: Path) -> str:
     lines = [
         f"{len(trials)} faults in {len(runs)} runs: {sum(t['outcome'] == 'went on' for t in trials)} went on in the "
         f"list that was worked out before. Wrong losses or samples: {sum(bool(r['problem']) for r in runs)} runs. "
-        f"Processes left: {sum(len(r['orphans']) for r in runs)}.",
+        f"Processes left: {sum(len(r['orphans']) for r in runs)}; files left in the folder for temporary files: "
+        f"{sum(len(r['files']) for r in runs)}.",
         "",
         "| phase | SIGKILL | SIGSTOP | exit | exception |",
         "| --- | --- | --- | --- | --- |",

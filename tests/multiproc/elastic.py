@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.hosts import PYTHON_PATH, ROOT, TREE
 from tests.multiproc.faulty_gpt import ARMED, LOG, NODE, PAUSE
+from tests.multiproc.hosts_apart import Network
 from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
@@ -27,7 +28,7 @@ from vtp_plugin.runtime.life.marker import MARKER
 STORE = """
 import sys, time
 from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+store = TCPStore(sys.argv[2], int(sys.argv[1]), is_master=True, wait_for_workers=False)
 print("open", flush=True)
 time.sleep(3600)
 """
@@ -100,6 +101,7 @@ class Cluster:
         is_static: torchrun has fixed nodes, whose first one keeps the store.
         is_looped: a shell starts torchrun again when it fails.
         pause_s: of each forward, in a script that takes one.
+        network: hosts apart; None for one host.
     """
 
     folder: Path
@@ -110,6 +112,7 @@ class Cluster:
     is_static: bool = False
     is_looped: bool = False
     pause_s: float = 0.0
+    network: Network | None = None
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     port: int = 0
     keeper: subprocess.Popen[str] | None = None
@@ -118,7 +121,7 @@ class Cluster:
         self.port = free_port()
         if self.is_static:
             return self
-        words = [sys.executable, "-c", STORE, str(self.port)]
+        words = [sys.executable, "-c", STORE, str(self.port), self.network.keeper if self.network else "127.0.0.1"]
         self.keeper = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self.keeper.stdout is not None and self.keeper.stdout.readline() == "open\n"
         return self
@@ -148,16 +151,23 @@ class Cluster:
             # The store is the keeper's. Two agents on one machine would both take themselves for its host.
             conf = "is_host=0,last_call_timeout=3,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=3"
             words += ["--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-conf", conf]
-            words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
+            keeper = self.network.keeper if self.network else "127.0.0.1"
+            own = self.network.address(name) if self.network else "127.0.0.1"
+            words += ["--rdzv-endpoint", f"{keeper}:{self.port}", "--local-addr", own]
         words += ["-m", "vtp_plugin", "run", self.script, *MODEL, *self.flags, "--vtp-node", name, *flags]
         words += ["--save", str(self.folder / "ck"), "--load", str(self.folder / "ck")]
         if self.is_looped:
             words = ["sh", "-c", f"until {shlex.join(words)}; do [ -e {self.folder}/ck/{MARKER} ] && exit 9; done"]
+        words = [*(self.network.inside(name) if self.network else ()), *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1", PAUSE: str(self.pause_s), "PYTHONPATH": PYTHON_PATH}
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        env["TMPDIR"] = str(self.folder / "tmp")
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}
         env |= {ARMED: str(self.folder / "armed.json"), LOG: str(self.folder / "faults.jsonl")}
         if not self.is_static:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if self.network:
+            env["GLOO_SOCKET_IFNAME"] = "eth0"
         with self.log(name).open("ab") as log:
             self.agents[name] = subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multiproc.elastic import Cluster, undisturbed
 from tests.multiproc.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faulty_gpt import LOG
+from tests.multiproc.hosts_apart import Network, why_not
 from tests.pace import pace
 from vtp_plugin.runtime.life.marker import MARKER
 
@@ -207,3 +208,26 @@ def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
             cluster.start("a", 3)
             assert cluster.finish("a") == 9
             assert (tmp_path / "ck" / MARKER).read_text().startswith("cards 0; 1 replica of at least 1 stages")
+
+
+@pytest.mark.full
+@pytest.mark.needs("our_example")
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
+def test_a_cable_is_pulled(tmp_path: Path) -> None:
+    """Hosts of their own: one is cut off, the other goes on; plugged in and started again, it comes back."""
+    flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
+    script = "tests/multiproc/faulty_gpt.py"
+    with Network() as network, Cluster(tmp_path, flags, script=script, pause_s=0.25, network=network) as cluster:
+        cluster.start("b", 2)
+        cluster.start("a", 2)
+        cluster.wait_for("2,2", 4)
+        network.plug("b", is_in=False)
+        cluster.wait_for("2", 4)
+        cluster.lose("b")
+        network.plug("b", is_in=True)
+        last = max(step.iteration for step in cluster.steps())
+        cluster.start("b", 2)
+        cluster.wait_for("2,2", 3, above=last)
+        assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
+        require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_samples(read_log(tmp_path / "faults.jsonl"))

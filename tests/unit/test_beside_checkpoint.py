@@ -217,11 +217,11 @@ class TestProgress:
 
 
 LEAVE = """
-import subprocess, sys, time
+import multiprocessing.util, subprocess, sys, time
 from vtp_plugin.runtime.life.leftovers import end_leftovers
 assert end_leftovers()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
+print(child.pid, multiprocessing.util.get_temp_dir(), flush=True)
 time.sleep(float(sys.argv[1]))
 """
 
@@ -232,7 +232,9 @@ def test_what_a_rank_has_started_ends_with_it(way: str) -> None:
     words = [sys.executable, "-c", LEAVE, seconds]
     rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert rank.stdout is not None
-    child = int(rank.stdout.readline())
+    number, folder = rank.stdout.readline().split()
+    child = int(number)
+    assert Path(folder).is_dir()
     if way == "killed":
         rank.kill()
     rank.wait()
@@ -240,7 +242,7 @@ def test_what_a_rank_has_started_ends_with_it(way: str) -> None:
     deadline_s = time.monotonic() + 20.0 * pace()
     while _lives(child) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not _lives(child)
+    assert not _lives(child) and not Path(folder).exists()
     rank.stdout.close()
 
 

@@ -2,13 +2,15 @@
 
 torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
 killed. A process that the rank has started then waits for work for ever. So a small process, which this file is as a
-script, looks whether the rank still lives, and then ends the rank's group, itself with it. It imports neither torch nor
-the plugin.
+script, looks whether the rank still lives, and then ends the rank's group, itself with it, and removes the folder for
+sockets that multiprocessing makes in every such process and its children. It imports neither torch nor the plugin.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,18 +26,20 @@ def end_leftovers() -> bool:
     """
     if os.name != "posix" or os.getpgrp() != os.getpid():
         return False
-    words = [sys.executable, "-S", "-E", __file__, str(os.getpid())]
+    folder = multiprocessing.util.get_temp_dir()  # made here, so that its name is known before the rank is killed
+    words = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
     subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=False)
     return True
 
 
-def _watch(rank: int) -> None:
+def _watch(rank: int, folder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == rank:
         time.sleep(_LOOK_S)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]))
+    _watch(int(sys.argv[1]), sys.argv[2])
