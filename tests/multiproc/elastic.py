@@ -74,6 +74,7 @@ def undisturbed(
     launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "vtp_plugin", "run"]
     words = [*launcher, script, *MODEL, "--train-iters", str(num_steps), *words, "--vtp-force"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", NODE: "a", "PYTHONPATH": PYTHON_PATH}
+    env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if folder is not None:
         env |= {LOG: str(folder / "faults.jsonl"), ARMED: str(folder / "armed.json")}
     done = subprocess.run(
@@ -157,11 +158,16 @@ class Cluster:
         words += ["-m", "vtp_plugin", "run", self.script, *MODEL, *self.flags, "--vtp-node", name, *flags]
         words += ["--save", str(self.folder / "ck"), "--load", str(self.folder / "ck")]
         if self.is_looped:
-            words = ["sh", "-c", f"until {shlex.join(words)}; do [ -e {self.folder}/ck/{MARKER} ] && exit 9; done"]
+            words = [
+                "sh",
+                "-c",
+                f"until {shlex.join(words)}; do [ -e {self.folder}/ck/{MARKER} ] && exit 9; sleep 1; done",
+            ]
         words = [*(self.network.inside(name) if self.network else ()), *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1", PAUSE: str(self.pause_s), "PYTHONPATH": PYTHON_PATH}
         (self.folder / "tmp").mkdir(exist_ok=True)
         env["TMPDIR"] = str(self.folder / "tmp")
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron 0.12 asks for it
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}
         env |= {ARMED: str(self.folder / "armed.json"), LOG: str(self.folder / "faults.jsonl")}
         if not self.is_static:

@@ -53,6 +53,7 @@ class Network:
     def close(self) -> None:
         """Remove all."""
         for host in self.hosts:
+            _ip("link", "del", f"{self.name[:8]}-{host}", check=False)
             _ip("netns", "del", f"{self.name}-{host}", check=False)
         _ip("link", "del", self.name, check=False)
 
@@ -65,6 +66,7 @@ class Network:
 
     def _add(self, host: str) -> None:
         space, inside, outside = f"{self.name}-{host}", "eth0", f"{self.name[:8]}-{host}"
+        _ip("link", "del", outside, check=False)
         _ip("netns", "del", space, check=False)
         _ip("netns", "add", space)
         _ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", space)

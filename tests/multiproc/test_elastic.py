@@ -220,7 +220,7 @@ def test_a_cable_is_pulled(tmp_path: Path) -> None:
     with Network() as network, Cluster(tmp_path, flags, script=script, pause_s=0.25, network=network) as cluster:
         cluster.start("b", 2)
         cluster.start("a", 2)
-        cluster.wait_for("2,2", 4)
+        cluster.wait_for("2,2", 6)
         network.plug("b", is_in=False)
         cluster.wait_for("2", 4)
         cluster.lose("b")
