@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "background": background_flags(),
 }
 SIZES, NUM_RANKS, NUM_STEPS = "1,2", 3, 4
+_LEFT = "left_before"  # a file in folders that stopped saves have left
 OF_WORKERS = "half a shard, its rank"
 """The point at which a process in the background writes, and its rank is killed."""
 
@@ -105,7 +106,8 @@ def run_trial(pool: Pool, folder: Path, trial: Trial, reference: Path, extra: Se
     """Kill a run, and say what is wrong with what it leaves: nothing, if all is well."""
     keep = ["--vtp-keep-checkpoints", "1"] if trial.point == "clean-up" else []
     _prepare(folder, trial, reference)
-    before = _left(folder)
+    for partial in folder.glob(f"{PARTIAL}*/"):
+        (partial / _LEFT).touch()
     runs = train(pool, folder, trial.form, [*keep, *extra], trial)
     log = folder.with_suffix(".log")
     struck = json.loads(log.read_text()) if log.exists() else None
@@ -116,7 +118,7 @@ def run_trial(pool: Pool, folder: Path, trial: Trial, reference: Path, extra: Se
         yield f"ranks ended well: {[run.exit_code for run in runs]}"
     if late := [rank for rank, run in enumerate(runs) if run.exit_code is None]:
         yield f"ranks {late} did not end: {_end_of(runs)}"
-    if trial.point != CLEARING and (still := before & _left(folder)):
+    if trial.point != CLEARING and (still := [*folder.glob(f"*/{_LEFT}")]):
         yield f"what was left before is still there: {still}"
     yield from judge(folder, trial, reference)
 
@@ -129,11 +131,6 @@ def _prepare(folder: Path, trial: Trial, reference: Path) -> None:
         shutil.copytree(reference / f"iter_{1:07d}", folder / f"{PARTIAL}iter_{1:07d}", dirs_exist_ok=True)
     if trial.point == REPLACED:
         shutil.copytree(reference / f"iter_{trial.save:07d}", folder / f"iter_{trial.save:07d}", dirs_exist_ok=True)
-
-
-def _left(folder: Path) -> set[tuple[str, int]]:
-    """Give what stopped saves have left, each by its name and number on the disk."""
-    return {(path.name, path.stat().st_ino) for path in folder.glob(f"{PARTIAL}*")}
 
 
 def _end_of(runs: Sequence[ScriptRun]) -> str:

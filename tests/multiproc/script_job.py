@@ -530,13 +530,13 @@ def _claim_precision(facts: dict[str, Any]) -> None:
 
 
 def _freeze_weights(facts: dict[str, Any]) -> None:
-    """Train no weights of queries, keys and values."""
+    """Train no norms before attention."""
     original = gpt_model.GPTModel.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         for name, parameter in self.named_parameters():
-            if name.endswith("linear_qkv.weight"):
+            if ".input_layernorm." in name:
                 parameter.requires_grad = False
 
     gpt_model.GPTModel.__init__ = init
