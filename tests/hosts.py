@@ -76,6 +76,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<0.15", ">=0.19"),
         "its worker, which --async-save needs, is for CUDA, and the plugin refuses it on CPUs",
     ),
+    "older_buckets": (("<0.15",), "it places every tied embedding"),
     "forgotten_blocks": ((">=0.16",), "it reads optimizers that are stored in blocks of parameters"),
     "optimizer_by_rank": (("<0.15",), "it stores no optimizer as one object for each rank in a distributed checkpoint"),
     "no_bridges": (("<0.19",), "it has bridges"),
@@ -181,11 +182,6 @@ def background_flags() -> tuple[str, ...]:
     """Return flags with which Megatron's own strategy saves in the background; 0.12 forks a process for each save."""
     stays = ("--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     return ("--async-save",) if host_name() == "0.12" else ("--async-save", *stays)
-
-
-def writes_by_forks() -> bool:
-    """Tell whether a rank writes each file of a distributed checkpoint by a process of its own."""
-    return host_name() in ("0.12", "0.16")
 
 
 def saves_distributed() -> bool:

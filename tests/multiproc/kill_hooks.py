@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -191,7 +192,7 @@ def _watch_files(killer: _Killer) -> None:
     original = torch.save
 
     def save(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(file, str | os.PathLike) or PARTIAL not in str(file):
+        if not isinstance(file, str | os.PathLike) or not re.search(f"{PARTIAL}.*/mp_rank_", str(file)):
             return original(state, file, *args, **kwargs)
         killer.strike("before a shard")
         original(state, file, *args, **kwargs)

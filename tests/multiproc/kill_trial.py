@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.hosts import background_flags, host_name, writes_by_forks
+from tests.hosts import background_flags, exact_resume_tolerance, host_name
 from tests.multiproc.kill_hooks import CLEARING, OF_CLAIMS, OF_INDEX, OF_PIECES, ORDER, REPLACED, SHARED
 from tests.multiproc.script_cases import JOB, ScriptRun, arguments, losses, succeeded
 from tests.pool import Pool
@@ -62,9 +62,12 @@ class Trial:
     is_lost: bool = False
 
     @property
-    def is_in_worker(self) -> bool:
-        """Whether the process at the point is one that writes for a rank."""
-        return self.point in OF_PIECES and (self.form == "background" or (self.form != "torch" and writes_by_forks()))
+    def most(self) -> float:
+        """By how much of the largest value a tensor may differ: Megatron 0.12 does not resume to the last bit itself.
+
+        Moments of two iterations differ by more.
+        """
+        return 1e-2 if self.start and exact_resume_tolerance() else 0.0
 
     def allowed(self) -> list[int]:
         """Give the iterations that the tracker may name afterwards; 0 if it may be missing."""
@@ -106,12 +109,15 @@ def run_trial(pool: Pool, folder: Path, trial: Trial, reference: Path, extra: Se
     """Kill a run, and say what is wrong with what it leaves: nothing, if all is well."""
     keep = ["--vtp-keep-checkpoints", "1"] if trial.point == "clean-up" else []
     _prepare(folder, trial, reference)
-    for partial in folder.glob(f"{PARTIAL}*/"):
-        (partial / _LEFT).touch()
+    for partial in folder.glob(f"{PARTIAL}*"):
+        if partial.is_dir():
+            (partial / _LEFT).touch()
     runs = train(pool, folder, trial.form, [*keep, *extra], trial)
     log = folder.with_suffix(".log")
     struck = json.loads(log.read_text()) if log.exists() else None
-    meant = {"point": trial.point, "iteration": trial.save, "is_in_worker": trial.is_in_worker}
+    meant: dict[str, Any] = {"point": trial.point, "iteration": trial.save}
+    if trial.form == "background":  # elsewhere Megatron up to 0.16 writes some files by processes of their own
+        meant["is_in_worker"] = trial.point in OF_PIECES
     if struck is None or struck | meant != struck:
         yield f"was not struck as it was meant: {struck}; {_end_of(runs)}"
     if any(run.exit_code == 0 for run in runs):
@@ -146,10 +152,12 @@ def judge(folder: Path, trial: Trial, reference: Path) -> Iterator[str]:
     for checkpoint in sorted(folder.glob("iter_*")):
         if (problem := problem_of(checkpoint)) is not None:
             yield problem
-        elif not is_same(checkpoint, reference / checkpoint.name):
+        elif not is_same(checkpoint, reference / checkpoint.name, most=trial.most):
             yield f"{checkpoint} is another state than that of the run that was not killed"
     for partial in sorted(folder.glob(f"{PARTIAL}iter_*")):
-        if not _names_a_problem(partial) and not is_same(partial, reference / partial.name.removeprefix(PARTIAL)):
+        if not _names_a_problem(partial) and not is_same(
+            partial, reference / partial.name.removeprefix(PARTIAL), most=trial.most
+        ):
             yield f"`verify` finds nothing wrong in {partial}, and it is not what was saved"
     if text.isdecimal() and int(text) and not (folder / f"iter_{int(text):07d}").is_dir():
         yield f"the tracker says {text}, which is not there"
@@ -162,12 +170,21 @@ def _names_a_problem(folder: Path) -> bool:
         return str(folder) in str(error)
 
 
-def is_same(one: Path, other: Path) -> bool:
-    """Tell whether two checkpoints hold the same weights and states of the optimizer, to the last bit."""
+def is_same(one: Path, other: Path, most: float = 0.0) -> bool:
+    """Tell whether two checkpoints hold the same weights and states of the optimizer, to the last bit.
+
+    Args:
+        one: a checkpoint.
+        other: another one.
+        most: by how much of the largest value two tensors may differ nevertheless.
+    """
     files = sorted(one.glob("mp_rank_*/*.pt"))
     if not files:
         a, b = Contents(one), Contents(other)
-        return all(each.is_equal for each in Comparison(a, b, is_weights_only=False)) and a.steps() == b.steps()
+        found = Comparison(a, b, is_weights_only=False)
+        return a.steps() == b.steps() and all(
+            each.is_equal or (not each.problem and each.relative <= most) for each in found
+        )
     return all(_equal(_load(file), _load(other / file.relative_to(one))) for file in files)
 
 

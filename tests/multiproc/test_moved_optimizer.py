@@ -232,6 +232,21 @@ def test_an_optimizer_of_other_types_is_refused_by_name(pool: Pool, written: Wri
     assert_refused(runs, "--use-precision-aware-optimizer", "--no-load-optim")
 
 
+@pytest.mark.full
+@pytest.mark.needs("older_buckets")
+def test_a_tied_embedding_that_megatron_cannot_place_is_refused(pool: Pool) -> None:
+    """Stock Megatron ends at an assertion."""
+    sizes = [*DISTRIBUTED, "--max-position-embeddings", "13"]
+    words = "--use-distributed-optimizer with a tied embedding; Megatron 0.12 can place one only where"
+    for run in launch(pool, num_ranks("1,2"), {"arguments": arguments("1,2", extra=sizes)}):
+        assert run.exit_code not in (0, None) and words in run.output, run.output[-3000:]
+    command = arguments("1,1", extra=sizes)
+    position = command.index("--vtp-device")
+    command[position : position + 4] = ["--pipeline-model-parallel-size", "2"]
+    stock = launch(pool, 2, {"arguments": command, "how": "stock"})
+    assert any("Param should not be in param_gbuf_map" in run.output for run in stock)
+
+
 def _assert_refused(pool: Pool, folder: Path, extra: Sequence[str], *words: str) -> None:
     """Check that all ranks of another layout end with one line."""
     command = arguments("2,1", extra=[*DISTRIBUTED, "--load", str(folder), "--global-batch-size", "16", *extra])
