@@ -62,6 +62,19 @@ def test_equal_cards_stay_uniform(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "stay uniform: the gain is below 5 %" in found(capsys, "--cluster", str(path))
 
 
+def test_sizes_that_do_not_divide_the_default_padding_are_searched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 100\n[[nodes]]\ncards = 'one'\ncards_per_node = 3\n"
+        "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+    )
+    words = ("--num-attention-heads", "12", "--num-query-groups", "3", "--hidden-size", "3072", "--seq-length", "96")
+    data = json.loads(found(capsys, "--cluster", str(path), *words, "--vtp-stages", "1:1", "--json"))
+    assert data["best"][0]["num_cards"] == 3
+
+
 def test_sizes_of_microbatches_are_chosen_among(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:3", "--json")
     one = json.loads(found(capsys, *words))

@@ -15,6 +15,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.read import read_ask
+from vtp_plugin.fit.words import vocabulary_words
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
@@ -75,8 +76,12 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     config = _config(args)
     ask = read_ask(args, config, config.stages or (1, args.num_layers or 1))
     _check(args)
-    model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
     one = PipelineLayout.from_sizes((1,), world_size=1)
+    model = model_flags.read_model(args, one)
+    if words := vocabulary_words((1,), ask):
+        # Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
+        multiple = int(words[-1])
+        model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     training = model_flags.read_training(args, one)
     microbatch = activation_flags.read_microbatch(args)
     why_not = activation_flags.why_no_activations(args, one)

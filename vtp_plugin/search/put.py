@@ -12,8 +12,9 @@ from vtp_plugin.search.stage import link_between
 Node = tuple[int, int]
 """A pool and a node of it, both by number."""
 
-# Nodes that are tried for all stages together, before the best way so far is taken.
+# Nodes that are tried for all stages together, before the best way so far is taken; of long lists few more than groups.
 _MOST_TRIES = 3000
+_LONG = 16
 # What the sum of gradients counts beside the messages, on the first stage and on the last: a stage that ends early sums
 # while others compute.
 _WEIGHTS = ((0.0, 0.0), (3.0, 0.1), (1.0, 1.0), (9.0, 9.0))
@@ -84,11 +85,12 @@ class _Walk:
         self.best: tuple[Node, ...] | None = None
         self.best_s = math.inf
         self.num_tries = 0
+        self.most_tries = _MOST_TRIES if len(self.groups) <= _LONG else 2 * len(self.groups)
         self.weight = weight
 
     def go(self, group: int, cost_s: float) -> None:
         """Put the groups from one on."""
-        if cost_s >= self.best_s or self.num_tries > _MOST_TRIES:
+        if cost_s >= self.best_s or self.num_tries > self.most_tries:
             return
         if group == len(self.groups):
             self.best, self.best_s = tuple(self.nodes), cost_s
