@@ -89,6 +89,7 @@ def test_sizes_of_microbatches_are_chosen_among(capsys: pytest.CaptureFixture[st
         (["--context-parallel-size", "2"], "--context-parallel-size 2 with search, which does not know what it costs"),
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
         (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
+        (["--num-best", "0"], "--num-best 0, --limit-s 60; give at least one layout and some seconds"),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with --vtp-size-list auto"),
     ],
 )

@@ -14,7 +14,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.flags import add_run_flags, check_unknown
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cluster.read import read_cluster
-from vtp_plugin.errors import LayoutError
+from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import fitted_words
 from vtp_plugin.ground.values import format_value
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="1,2,4",
         help="to choose from, instead of --micro-batch-size",
     )
-    group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print, default 3")
+    group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds to search, default 60")
 
 
@@ -63,6 +63,10 @@ def _sizes(text: str) -> list[int]:
 def run(options: argparse.Namespace) -> None:
     """Search and print."""
     check_unknown(options.unknown)
+    if options.num_best < 1 or not options.limit_s > 0:
+        raise ConfigError(
+            f"--num-best {options.num_best}, --limit-s {options.limit_s:g}; give at least one layout and some seconds"
+        )
     if options.micro_batch_sizes and not options.micro_batch_size:
         options.micro_batch_size = options.micro_batch_sizes[0]
     asked = read_question(options, read_cluster(options.cluster))
