@@ -199,7 +199,6 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        pytest.param(["--num-layers", "6"], "the optimizer's decoder.layers.", id="layers"),
         pytest.param(["--ffn-hidden-size", "384"], "and this run's has", id="shape"),
         pytest.param(
             ["--make-vocab-size-divisible-by", "32"], "or another padded vocabulary, was saved", id="vocabulary"
@@ -209,6 +208,12 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: str) -> None:
     folder, _ = written("1,2", dp=2)
     _assert_refused(pool, folder, extra, f"{folder}/iter_0000002: the optimizer's ", words, "--no-load-optim")
+
+
+def test_another_number_of_layers_is_refused_before_any_state_is_read(pool: Pool, written: Writer) -> None:
+    folder, _ = written("1,2", dp=2)
+    words = f"{folder} is of another model (--num-layers 4, here 6)", "give the flags that it was saved with"
+    _assert_refused(pool, folder, ["--num-layers", "6"], *words)
 
 
 @pytest.mark.full
