@@ -12,6 +12,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.offline.masters import require_masters
 from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.published.note import read_note
 from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 from vtp_plugin.session import Session
 
@@ -32,7 +33,8 @@ def require_same_model(load_dir: str | None, args: Any, result: tuple[Any, ...])
         ConfigError: it is; the text names what differs.
     """
     stored = stored_arguments(result)
-    if stored is None or args.finetune:
+    if stored is None or args.finetune or (load_dir is not None and read_note(load_dir) is not None):
+        # An import is compared flag by flag with its note, later.
         return
     there, here = vars(stored), vars(args)
     differ = [
