@@ -82,6 +82,23 @@ def test_sizes_of_microbatches_are_chosen_among(capsys: pytest.CaptureFixture[st
     assert several["best"][0]["step_s"] <= one["best"][0]["step_s"]
 
 
+def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = "micro_batch_size = 1\nseq_length = 4096\nforward_ms"
+    times = [("dense", "10\nbackward_ms = 20"), ("head", "1\nbackward_ms = 2"), ("update", "0.1")]
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[[nodes]]\ncards = 'one'\ncards_per_node = 1\n"
+        + "".join(f"[[cards.one.times]]\npart = '{part}'\ntp = 1\n{row} = {time}\n" for part, time in times)
+        + "[links]\n"
+    )
+    words = ("--cluster", str(path), "--vtp-stages", "1:1", "--json", "--micro-batch-sizes")
+    assert json.loads(found(capsys, *words, "2"))["best"][0]["source"] == "fitted"
+    for sizes in ("1,2", "2,1"):
+        [*layouts] = json.loads(found(capsys, *words, sizes))["best"]
+        sources = {one["micro_batch_size"]: one["source"] for one in layouts}
+        assert sources.get(1, "measured") == "measured" and sources.get(2, "fitted") == "fitted"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

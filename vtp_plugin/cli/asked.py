@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from vtp_plugin.cli import activation_flags, model_flags
-from vtp_plugin.cluster.durations import Batch, Source, least_sure, speed_of
-from vtp_plugin.cluster.machines import Cluster, Nodes, Wire
+from vtp_plugin.cluster.durations import Batch, speed_of
+from vtp_plugin.cluster.machines import Cluster, Nodes
 from vtp_plugin.cluster.memory import held_bytes
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.read import read_ask
+from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import vocabulary_words
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import HeldBytes, Link, Pool, Question, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,7 @@ class Asked:
         question: in numbers.
         ask: of the list.
         cluster: the machines.
-        model: that is trained.
-        sources: where times come from, by pool and tensor-parallel size.
+        held_bytes: of a stage.
         about_memory: what the memory takes in.
         samples: of a step.
     """
@@ -40,18 +41,13 @@ class Asked:
     question: Question
     ask: Ask
     cluster: Cluster
-    model: Model
-    sources: dict[tuple[int, int], Source]
+    held_bytes: HeldBytes
     about_memory: str
     samples: int
 
-    def source_of(self, choice: Choice) -> Source:
-        """Say where the least sure of the times of a layout comes from."""
-        return least_sure({self.sources[place, kind.tp] for kind in choice.kinds for place in kind.pools})
-
-    def nodes(self) -> tuple[Node, ...]:
-        """List every node by itself."""
-        return tuple(
+    def fitted(self, choice: Choice) -> Fitted:
+        """Give a layout as one that was fitted to the nodes, each by itself."""
+        nodes = tuple(
             Node(
                 name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
                 num_cards=group.num_cards,
@@ -60,6 +56,16 @@ class Asked:
             )
             for group in self.cluster.nodes
             for number in range(group.num_nodes)
+        )
+        starts = [*accumulate((group.num_nodes for group in self.cluster.nodes), initial=0)]
+        return Fitted(
+            sizes=choice.sizes,
+            layers=choice.layers,
+            num_replicas=choice.shape.num_replicas,
+            places=tuple(tuple(starts[pool] + room for pool, room in places) for places in choice.nodes),
+            nodes=nodes,
+            cp=1,
+            step=choice.step_s,
         )
 
 
@@ -89,30 +95,28 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         # Transformer Engine's attention keeps no probabilities; else its layers are taken for local ones.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
-    sources: dict[tuple[int, int], Source] = {}
-    shapes = tuple(_shapes(args, ask, cluster, model, training.gradient_itemsize_bytes, sizes, sources))
+    shapes = tuple(_shapes(args, ask, cluster, model, training.gradient_itemsize_bytes, sizes))
     if not shapes:
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
             f"{', '.join(map(str, sizes))}; give another one"
         )
     # Activations grow with the size; the largest one is safe for all.
-    microbatch = replace(microbatch, size=max(sizes))
+    held = held_bytes(model, training, replace(microbatch, size=max(sizes)))
     question = Question(
         num_layers=model.num_layers,
         shapes=shapes,
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
-        across={sites: _link(wire) for sites, wire in cluster.across.items()},
-        held_bytes=held_bytes(model, training, microbatch),
+        across=cluster.across,
+        held_bytes=held,
     )
     about = "activations" if not why_not else "and activations, estimated as those of local layers with flash attention"
     return Asked(
         question=question,
         ask=ask,
         cluster=cluster,
-        model=model,
-        sources=sources,
+        held_bytes=held,
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         samples=args.global_batch_size,
     )
@@ -150,13 +154,13 @@ def _shapes(
     model: Model,
     gradient_itemsize_bytes: int,
     sizes: Sequence[int],
-    sources: dict[tuple[int, int], Source],
 ) -> Iterator[Shape]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
     largest = max(group.num_cards for group in cluster.nodes)
     parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
     if not parts:
         raise ConfigError(ask.problems_of_size(1)[0])
+    all_replicas = range(1, num_cards // ask.least_stages + 1) if ask.num_replicas is None else (ask.num_replicas,)
     for size in sizes:
         batch = Batch(
             size=size,
@@ -167,50 +171,28 @@ def _shapes(
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
         )
-        for replicas in (
-            range(1, num_cards // ask.least_stages + 1) if ask.num_replicas is None else (ask.num_replicas,)
-        ):
+        for replicas in all_replicas:
             if args.global_batch_size % (size * replicas):
                 continue
             yield Shape(
                 num_replicas=replicas,
                 num_microbatches=args.global_batch_size // (size * replicas),
                 micro_batch_size=size,
-                pools=tuple(
-                    _pool(number, group, cluster, model, batch, replicas, parts, sources)
-                    for number, group in enumerate(cluster.nodes)
-                ),
+                pools=tuple(_pool(group, cluster, model, batch, replicas, parts) for group in cluster.nodes),
                 message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
             )
 
 
-def _pool(
-    number: int,
-    group: Nodes,
-    cluster: Cluster,
-    model: Model,
-    batch: Batch,
-    replicas: int,
-    parts: Sequence[int],
-    sources: dict[tuple[int, int], Source],
-) -> Pool:
-    inside = cluster.inside.get(group.card.name, cluster.inside.get(""))
-    between = cluster.between.get(group.site, cluster.between.get(""))
-    speeds: dict[int, Speed] = {}
-    for tp in parts:
-        if tp <= group.num_cards:
-            speeds[tp], sources[number, tp] = speed_of(group.card, inside, model, batch, tp, replicas)
+def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: int, parts: Sequence[int]) -> Pool:
+    # What has no link needs none: the cluster has checked that.
+    inside = cluster.inside.get(group.card.name) or cluster.inside.get("", Link())
     return Pool(
         name=group.name,
         rooms=(group.num_cards,) * group.num_nodes,
-        speeds=speeds,
-        inside=_link(inside),
-        between=_link(between),
+        speeds={tp: speed_of(group.card, inside, model, batch, tp, replicas) for tp in parts if tp <= group.num_cards},
+        inside=inside,
+        between=cluster.between.get(group.site) or cluster.between.get("", Link()),
         site=group.site,
         memory_bytes=group.card.memory_bytes,
         card_price=group.card.price_per_hour,
     )
-
-
-def _link(wire: Wire | None) -> Link:
-    return Link() if wire is None else Link(latency_s=wire.latency_s, bytes_per_s=wire.bytes_per_s)

@@ -79,4 +79,4 @@ def _held_bytes(args: argparse.Namespace, layout: PipelineLayout, layers: tuple[
 
 def _bytes(held: Footprint, in_flight: int) -> int:
     kept = 0 if held.activation_bytes is None else held.activation_bytes * in_flight
-    return held.weight_bytes + held.gradient_bytes + held.optimizer_bytes + kept
+    return held.state_bytes + kept

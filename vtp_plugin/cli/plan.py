@@ -187,7 +187,7 @@ def _fit_as_json(fitted: Fitted, about: Sequence[str]) -> dict[str, object]:
         "sizes": list(fitted.sizes),
         "layers": list(fitted.layers),
         "num_replicas": fitted.num_replicas,
-        "nodes": [[fitted.nodes[place].name for place in places] for places in fitted.places],
+        "nodes": fitted.node_names,
         "spare": {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True)},
         "step": fitted.step,
         "reasons": list(about),

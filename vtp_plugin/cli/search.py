@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from vtp_plugin.cli.asked import Asked, read_question
@@ -15,7 +15,6 @@ from vtp_plugin.cli.flags import add_run_flags, check_unknown
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cluster.read import read_cluster
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import fitted_words
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.search.fastest import Found, Tell, fastest
@@ -121,16 +120,9 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
 
 
 def _places(asked: Asked, choice: Choice) -> Iterator[str]:
-    nodes = _nodes(asked, choice)
-    texts = [f"stage {stage} on {', '.join(dict.fromkeys(names))}" for stage, names in enumerate(nodes)]
+    names = enumerate(asked.fitted(choice).node_names)
+    texts = [f"stage {stage} on {', '.join(dict.fromkeys(own))}" for stage, own in names]
     yield "nodes of 1: " + "; ".join(texts)
-
-
-def _nodes(asked: Asked, choice: Choice) -> list[list[str]]:
-    """Name the node of every replica of every stage."""
-    nodes = asked.nodes()
-    starts = [0, *accumulate(group.num_nodes for group in asked.cluster.nodes)]
-    return [[nodes[starts[pool] + room].name for pool, room in places] for places in choice.nodes]
 
 
 def _compared(best: Choice, uniform: Choice | None) -> Iterator[str]:
@@ -155,7 +147,7 @@ def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
         f"{choice.step_s:.4g} s",
         f"{_tokens_per_s(asked, choice):.4g}",
         "-" if price is None else f"{price:.3g}",
-        asked.source_of(choice),
+        choice.source,
     )
 
 
@@ -165,11 +157,7 @@ def _tokens_per_s(asked: Asked, choice: Choice) -> float:
 
 def _price(asked: Asked, choice: Choice) -> float | None:
     """Give what a million tokens cost; cards that stay idle cost nothing."""
-    prices = [
-        (kind.tp * choice.shape.cards_per_part, choice.shape.pools[place].card_price)
-        for kind in choice.kinds
-        for place in kind.places
-    ]
+    prices = [(kind.tp, choice.shape.pools[place].card_price) for kind in choice.kinds for place in kind.places]
     if any(price is None for _, price in prices):
         return None
     per_hour = sum(number * (price or 0.0) for number, price in prices)
@@ -192,43 +180,29 @@ def _bottleneck(choice: Choice) -> str:
 
 
 def _memory(asked: Asked, choice: Choice) -> list[int]:
-    held, ends = asked.question.held_bytes, [0, *accumulate(choice.layers)]
-    assert held is not None
+    parts = pairwise(accumulate(choice.layers, initial=0))
     num_stages = len(choice.kinds)
     return [
-        held(kind.tp, choice.shape.num_replicas, ends[stage], ends[stage + 1], stage, num_stages)
-        for stage, kind in enumerate(choice.kinds)
+        asked.held_bytes(kind.tp, choice.shape.num_replicas, *part, stage, num_stages)
+        for stage, (kind, part) in enumerate(zip(choice.kinds, parts, strict=True))
     ]
 
 
 def _flags(asked: Asked, choice: Choice) -> Sequence[str]:
-    nodes = asked.nodes()
-    starts = [0, *accumulate(group.num_nodes for group in asked.cluster.nodes)]
-    fitted = Fitted(
-        sizes=choice.sizes,
-        layers=choice.layers,
-        num_replicas=choice.shape.num_replicas,
-        places=tuple(tuple(starts[pool] + room for pool, room in places) for places in choice.nodes),
-        nodes=nodes,
-        cp=choice.shape.cards_per_part,
-        step=choice.step_s,
-    )
-    words = fitted_words(fitted, asked.ask)
+    words = fitted_words(asked.fitted(choice), asked.ask)
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
 
 
 def _why_nothing(asked: Asked, found: Found) -> str:
     if not found.is_complete:
         return "the search ended before any layout was found; --limit-s gives it more time"
-    held = asked.question.held_bytes
-    assert held is not None
     ask, shape = asked.ask, asked.question.shapes[0]
     cards = sum(sum(pool.rooms) for pool in shape.pools)
     limits = [pool.memory_bytes for pool in shape.pools if pool.memory_bytes is not None]
     largest = max(size for pool in shape.pools for size in pool.speeds)
     stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // largest))
     layers = math.ceil(asked.question.num_layers / stages)
-    needed = held(largest, shape.num_replicas, 0, layers, 0, stages)
+    needed = asked.held_bytes(largest, shape.num_replicas, 0, layers, 0, stages)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
         f"no layout of {ask.least_stages} to {ask.most_stages} stages fits the {cards} cards: {layers} layers of the "
@@ -251,7 +225,7 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
         "layers": list(choice.layers),
         "num_replicas": choice.shape.num_replicas,
         "micro_batch_size": choice.shape.micro_batch_size,
-        "nodes": _nodes(asked, choice),
+        "nodes": asked.fitted(choice).node_names,
         "num_cards": choice.num_cards,
         "step_s": choice.step_s,
         "pipeline_s": choice.pipeline_s,
@@ -261,6 +235,6 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
         "price_per_million_tokens": _price(asked, choice),
         "busy": _busy(choice),
         "memory_bytes": _memory(asked, choice),
-        "source": asked.source_of(choice),
+        "source": choice.source,
         "flags": list(_flags(asked, choice)),
     }

@@ -5,6 +5,6 @@ stage holds.
 
 Words:
     part: of a model, with a time of its own: a dense layer, one with experts, the embedding, the head.
-    wire: between two cards, with its latency and bandwidth.
-    source: of a time: measured, fitted to what was measured, or from a data sheet.
+    card: a kind of device, with what is known of it.
+    batch: a microbatch, and how its numbers are kept.
 """

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from vtp_plugin.cluster.machines import Card, Time, Wire
+from vtp_plugin.cluster.machines import Card, Time
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Chunk, Model
 from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
 from vtp_plugin.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.search.question import Speed
-
-Source = Literal["measured", "fitted", "data sheet"]
-"""Where a time comes from."""
+from vtp_plugin.search.question import Link, Source, Speed, least_sure
+from vtp_plugin.search.stage import sum_s
 
 # Adam reads and writes two moments and a master weight of 4 bytes each, reads the gradient and writes the weight.
 _UPDATE_BYTES = 28
@@ -60,105 +57,86 @@ def layer_flops(model: Model, batch: Batch, layer: int) -> float:
     True
     """
     weights = 0.0
-    for parameter in _layer_parameters(model, layer):
+    for parameter in _parameters(model, layer):
         share = batch.topk / model.experts.number if parameter.is_expert and model.experts is not None else 1
         weights += parameter.numel * share
-    width = model.heads * model.kv_channels
-    if model.latent is not None:
-        width = (
-            model.heads * (model.latent.qk_head_dim + model.latent.qk_pos_emb_head_dim + model.latent.v_head_dim) // 2
-        )
-    # Scores and their sum take 2 S S width each; causal, so half of it.
-    return 2 * batch.num_tokens * weights + 2 * batch.num_tokens * batch.length * width
+    channels = float(model.kv_channels)
+    if (latent := model.latent) is not None:
+        channels = (latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim) / 2
+    # Scores and their sum take 2 S S channels of each head; causal, so half of it.
+    return 2 * batch.num_tokens * weights + 2 * batch.num_tokens * batch.length * model.heads * channels
 
 
-def _layer_parameters(model: Model, layer: int) -> tuple[Parameter, ...]:
-    chunk = Chunk(layers=(layer,), is_first=False, is_last=False, is_whole=False)
+def _parameters(model: Model, *layers: int, is_first: bool = False, is_last: bool = False) -> tuple[Parameter, ...]:
+    """List the parameters of some layers, and of an end of the model, on one rank."""
+    chunk = Chunk(layers=layers, is_first=is_first, is_last=is_last, is_whole=False)
     return chunk_parameters(model, chunk, StageGrid(1), ExpertGrid(1, 1, 1))
 
 
-def _end_numel(model: Model, *, is_first: bool) -> int:
-    """Count the weights of the embedding with the first layer's stage, or of the head with the last one's."""
-    chunk = Chunk(layers=(), is_first=is_first, is_last=not is_first, is_whole=False)
-    return sum(parameter.numel for parameter in chunk_parameters(model, chunk, StageGrid(1), ExpertGrid(1, 1, 1)))
+def _numel(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.numel for parameter in parameters)
 
 
-def speed_of(
-    card: Card, wire: Wire | None, model: Model, batch: Batch, tp: int, num_replicas: int
-) -> tuple[Speed, Source]:
+def speed_of(card: Card, link: Link, model: Model, batch: Batch, tp: int, num_replicas: int) -> Speed:
     """Give what the parts of a model take on a stage, with the messages between its ranks.
 
     Args:
         card: of the stage.
-        wire: between its ranks; None with one.
+        link: between its ranks.
         model: the whole model.
         batch: a microbatch.
         tp: tensor-parallel size.
         num_replicas: of the stage.
 
-    Returns:
-        The times, and where the least sure of them comes from.
-
     Raises:
         ConfigError: the card says nothing from which they follow.
     """
     sure: set[Source] = set()
-    exchange = _exchange_s(wire, model, batch, tp)
+    exchange = _exchange_s(link, model, batch, tp)
 
     def part(name: str, flops: float) -> tuple[float, float]:
         forward, backward, source = _part_s(card, name, flops, batch, tp)
         sure.add(source)
         return forward, backward
 
+    def update(numel: float) -> float:
+        seconds, source = _update_s(card, numel / num_replicas if batch.shares_update else numel)
+        sure.add(source)
+        return seconds
+
     layers, updates, sums = [], [], []
     known: dict[bool, tuple[tuple[float, float], float, int]] = {}
     for layer in range(model.num_layers):
         has_experts = model.experts is not None and model.experts.layers[layer]
         if has_experts not in known:
-            numel = sum(parameter.numel for parameter in _layer_parameters(model, layer)) / tp
+            numel = _numel(_parameters(model, layer)) / tp
             times = part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
-            owned = numel / num_replicas if batch.shares_update else numel
-            seconds, source = _update_s(card, owned)
-            sure.add(source)
-            known[has_experts] = times, seconds, round(numel * batch.gradient_itemsize_bytes)
-        (forward, backward), update, size = known[has_experts]
+            known[has_experts] = times, update(numel), round(numel * batch.gradient_itemsize_bytes)
+        (forward, backward), update_s, size = known[has_experts]
         layers.append((forward + 2 * exchange, backward + 2 * exchange))
-        updates.append(update)
+        updates.append(update_s)
         sums.append(size)
     # Both ends of the model belong to the first and the last layer's stage.
-    for layer, numel in ((0, _end_numel(model, is_first=True)), (-1, _end_numel(model, is_first=False))):
-        owned = numel / tp / (num_replicas if batch.shares_update else 1)
-        updates[layer] += _update_s(card, owned)[0]
-        sums[layer] += round(numel / tp * batch.gradient_itemsize_bytes)
+    for layer, parameters in ((0, _parameters(model, is_first=True)), (-1, _parameters(model, is_last=True))):
+        numel = _numel(parameters) / tp
+        updates[layer] += update(numel)
+        sums[layer] += round(numel * batch.gradient_itemsize_bytes)
     embedding = part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
     head = part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
-    speed = Speed(
+    return Speed(
         forward_s=tuple(forward for forward, _ in layers),
         backward_s=tuple(backward for _, backward in layers),
         first_s=(embedding[0] + exchange, embedding[1]),
         last_s=(head[0], head[1] + exchange),
         update_s=tuple(updates),
         gradient_bytes=tuple(sums),
+        source=least_sure(sure),
     )
-    return speed, least_sure(sure)
 
 
-def least_sure(sources: Collection[Source]) -> Source:
-    """Choose the source that says least about this machine.
-
-    >>> least_sure({"measured", "fitted"})
-    'fitted'
-    """
-    order: tuple[Source, ...] = ("data sheet", "fitted", "measured")
-    return next(source for source in order if source in sources)
-
-
-def _exchange_s(wire: Wire | None, model: Model, batch: Batch, tp: int) -> float:
+def _exchange_s(link: Link, model: Model, batch: Batch, tp: int) -> float:
     """Give the time in which the ranks of a stage sum activations [S, B, H] in a ring; slices take as long."""
-    if tp == 1 or wire is None:
-        return 0.0
-    part = batch.num_tokens * model.hidden * batch.itemsize_bytes / tp
-    return 2 * (tp - 1) * (wire.latency_s + part / wire.bytes_per_s)
+    return sum_s(batch.num_tokens * model.hidden * batch.itemsize_bytes, tp, link)
 
 
 def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:

@@ -6,21 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vtp_plugin.errors import LayoutError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    """A link between two cards.
-
-    Attributes:
-        latency_s: one way.
-        bytes_per_s: in each direction.
-        source: where the numbers come from.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    source: str = ""
+from vtp_plugin.search.question import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +40,6 @@ class Card:
         flops_per_s: that layers reach: those of the data sheet, times the share that is reached; None if not known.
         memory_bytes_per_s: of its memory, which the optimizer waits for; None if not known.
         price_per_hour: None where it is not known.
-        source: where the numbers come from.
         times: measured.
     """
 
@@ -63,7 +48,6 @@ class Card:
     flops_per_s: float | None
     memory_bytes_per_s: float | None
     price_per_hour: float | None
-    source: str
     times: tuple[Time, ...]
 
 
@@ -98,9 +82,9 @@ class Cluster:
     """
 
     nodes: tuple[Nodes, ...]
-    inside: Mapping[str, Wire]
-    between: Mapping[str, Wire]
-    across: Mapping[tuple[str, str], Wire]
+    inside: Mapping[str, Link]
+    between: Mapping[str, Link]
+    across: Mapping[tuple[str, str], Link]
 
     def __post_init__(self) -> None:
         for group in self.nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 
 from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Chunk, Model
@@ -40,10 +40,9 @@ def held_bytes(model: Model, training: Training, batch: Microbatch | None) -> He
         added = [tuple(b - a for a, b in zip(one[kind], two[kind], strict=True)) for kind in kinds]
         rows = zip(*(accumulate(column, initial=0) for column in zip(*added, strict=True)), strict=True)
         ends = {}
-        for is_first in (False, True):
-            for is_last in (False, True):
-                own = held((0,), is_first, is_last, is_first and is_last)
-                ends[is_first, is_last] = (own[0] - added[0][0], own[1] - added[0][1])
+        for is_first, is_last in product((False, True), repeat=2):
+            own = held((0,), is_first, is_last, is_first and is_last)
+            ends[is_first, is_last] = (own[0] - added[0][0], own[1] - added[0][1])
         return tuple((state, kept) for state, kept in rows), ends
 
     def of_stage(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
@@ -58,5 +57,4 @@ def held_bytes(model: Model, training: Training, batch: Microbatch | None) -> He
 
 def _fullest(held: tuple[Footprint, ...]) -> tuple[int, int]:
     """Give the bytes of weights, gradients and optimizer of the fullest rank, and of a microbatch's activations."""
-    state = max(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes for one in held)
-    return state, max(one.activation_bytes or 0 for one in held)
+    return max(one.state_bytes for one in held), max(one.activation_bytes or 0 for one in held)

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cluster.machines import Card, Cluster, Nodes, Time, Wire
+from vtp_plugin.cluster.machines import Card, Cluster, Nodes, Time
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.values import parse_bytes
+from vtp_plugin.search.question import Link
 
 _PARTS = ("dense", "experts", "embedding", "head", "update")
 
@@ -59,8 +60,8 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
         sites = sorted(name.split())
         if len(sites) != 2:
             raise ConfigError(f'links.across."{name}" must name two sites, such as "edge cloud"')
-        across[sites[0], sites[1]] = _wire(links.table("across").table(name))
-    cluster = Cluster(nodes=nodes, inside=_wires(links, "inside"), between=_wires(links, "between"), across=across)
+        across[sites[0], sites[1]] = _link(links.table("across").table(name))
+    cluster = Cluster(nodes=nodes, inside=_links(links, "inside"), between=_links(links, "between"), across=across)
     links.done()
     top.done()
     if not nodes:
@@ -69,18 +70,17 @@ def parse_cluster(data: Mapping[str, Any]) -> Cluster:
 
 
 def _card(name: str, table: _Table) -> Card:
-    teraflops, share = table.number("teraflops", None), table.number("share", 0.4)
-    assert share is not None
-    memory, rate = table.text("memory", ""), table.number("memory_tbyte_per_s", None)
+    teraflops, share = table.known("teraflops"), table.number("share", 0.4)
+    memory, rate = table.text("memory", ""), table.known("memory_tbyte_per_s")
     card = Card(
         name=name,
         memory_bytes=parse_bytes(memory) if memory else None,
         flops_per_s=None if teraflops is None else teraflops * share * 1e12,
         memory_bytes_per_s=None if rate is None else rate * 1e12,
-        price_per_hour=table.number("price_per_hour", None),
-        source=table.text("source", ""),
+        price_per_hour=table.known("price_per_hour"),
         times=tuple(_time(each) for each in table.tables("times")),
     )
+    table.text("source", "")  # for people
     table.done()
     if card.flops_per_s is None and not card.times:
         raise ConfigError(f"cards.{name} has neither times, which profile writes, nor teraflops of a data sheet")
@@ -96,8 +96,8 @@ def _time(table: _Table) -> Time:
         tp=table.count("tp"),
         micro_batch_size=table.count("micro_batch_size"),
         seq_length=table.count("seq_length"),
-        forward_s=(table.number("forward_ms") or 0.0) / 1e3,
-        backward_s=(table.number("backward_ms", 0.0) or 0.0) / 1e3,
+        forward_s=table.number("forward_ms") / 1e3,
+        backward_s=table.number("backward_ms", 0.0) / 1e3,
     )
     table.done()
     return time
@@ -118,24 +118,21 @@ def _nodes(number: int, table: _Table, cards: Mapping[str, Card]) -> Nodes:
     return nodes
 
 
-def _wires(links: _Table, name: str) -> dict[str, Wire]:
+def _links(links: _Table, name: str) -> dict[str, Link]:
     """Read a link for all, or one for each name."""
     table = links.table(name, is_optional=True)
     if "latency_us" in table:
-        return {"": _wire(table)}
-    return {key: _wire(table.table(key)) for key in table}
+        return {"": _link(table)}
+    return {key: _link(table.table(key)) for key in table}
 
 
-def _wire(table: _Table) -> Wire:
-    wire = Wire(
-        latency_s=(table.number("latency_us") or 0.0) / 1e6,
-        bytes_per_s=(table.number("gbyte_per_s") or 0.0) * 1e9,
-        source=table.text("source", ""),
-    )
+def _link(table: _Table) -> Link:
+    link = Link(latency_s=table.number("latency_us") / 1e6, bytes_per_s=table.number("gbyte_per_s") * 1e9)
+    table.text("source", "")  # for people
     table.done()
-    if wire.bytes_per_s <= 0:
+    if link.bytes_per_s <= 0:
         raise ConfigError(f"{table.name}.gbyte_per_s must be above 0")
-    return wire
+    return link
 
 
 class _Table:
@@ -176,11 +173,15 @@ class _Table:
             raise ConfigError(f"{self._path(key)} must be text, not {value!r}")
         return value
 
-    def number(self, key: str, *default: float | None) -> float | None:
+    def number(self, key: str, *default: float) -> float:
         value = self._take(key, *default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ConfigError(f"{self._path(key)} must be a number from 0 on, not {value!r}")
-        return None if value is None else float(value)
+        return float(value)
+
+    def known(self, key: str) -> float | None:
+        """Take a number that may not be there."""
+        return self.number(key) if key in self else None
 
     def count(self, key: str, *default: int) -> int:
         value = self._take(key, *default)

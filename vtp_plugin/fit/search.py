@@ -49,6 +49,11 @@ class Fitted:
         return tuple(left)
 
     @property
+    def node_names(self) -> list[list[str]]:
+        """Name of the node of every replica of every stage."""
+        return [[self.nodes[place].name for place in places] for places in self.places]
+
+    @property
     def sites(self) -> tuple[str, ...]:
         """Site of every stage."""
         return tuple(self.nodes[places[0]].site for places in self.places)

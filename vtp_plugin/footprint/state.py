@@ -58,6 +58,11 @@ class Footprint:
     optimizer_bytes: int
     activation_bytes: int | None
 
+    @property
+    def state_bytes(self) -> int:
+        """What stays from step to step: all but activations."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
 
 def footprints(
     model: Model,

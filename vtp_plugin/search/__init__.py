@@ -8,6 +8,7 @@ Words:
     pool: nodes that are alike: one site, one kind of card.
     kind: a stage without its layers: the pools of its replicas, its tensor-parallel size.
     shape: how the samples of a step are shared: replicas, microbatches and their size.
+    source: of a time: measured, fitted to what was measured, or from a data sheet.
     bound: a time that no step of a list, or of a split of layers, is below.
     choice: a layout with its simulated step.
 """

@@ -131,7 +131,8 @@ class _Search:
     def _judge(self, index: int, order: Sequence[Kind], layers: Sequence[int]) -> Choice | None:
         self._check_time()
         self.num_judged += 1
-        choice = judge(self.question, self.question.shapes[index], order, layers)
+        own = [self.works[index][kind] for kind in order]
+        choice = judge(self.question, self.question.shapes[index], order, own, layers)
         if choice is not None:
             self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
         return choice

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import Timeline, simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import Placement, plain_placement
 from vtp_plugin.search.put import Node, put
-from vtp_plugin.search.question import Kind, Question, Shape
-from vtp_plugin.search.stage import link_between, sum_s, work_of
+from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
+from vtp_plugin.search.stage import Work, link_between, sum_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,40 +50,56 @@ class Choice:
         return tuple(kind.tp for kind in self.kinds)
 
     @property
+    def source(self) -> Source:
+        """Where the least sure of its times comes from."""
+        return least_sure({self.shape.pools[pool].speeds[kind.tp].source for kind in self.kinds for pool in kind.pools})
+
+    @property
     def num_cards(self) -> int:
         """Cards that work."""
-        return sum(self.sizes) * self.shape.num_replicas * self.shape.cards_per_part
+        return sum(self.sizes) * self.shape.num_replicas
 
 
-def judge(question: Question, shape: Shape, kinds: Sequence[Kind], layers: Sequence[int]) -> Choice | None:
+def judge(
+    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], layers: Sequence[int]
+) -> Choice | None:
     """Simulate a step; None if the cards do not go into the nodes.
 
     Args:
         question: what is asked.
         shape: of the step.
         kinds: of the stages, in order.
+        works: what each costs.
         layers: of every stage.
     """
-    choices = [_judge(question, shape, kinds, layers, nodes) for nodes in put(question, shape, kinds)]
+    placement, ends = plain_placement(len(kinds)), [*accumulate(layers, initial=0)]
+    choices = []
+    # Ways to put stages into nodes often have the same links.
+    known: dict[Costs, tuple[float, tuple[float, ...]]] = {}
+    for nodes in put(question, shape, kinds):
+        costs = _costs(question, shape, works, ends, nodes)
+        if costs not in known:
+            known[costs] = pipeline_time(placement, costs, shape.num_microbatches)
+        pipeline_s, ends_s = known[costs]
+        sums_s = _sums_s(question, shape, works, ends, nodes)
+        choices.append(
+            Choice(
+                kinds=tuple(kinds),
+                layers=tuple(layers),
+                shape=shape,
+                nodes=nodes,
+                costs=costs,
+                pipeline_s=pipeline_s,
+                sums_s=max(end + sums for end, sums in zip(ends_s, sums_s, strict=True)) - pipeline_s,
+                update_s=max(w.update_s[end] - w.update_s[start] for w, (start, end) in _parts(works, ends)),
+            )
+        )
     return min(choices, key=lambda choice: choice.step_s, default=None)
 
 
-def _judge(
-    question: Question, shape: Shape, kinds: Sequence[Kind], layers: Sequence[int], nodes: tuple[tuple[Node, ...], ...]
-) -> Choice:
-    placement, costs = plain_placement(len(kinds)), _costs(question, shape, kinds, layers, nodes)
-    pipeline_s, ends_s = pipeline_time(placement, costs, shape.num_microbatches)
-    sums_s, updates_s = zip(*_tails(question, shape, kinds, layers, nodes), strict=True)
-    return Choice(
-        kinds=tuple(kinds),
-        layers=tuple(layers),
-        shape=shape,
-        nodes=nodes,
-        costs=costs,
-        pipeline_s=pipeline_s,
-        sums_s=max(end + sums for end, sums in zip(ends_s, sums_s, strict=True)) - pipeline_s,
-        update_s=max(updates_s),
-    )
+def _parts(works: Sequence[Work], ends: Sequence[int]) -> Iterator[tuple[Work, tuple[int, int]]]:
+    """Yield of every stage what it costs, its first layer and the first one behind it."""
+    return zip(works, pairwise(ends), strict=True)
 
 
 def pipeline_time(placement: Placement, costs: Costs, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
@@ -108,16 +124,13 @@ def pipeline_time(placement: Placement, costs: Costs, num_microbatches: int) -> 
 
 
 def _costs(
-    question: Question, shape: Shape, kinds: Sequence[Kind], layers: Sequence[int], nodes: Sequence[Sequence[Node]]
+    question: Question, shape: Shape, works: Sequence[Work], ends: Sequence[int], nodes: Sequence[Sequence[Node]]
 ) -> Costs:
-    forward, backward = [], []
-    start = 0
-    for stage, (kind, number) in enumerate(zip(kinds, layers, strict=True)):
-        work = work_of(kind, shape.pools)
-        times = work.times_s(start, start + number, is_first=not stage, is_last=stage == len(kinds) - 1)
-        start += number
-        forward.append(times[0])
-        backward.append(times[1])
+    last = len(works) - 1
+    times = [
+        work.times_s(*part, is_first=not stage, is_last=stage == last)
+        for stage, (work, part) in enumerate(_parts(works, ends))
+    ]
     links = [
         max(
             (link_between(question, shape, *pair) for pair in zip(one, other, strict=True)),
@@ -126,26 +139,21 @@ def _costs(
         for one, other in pairwise(nodes)
     ]
     return Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
+        forward=tuple(forward for forward, _ in times),
+        backward=tuple(backward for _, backward in times),
         latency=tuple(link.latency_s for link in links),
         bandwidth=tuple(link.bytes_per_s for link in links),
         message_bytes=(shape.message_bytes,) * len(links),
     )
 
 
-def _tails(
-    question: Question, shape: Shape, kinds: Sequence[Kind], layers: Sequence[int], nodes: Sequence[Sequence[Node]]
-) -> list[tuple[float, float]]:
-    """Say of every stage how long replicas sum their gradients, in a ring, and how long the optimizer takes."""
-    tails = []
-    start = 0
-    for kind, number, own in zip(kinds, layers, nodes, strict=True):
-        work, end = work_of(kind, shape.pools), start + number
-        replicas = len(own)
+def _sums_s(
+    question: Question, shape: Shape, works: Sequence[Work], ends: Sequence[int], nodes: Sequence[Sequence[Node]]
+) -> list[float]:
+    """Say of every stage how long its replicas sum their gradients, in a ring."""
+    found = []
+    for (work, (start, end)), own in zip(_parts(works, ends), nodes, strict=True):
         num_bytes = work.gradient_bytes[end] - work.gradient_bytes[start]
-        ring = [link_between(question, shape, own[i], own[i - 1]) for i in range(replicas)]
-        sums = max(sum_s(num_bytes, replicas, link) for link in ring)
-        tails.append((sums, work.update_s[end] - work.update_s[start]))
-        start = end
-    return tails
+        ring = (link_between(question, shape, node, own[i - 1]) for i, node in enumerate(own))
+        found.append(max(sum_s(num_bytes, len(own), link) for link in ring))
+    return found

@@ -50,7 +50,7 @@ def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
     kinds = []
     for size in {size for pool in shape.pools for size in pool.speeds}:
         usable = {
-            place: sum(room // (size * shape.cards_per_part) for room in pool.rooms)
+            place: sum(room // size for room in pool.rooms)
             for place, pool in enumerate(shape.pools)
             if size in pool.speeds
         }
@@ -106,7 +106,7 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
             if now + to_come / shape.num_replicas >= needed:
                 yield from go(first + 1, rest, stages + count, now, chosen + [(kind, count)] * (count > 0))
 
-    for row in go(0, [sum(pool.rooms) // shape.cards_per_part for pool in shape.pools], 0, 0, []):
+    for row in go(0, [sum(pool.rooms) for pool in shape.pools], 0, 0, []):
         num_stages = sum(count for _, count in row.counts)
         if num_stages < question.least_stages or row.bound_s >= below_s():
             continue

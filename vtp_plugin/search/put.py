@@ -29,12 +29,12 @@ def has_rooms(shape: Shape, kinds: Sequence[Kind]) -> bool:
     >>> has_rooms(shape, [Kind((0, 0), 3)]), has_rooms(shape, [Kind((0, 0), 2)])
     (False, True)
     """
-    return all(_packed(shape, kinds, place) is not None for place in range(len(shape.pools)))
+    return all(pack(_groups(kinds, place), pool.rooms) is not None for place, pool in enumerate(shape.pools))
 
 
-def _packed(shape: Shape, kinds: Sequence[Kind], place: int) -> tuple[int, ...] | None:
-    groups = sorted((kind.tp for kind in kinds for each in kind.places if each == place), reverse=True)
-    return pack([size * shape.cards_per_part for size in groups], shape.pools[place].rooms)
+def _groups(kinds: Sequence[Kind], place: int) -> list[int]:
+    """List the sizes of all groups in a pool, the largest first."""
+    return sorted((kind.tp for kind in kinds for each in kind.places if each == place), reverse=True)
 
 
 def put(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[tuple[tuple[Node, ...], ...]]:
@@ -66,9 +66,9 @@ def put(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[tuple[t
 
 def _by_packing(shape: Shape, kinds: Sequence[Kind]) -> tuple[Node, ...]:
     rooms: dict[tuple[int, int], list[int]] = {}
-    for place in range(len(shape.pools)):
-        groups = sorted((kind.tp for kind in kinds for each in kind.places if each == place), reverse=True)
-        for size, room in sorted(zip(groups, _packed(shape, kinds, place) or (), strict=True)):
+    for place, pool in enumerate(shape.pools):
+        groups = _groups(kinds, place)
+        for size, room in sorted(zip(groups, pack(groups, pool.rooms) or (), strict=True)):
             rooms.setdefault((place, size), []).append(room)
     return tuple((place, rooms[place, kind.tp].pop(0)) for kind in kinds for place in kind.places)
 
@@ -79,7 +79,7 @@ class _Walk:
     def __init__(self, question: Question, shape: Shape, kinds: Sequence[Kind], weight: tuple[float, float]) -> None:
         self.question = question
         self.shape = shape
-        self.groups = [(place, kind.tp * shape.cards_per_part) for kind in kinds for place in kind.places]
+        self.groups = [(place, kind.tp) for kind in kinds for place in kind.places]
         self.left = [[*pool.rooms] for pool in shape.pools]
         self.nodes: list[Node] = []
         self.best: tuple[Node, ...] | None = None

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vtp_plugin.errors import LayoutError
+
+Source = Literal["measured", "fitted", "data sheet"]
+"""Where a time comes from."""
+
+
+def least_sure(sources: Collection[Source]) -> Source:
+    """Choose the source that says least about this machine.
+
+    >>> least_sure({"measured", "fitted"})
+    'fitted'
+    """
+    order: tuple[Source, ...] = ("data sheet", "fitted", "measured")
+    return next(source for source in order if source in sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +33,7 @@ class Speed:
         last_s: likewise of what the last stage has behind them.
         update_s: of every layer, the optimizer's time in a step.
         gradient_bytes: of every layer, what replicas sum.
+        source: of the time that is least sure.
     """
 
     forward_s: tuple[float, ...]
@@ -27,6 +42,7 @@ class Speed:
     last_s: tuple[float, float] = (0.0, 0.0)
     update_s: tuple[float, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    source: Source = "measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +101,6 @@ class Shape:
         micro_batch_size: samples of a microbatch.
         pools: of cards, with what a microbatch of this size costs.
         message_bytes: of an activation, and of its gradient.
-        cards_per_part: of a group of cards for each tensor-parallel part: the context-parallel size.
     """
 
     num_replicas: int
@@ -93,7 +108,6 @@ class Shape:
     micro_batch_size: int
     pools: tuple[Pool, ...]
     message_bytes: int = 0
-    cards_per_part: int = 1
 
 
 HeldBytes = Callable[[int, int, int, int, int, int], int]

@@ -125,11 +125,10 @@ def link_between(question: Question, shape: Shape, one: tuple[int, int], other: 
 
 def best_link(question: Question, shape: Shape, one: Kind, other: Kind) -> Link:
     """Give the quickest link that could lie between two stages: what a bound may count on."""
-    per_part = shape.cards_per_part
     links = []
     for place in one.pools:
         for next_place in other.pools:
-            fits_one_node = place == next_place and max(shape.pools[place].rooms) >= (one.tp + other.tp) * per_part
+            fits_one_node = place == next_place and max(shape.pools[place].rooms) >= one.tp + other.tp
             links.append(link_between(question, shape, (place, 0), (next_place, 0 if fits_one_node else 1)))
     return min(links, key=lambda link: link.time_s(shape.message_bytes))
 
@@ -140,7 +139,7 @@ def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: i
         return work.update_s[num_layers]
     first, last = kind.places[0], kind.places[-1]
     largest = max(shape.pools[first].rooms)
-    is_one_node = first == last and largest >= shape.num_replicas * kind.tp * shape.cards_per_part
+    is_one_node = first == last and largest >= shape.num_replicas * kind.tp
     link = link_between(question, shape, (first, 0), (last, 0 if is_one_node else 1))
     return work.update_s[num_layers] + sum_s(work.gradient_bytes[num_layers], shape.num_replicas, link)
 

@@ -37,7 +37,7 @@ def _stages(shape: Shape, size: int) -> Iterator[Kind]:
             for place, pool in enumerate(shape.pools)
             if pool.site == site and size in pool.speeds
             for room in pool.rooms
-            for _ in range(room // (size * shape.cards_per_part))
+            for _ in range(room // size)
         ]
         groups.sort(key=lambda place: (sum(shape.pools[place].speeds[size].forward_s), place))
         for start in range(0, len(groups) - shape.num_replicas + 1, shape.num_replicas):
