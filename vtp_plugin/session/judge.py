@@ -20,7 +20,7 @@ from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.seats import seat_cards
 from vtp_plugin.ground import log
 from vtp_plugin.ground.values import format_value
-from vtp_plugin.runtime.life.card_memory import leave_out
+from vtp_plugin.runtime.life.card_memory import leave_out, name_card
 from vtp_plugin.runtime.life.cards import Card
 from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.progress import LastStep, read_last, write_last
@@ -98,7 +98,7 @@ class Judge:
         fitted, rivals = fit(nodes, ask)
         layout = ask.layout(fitted.sizes, fitted.num_replicas)
         assert layout is not None
-        bad = [f"bad card: {card.node} local rank {card.local_rank} is {card.why}" for card in cards if card.why]
+        bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
         return {
             "seats": seat_cards(fitted, layout, numbers),
             "why": {number: card.why for number, card in enumerate(cards) if card.why},

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vtp_plugin.checkpoint.whole import write_whole
 from vtp_plugin.ground import log
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 
@@ -114,10 +115,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, known: dict[str, Any]) -> None:
     if not known["cards"] and not path.exists():
         return
-    own = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        own.replace(path)
+        write_whole(path, json.dumps(known, indent=1))
     except OSError as error:
         log.warning(f"{path} cannot be written ({error.strerror}); cards that failed are not remembered")

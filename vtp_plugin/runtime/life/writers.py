@@ -58,11 +58,21 @@ def _exit_code(process: int) -> int | None:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def _end(code: int, *, is_rank: bool) -> None:
-    error = PeerError(
-        f"a process that was writing a checkpoint has ended with {code}, before it had written all; the checkpoint "
-        "before that one stays; find out what ended it, such as a lack of memory, and start again"
+def ended_early(writer: str, code: int | None) -> PeerError:
+    """Make the error for a process that has ended before it had written all.
+
+    Args:
+        writer: the process, in words.
+        code: with which it has ended; negative for a signal.
+    """
+    return PeerError(
+        f"{writer} has ended with {code}, before it had written all; the checkpoint before that one stays; find out "
+        "what ended it, such as a lack of memory, and start again"
     )
+
+
+def _end(code: int, *, is_rank: bool) -> None:
+    error = ended_early("a process that was writing a checkpoint", code)
     if is_rank:
         sys.excepthook(type(error), error, None)
     else:  # the rank finds that this process is gone

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import PeerError
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.runtime.life.writers import ended_early
 
 # How long threads of gloo may take to let go of tensors: they need the interpreter's lock, and much less than this.
 _WAIT_S = 0.2
@@ -55,11 +55,8 @@ def _is_done(original: Callable[..., bool], caller: Any, *args: Any, **kwargs: A
     while caller.process is not None and caller.cur_item is None and _answers(caller).empty():
         # What it has said before its end arrives later than the news of that.
         if not caller.process.is_alive() and _answers(caller).empty():
-            raise PeerError(
-                f"the process that saves checkpoints for rank {dist.get_rank()} has ended with "
-                f"{caller.process.exitcode}, before it had written all; the checkpoint before that one stays; find out "
-                "what ended it, such as a lack of memory, and start again"
-            )
+            writer = f"the process that saves checkpoints for rank {dist.get_rank()}"
+            raise ended_early(writer, caller.process.exitcode)
         if not is_patient:
             break
         time.sleep(_POLL_S)
