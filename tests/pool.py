@@ -22,6 +22,8 @@ import pickle
 import random
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -32,6 +34,7 @@ from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.hosts import PYTHON_PATH, ROOT
 from tests.pace import pace
 from tests.pool_worker import serve
 
@@ -213,6 +216,21 @@ def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = 
     """Run code in processes that have imported torch and Megatron already, and that end with it; it may raise."""
     with Pool(max_workers=world_size) as own:
         own.run(world_size, "tests.pool_jobs:run_code", {"code": textwrap.dedent(code)}, env=env)
+
+
+def start_python(*words: str, timeout_s: float = 600.0) -> str:
+    """Start a process of its own with these words, as a user does, and return what it prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def init_gloo(timeout_s: float = TIMEOUT_S) -> int:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
-from tests.hosts import PYTHON_PATH, ROOT
+from tests.hosts import ROOT
 from tests.multiproc.script_cases import ScriptRun, launch, succeeded
-from tests.pool import ENVIRONMENT, Pool
+from tests.pool import Pool, start_python
 
 STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
 NUM_STEPS = 3
@@ -35,18 +32,8 @@ def _launch(pool: Pool, script: str, num_ranks: int, words: str) -> list[ScriptR
 
 def start_example(script: str, num_ranks: int, words: str) -> str:
     """Start a script by torchrun, as a user does; return what it prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*launcher, script, *words.split(), "--steps", str(NUM_STEPS)],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return start_python(*launcher, script, *words.split(), "--steps", str(NUM_STEPS))
 
 
 def losses_and_norms(printed: str) -> list[float]:

@@ -43,7 +43,7 @@ STOCK_ERROR = "TypeError: DotProductAttention.__init__() got an unexpected keywo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where a preset is trained.
+    """Where a model is trained.
 
     Attributes:
         sizes: tensor-parallel size of every stage.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.multiproc.presets import Layout
 from tests.multiproc.script_cases import ScriptRun
 from tests.published import SIZES, Kind, vocab_flag
 
@@ -20,21 +20,6 @@ TRAINING = f"""
     --no-rope-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
     --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
 """.split()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where a model runs.
-
-    Attributes:
-        sizes: tensor-parallel size of every stage.
-        flags: of every model.
-        expert_flags: of a model with experts besides.
-    """
-
-    sizes: str
-    flags: Sequence[str] = ()
-    expert_flags: Sequence[str] = ()
 
 
 LAYOUTS = {

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT
 from tests.multiproc.published_cases import (
     GRADIENT,
     LAYOUTS,
@@ -28,7 +24,7 @@ from tests.multiproc.published_cases import (
     words_of,
 )
 from tests.multiproc.script_cases import ScriptRun, losses, train
-from tests.pool import ENVIRONMENT, Pool
+from tests.pool import Pool, start_python
 from tests.published import (
     KINDS,
     LLAMA3,
@@ -170,9 +166,6 @@ def test_frequencies_are_those_of_transformers(pool: Pool, factor: float, head_d
 @pytest.mark.needs("our_example")
 def test_the_example_goes_there_and_back(tmp_path: Path) -> None:
     """Import, ten steps in 1,2, export, and tokens that transformers generates."""
-    command = [sys.executable, "examples/hugging_face.py", "--out", str(tmp_path / "out")]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert len(re.findall(r"iteration +\d+/ +10 .* lm loss: ", done.stdout)) == 10
-    assert re.search(r"^tokens: 1 2 3 4( \d+){1,8}$", done.stdout, re.MULTILINE)
+    printed = start_python("examples/hugging_face.py", "--out", str(tmp_path / "out"))
+    assert len(re.findall(r"iteration +\d+/ +10 .* lm loss: ", printed)) == 10
+    assert re.search(r"^tokens: 1 2 3 4( \d+){1,8}$", printed, re.MULTILINE)

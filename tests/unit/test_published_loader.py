@@ -7,17 +7,14 @@ Opt-in: ``VTP_MEGATRON_LM`` names a Megatron-LM tree that has ``tools/checkpoint
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT, TREE
-from tests.pool import ENVIRONMENT
+from tests.hosts import TREE
+from tests.pool import start_python
 from tests.published import KINDS, imported, is_new, make, torch
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.offline.elements import Elements, typed
@@ -71,16 +68,7 @@ def sent_by_loader(source: Path, target: Path, size: str) -> dict[str, dict[str,
     """Let Megatron's loader read a model, and return what it sends, by the name of the message."""
     words = ["--model-size", size, "--checkpoint-type", "hf", "--load-dir", str(source)]
     words += ["--tokenizer-model", str(source), "--make-vocab-size-divisible-by", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, TREE, str(target), *words],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    start_python("-c", LOAD, TREE, str(target), *words, timeout_s=300.0)
     return torch.load(target, weights_only=True)
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT
-from tests.pool import ENVIRONMENT
+from tests.pool import start_python
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch", reason="published models need it: vtp-plugin[hf]")
@@ -84,17 +80,7 @@ def make(folder: Path, num_layers: int) -> int:
 
 def growth_bytes(*words: object) -> int:
     """Run an action in a process of its own, and return by how much it grew beyond what imports took."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout.rpartition("grown by ")[2])
+    return int(start_python("-c", MEASURE, *map(str, words)).rpartition("grown by ")[2])
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
