@@ -76,6 +76,11 @@ class _Job:
         self._function = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Megatron's destroy_model_parallel() forgets some groups. A script in a fork of this process would drop them,
+        # and wait for ever for their threads, which a fork does not have.
+        if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
+            groups = [name for name, value in vars(state).items() if isinstance(value, dist.ProcessGroup)]
+            vars(state).update(dict.fromkeys(groups))
         os.environ.clear()
         os.environ.update(self._environ)
         gc.collect()  # a store or a group in a reference cycle would keep its sockets into the next job
