@@ -15,12 +15,14 @@ is not run again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +49,7 @@ _NUM_STEPS = 200
 _FAULTS_PER_RUN = 4
 _LIMIT_S = 300.0
 _NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
+_BEGUN = "this attempt has"
 _MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
 
 
@@ -157,18 +160,29 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
             if trials[-1]["outcome"] != "went on":
                 break
         steps, entries = cluster.steps(), read_log(folder / "faults.jsonl")
+        text = "".join(cluster.log(name).read_text(errors="replace") for name in cluster.agents)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what still lives is found below
+            cluster.stop()
     problem = ""
     try:
         require_losses(steps, expected)
         require_samples(entries)
+        _require_told(text)
     except AssertionError as error:
         problem = f"{error}"[:300]
     time.sleep(3.0)
-    # Folders of logs are those of the agents, which are killed at the end.
-    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchelastic_")]
+    # Folders of logs are the agents', and torch keeps what it has compiled for the user's next run.
+    kept = ("torchelastic_", "torchinductor_")
+    left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith(kept)]
     whole = {"seed": seed, "steps": len(steps), "problem": problem, "orphans": _orphans(folder), "files": left}
     with results.open("a") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in [*trials, {"run": whole}])
+
+
+def _require_told(text: str) -> None:
+    """Every attempt but the first one says how the one before has ended."""
+    attempts, told = (len(re.findall(pattern, text)) for pattern in (_BEGUN, r"\] the attempt in \S+ ended "))
+    assert told >= attempts - 1, f"{attempts} attempts, but {told} lines say how one has ended"
 
 
 def _arm(folder: Path, faults: Sequence[Fault]) -> None:
@@ -208,7 +222,7 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     if _wait(cluster, watcher, goes_on) is None:
         return {"outcome": "hangs" if any(a.poll() is None for a in cluster.agents.values()) else "ended"}
     last = cluster.steps()[-1].sizes
-    started = watcher.first("this attempt has", at_s) or at_s
+    started = watcher.first(_BEGUN, at_s) or at_s
     moments = {
         "noticing": watcher.first(_NOTICED, at_s),
         "ending": ended[0] if ended else None,

@@ -94,8 +94,9 @@ def apply(
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
-        stages: with ``"auto"``: the fewest and the most pipeline stages, such as ``"2:4"``; sizes, layers and replicas
-            are fitted to the cards that are there. ``None`` makes every node of the launcher one stage.
+        stages: with ``"auto"``: the fewest and the most pipeline stages of a list that is fitted to the cards that are
+            there, such as ``"2:4"``; refused here: only ``python -m vtp_plugin run`` can fit one. ``None`` makes every
+            node of the launcher one stage.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
@@ -180,6 +181,7 @@ def choose_device(device: DeviceName) -> None:
 
 def _apply(request: VtpConfig) -> None:
     """Apply the plugin for what was asked for; see :func:`apply`."""
+    request.refuse_to_fit()
     if _Holder.session is not None:
         if not _Holder.session.applied:
             raise PatchError("apply() was called before and failed; call vtp_plugin.revert() first")

@@ -47,6 +47,16 @@ class LayoutError(ConfigError):
         super().__init__(text, shared=text, is_final=is_final)
 
 
+class ShortageError(LayoutError):
+    """Too few cards are there; more of them cure it, such as those of a machine that comes back.
+
+    >>> ShortageError("cards 1+1; 3 stages need 3 cards").is_final
+    False
+    """
+
+    _is_final = False
+
+
 def refuse(problems: Iterable[str], error: type[ConfigError] = ConfigError) -> None:
     """Raise one error for all problems that checks have found; do nothing if there are none.
 

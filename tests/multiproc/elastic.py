@@ -190,6 +190,13 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
 
+    def stop(self) -> None:
+        """Let agents end their ranks, and wait for them."""
+        for agent in self.agents.values():
+            agent.terminate()
+        for agent in self.agents.values():
+            agent.wait(timeout=_LIMIT_S * pace())
+
     def rank(self, name: str, local_rank: int) -> int:
         """Return the process of a rank."""
         mark = b"LOCAL_RANK=%d" % local_rank

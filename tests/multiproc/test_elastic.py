@@ -24,6 +24,7 @@ from vtp_plugin.runtime.life.marker import MARKER
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
 NUM_STEPS = 40
 FIRST_OF_THREE = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
+U_SHAPE = "--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud"
 
 
 @functools.cache
@@ -172,8 +173,8 @@ def test_replicas(
 @pytest.mark.full
 @pytest.mark.needs("our_example")
 def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
-    shape = shlex.split("--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud")
-    flags = [*FIT, *shape, "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", "--train-iters", "4000"]
+    words = f"{U_SHAPE} --vtp-stages 2:2 --vtp-data-parallel-size 1 --train-iters 4000"
+    flags = [*FIT, *shlex.split(words)]
     with Cluster(tmp_path, flags) as cluster:
         cluster.start("e", 1, "--vtp-site", "edge")
         cluster.start("c", 2, "--vtp-site", "cloud")
@@ -186,6 +187,10 @@ def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
         line = "site edge has no card left: the edge holds the data and both ends of the model"
         assert line in cluster.log("c").read_text()
         assert line in (tmp_path / "ck" / MARKER).read_text()
+        steps = [step for step in cluster.steps() if step.iteration <= NUM_STEPS]
+        assert [*dict.fromkeys(step.sizes for step in steps)] == ["1,2", "1,1"]
+    first = f"--vtp-size-list 1,2 --make-vocab-size-divisible-by 768 {U_SHAPE}"
+    require_losses(steps, losses(first, 1))
 
 
 @pytest.mark.full
@@ -204,10 +209,26 @@ def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,1", "2"]
         require_same(cluster, FIRST_OF_THREE)
         if is_looped:
-            cluster.faults.write_text("a 0 absent\na 1 absent\na 2 absent\n")
-            cluster.start("a", 3)
+            cluster.start("a", 3, "--global-batch-size", "9")
             assert cluster.finish("a") == 9
-            assert (tmp_path / "ck" / MARKER).read_text().startswith("cards 0; 1 replica of at least 1 stages")
+            assert (tmp_path / "ck" / MARKER).read_text().startswith("--global-batch-size 9; 1 replica of")
+
+
+@pytest.mark.full
+def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
+    """Nothing is left beside the checkpoint that would keep the next start from going on."""
+    flags = [*FIT, "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", "--train-iters", "6"]
+    with Cluster(tmp_path, flags, max_restarts=0) as cluster:
+        cluster.start("a", 1)
+        deadline_s, said = time.monotonic() + 60.0 * pace(), ""
+        while "for more cards: a machine that comes back" not in said and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+            said = re.sub(r"\n\[vtp rank 0\] +", " ", cluster.log("a").read_text())
+        assert "cards 1; 1 replica of at least 2 stages (--vtp-stages 2:2)" in said, cluster.tail()
+        cluster.start("b", 1)
+        assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
+        assert {(step.sizes, step.attempt) for step in cluster.steps()} == {("1,1", 1)}
+        assert not (tmp_path / "ck" / MARKER).exists()
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 import vtp_plugin
 from tests.hosts import PYTHON_PATH
-from vtp_plugin.errors import PatchError
+from vtp_plugin.errors import LayoutError, PatchError
 from vtp_plugin.runtime.life.failure import FailureHook
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -230,3 +231,34 @@ def test_a_failed_apply_is_not_taken_for_a_good_one(
             vtp_plugin.apply(vtp_size_list=size_list, device="cpu")
     finally:
         vtp_plugin.revert()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"vtp_size_list": "auto", "stages": "1:2"}, "--vtp-stages: a list is fitted before the script starts, .* run"),
+        ({"vtp_size_list": "auto", "stages": [2, 1]}, "vtp_stages 2:1 begins above its end; write the fewest"),
+        ({"vtp_size_list": [1, 2], "stages": "1:2"}, "vtp_stages 1:2 is for a list that is fitted .* auto, or leave"),
+        ({"stages": "1:2"}, "vtp_stages 1:2 is for a list that is fitted .* auto, or leave"),
+    ],
+)
+def test_a_script_cannot_have_a_list_fitted(keywords: dict[str, Any], text: str) -> None:
+    try:
+        with pytest.raises(LayoutError, match=text):
+            vtp_plugin.apply(**keywords)
+    finally:
+        vtp_plugin.revert()
+
+
+def test_a_script_that_was_not_run_by_the_plugin_cannot_have_a_list_fitted(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import vtp_plugin\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "vtp_plugin.apply()\n"
+        "validate_args(parse_args())\n"
+    )
+    words = ["auto" if word == "1" and before == "--vtp-size-list" else word for before, word in pairwise(("", *FLAGS))]
+    done = run_python(tmp_path, "script.py", *words, "--vtp-stages", "1:2", "--vtp-device", "cpu")
+    assert done.returncode == 1, done.stderr[-3000:]
+    line = "[vtp rank 0] error: --vtp-stages: a list is fitted before the script starts"
+    assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr

@@ -10,18 +10,22 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.import_rules import ROOT
 from tests.pace import pace
+from tests.pool import free_port
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
+from vtp_plugin.fit.ask import Ask
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, leave_out, note_error
 from vtp_plugin.runtime.life.cards import Card
 from vtp_plugin.runtime.life.failure import note_failure
 from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
+from vtp_plugin.session.judge import Judge
 
 
 def cards(*why: str) -> list[Card]:
@@ -199,6 +203,35 @@ class TestProgress:
         assert lost is not None and (lost.steps, lost.samples) == (3, 24) and 0 <= lost.seconds < 60
         assert second.note(6, 48, 8) is None
 
+    def test_attempts_without_a_step_are_told_too(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        """Three attempts: one that makes seven steps, and two that end before their first one."""
+        model = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8)
+        make_ask = lambda: Ask(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
+
+        def begin(*why: str) -> list[str]:
+            alert = 'echo "$VTP_LOSS"'
+            judge = Judge(make_ask=make_ask, make_words=lambda fitted, ask: (), folder=tmp_path, on_loss=alert)
+            outcome = judge.decide(cards(*why))
+            judge.close()
+            hand_on(outcome["sizes"], outcome["last"], environment)
+            told, lines = capfd.readouterr().out, outcome["lines"]
+            assert told == (f"{lines[-1]}; {lines[0]}\n" if outcome["last"] else "")
+            return lines[1:]
+
+        environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "0"}
+        assert begin("", "") == []
+        first = Progress.of_process(environment)
+        assert first is not None and first.note(7, 56, 8) is None
+        assert begin("", "absent")[-1] == "the attempt in 2 ended after step 7"
+        assert begin("", "")[-1] == "the attempt in 1 ended before its first step"
+        assert begin("absent", "")[-1] == "the attempt in 2 ended before its first step"
+        fourth = Progress.of_process(environment)
+        lost = fourth and fourth.note(5, 40, 8)
+        assert lost is not None and lost.text.startswith(
+            "lost with the attempt in 2 and with 2 before their first steps, the last one in 2: 3 steps and 24 samples"
+        )
+        assert begin("", "")[-1] == "the attempt in 1 ended after step 5"
+
     def test_only_one_rank_writes(self, tmp_path: Path) -> None:
         environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "1"}
         hand_on("2,2", None, environment)
@@ -216,25 +249,55 @@ class TestProgress:
         assert read_last(tmp_path) is None
 
 
+FITTED = """
+    --num-layers 2 --hidden-size 48 --num-attention-heads 12 --seq-length 64 --micro-batch-size 2 --global-batch-size 8
+    --vtp-device cpu --vtp-size-list auto --vtp-stages 1:1
+"""
+
+
+def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
+    """Also before Megatron has begun, when nobody watches the run yet. One has the sampler that depends on replicas."""
+    ends = {"return": "", "status 0": "sys.exit(0)", "status 3": "sys.exit(3)", "error": "raise RuntimeError"}
+    runs: dict[str, subprocess.Popen[bytes]] = {}
+    for way, line in ends.items():
+        script = tmp_path / f"{way}.py"
+        script.write_text(f"import sys\n{line}\n")
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        env = {**os.environ, **place, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-m", "vtp_plugin", "run", str(script), *FITTED.split(), "--save", str(tmp_path / way)]
+        words += ["--dataloader-type", "cyclic" if way == "return" else "single"]
+        with (tmp_path / f"{way}.log").open("w") as log:
+            runs[way] = subprocess.Popen(words, cwd=ROOT, env=env, stderr=log)
+    assert {way: run.wait(timeout=120 * pace()) for way, run in runs.items()} == dict(
+        zip(ends, (0, 0, 3, 1), strict=True)
+    )
+    assert [way for way in ends if read_last(tmp_path / way) is not None] == ["status 3", "error"]
+    warned = [(tmp_path / f"{way}.log").read_text().count(" warning: --dataloader-type cyclic: which") for way in ends]
+    assert warned == [1, 0, 0, 0]
+
+
 LEAVE = """
-import multiprocessing.util, subprocess, sys, time
+import subprocess, sys, time
+from vtp_plugin.checkpoint.saving import Savings
 from vtp_plugin.runtime.life.leftovers import end_leftovers
 assert end_leftovers()
+savings = Savings()
+savings.scratch("tracker").write_text("4")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, multiprocessing.util.get_temp_dir(), flush=True)
+print(child.pid, flush=True)
 time.sleep(float(sys.argv[1]))
 """
 
 
 @pytest.mark.parametrize("way", ["killed", "ended"])
-def test_what_a_rank_has_started_ends_with_it(way: str) -> None:
+def test_what_a_rank_has_started_ends_with_it(way: str, tmp_path: Path) -> None:
+    """So do its processes, and what it has in the folder for temporary files."""
     seconds = "600" if way == "killed" else "1"
-    words = [sys.executable, "-c", LEAVE, seconds]
-    rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    words, env = [sys.executable, "-c", LEAVE, seconds], {**os.environ, "TMPDIR": str(tmp_path)}
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert rank.stdout is not None
-    number, folder = rank.stdout.readline().split()
-    child = int(number)
-    assert Path(folder).is_dir()
+    child = int(rank.stdout.readline())
+    assert [*tmp_path.iterdir()]
     if way == "killed":
         rank.kill()
     rank.wait()
@@ -242,7 +305,7 @@ def test_what_a_rank_has_started_ends_with_it(way: str) -> None:
     deadline_s = time.monotonic() + 20.0 * pace()
     while _lives(child) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not _lives(child) and not Path(folder).exists()
+    assert not _lives(child) and not [*tmp_path.iterdir()]
     rank.stdout.close()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vtp_plugin.cli.main import main
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node, in_order
 from vtp_plugin.fit.choose import fit
@@ -124,8 +125,23 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
 def test_what_does_not_fit_is_refused_with_what_would(cards: tuple[int, ...], changes: Any, text: str) -> None:
     given = dict(changes)
     memory = given.pop("memory", None)
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text) as found:
         fit(nodes(*cards, memory_bytes=memory), ask(given.pop("stages"), **given))
+    # No later start may be kept from going on with more cards.
+    assert isinstance(found.value, ShortageError) is ("bring" in text) is not found.value.is_final
+
+
+def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> None:
+    edge, cloud = Node(name="e", num_cards=1, site="edge"), Node(name="c", num_cards=2, site="cloud")
+    no_edge, no_cloud = replace(edge, num_cards=0), replace(cloud, num_cards=0)
+    plain = ask("2:2", sites=("edge", "cloud"))
+    u_shaped = replace(plain, ends=(2, 1))
+    for given, wanted in (((no_edge, cloud), plain), ((edge, no_cloud), plain), ((edge, no_cloud), u_shaped)):
+        with pytest.raises(ShortageError, match="has no card left: it has at least one stage; bring one back"):
+            fit(given, wanted)
+    with pytest.raises(ConfigError, match="site edge has no card left") as found:
+        fit((no_edge, cloud), u_shaped)
+    assert found.value.is_final
 
 
 def test_the_nearest_number_of_cards_is_named() -> None:
@@ -134,7 +150,7 @@ def test_the_nearest_number_of_cards_is_named() -> None:
     def held(layout: Any, layers: Any) -> list[float]:
         return [number / size for number, size in zip(layers, layout.tp_sizes, strict=True)]
 
-    with pytest.raises(ConfigError, match="1 more on n1 would do"):
+    with pytest.raises(ShortageError, match="1 more on n1 would do"):
         fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, stage_bytes=held))
 
 

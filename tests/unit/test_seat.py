@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, LayoutError, ShortageError
 from vtp_plugin.fit.words import layer_words, without
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
 from vtp_plugin.runtime.life.monitor import FAILED
@@ -64,7 +65,7 @@ def settle(decide: Any) -> list[Any]:
         try:
             found[number] = settle_seats(store, card("a", number), decide, rank=number, world_size=2, timeout_s=20.0)
         except ConfigError as error:
-            found[number] = str(error)
+            found[number] = error
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
     for thread in threads:
@@ -79,10 +80,14 @@ def test_one_rank_decides_for_all() -> None:
 
 
 def test_all_ranks_end_with_one_line() -> None:
-    def decide(cards: object) -> Any:
-        raise ConfigError("nothing fits; bring a card")
+    for raised in (ConfigError("nothing fits"), LayoutError("it"), ShortageError("bring a card")):
 
-    assert settle(decide) == ["nothing fits; bring a card"] * 2
+        def decide(cards: object, error: ConfigError = raised) -> Any:
+            raise error
+
+        for found in settle(decide):
+            assert str(found) == str(raised) and found.is_final is raised.is_final
+            assert isinstance(found, ShortageError) is isinstance(raised, ShortageError)
 
 
 def test_a_spare_rank_learns_how_the_run_ended() -> None:
@@ -99,6 +104,17 @@ def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
     watched.set("failed", "rank 1 does not answer")
     watched.add("state", FAILED)
     assert Onlooker(store, num_ranks=2, timeout_s=20.0).wait() == "rank 1 does not answer"
+
+
+def test_a_spare_rank_is_patient_until_the_run_shows_life(tmp_path: Path) -> None:
+    """Ranks may take longer to start than they may later be silent."""
+    store = dist.FileStore(str(tmp_path / "store"))
+    onlooker = Onlooker(store, num_ranks=2, timeout_s=0.5)
+    with ThreadPoolExecutor(1) as threads:
+        end = threads.submit(onlooker.wait)
+        assert not wait([end], timeout=2.5).done
+        Round(part_of(connect_again(store), Topic.WATCH), 1).posts.add("life/0", 1)
+        assert end.result(timeout=60) == "rank 0 showed no sign of life for 0 s"
 
 
 def test_flags_are_replaced_in_both_spellings() -> None:

@@ -9,8 +9,8 @@ has the moves.
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -225,7 +225,6 @@ class Savings:
         self.copies_tensors = False
         self._iteration: int | None = None
         self._in_flight: dict[Path, Saving] = {}
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __repr__(self) -> str:
         return f"<{len(self._in_flight)} checkpoints are being written>"
@@ -268,9 +267,8 @@ class Savings:
             act()
 
     def scratch(self, name: str) -> Path:
-        """Return a place for a file of this process."""
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="vtp-")
-        file = Path(self._scratch.name) / name
+        """Return a place for a file of this process, in the folder that multiprocessing makes and removes."""
+        # Processes that multiprocessing has started may have their parent's folder.
+        file = Path(multiprocessing.util.get_temp_dir()) / f"vtp-{os.getpid()}-{name}"
         file.unlink(missing_ok=True)
         return file

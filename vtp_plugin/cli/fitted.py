@@ -27,7 +27,7 @@ from vtp_plugin.runtime.life.cards import Card, try_card
 from vtp_plugin.runtime.life.leftovers import end_leftovers
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.session.judge import Judge
-from vtp_plugin.session.seat import take_seat
+from vtp_plugin.session.seat import Seat, take_seat
 
 # Of the timeout, for a card to be tried.
 _PROBE_SHARE = 0.3
@@ -36,11 +36,14 @@ _MAX_PROBE_S = 60.0
 _OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 
 
-def fit_run(words: Sequence[str]) -> list[str]:
-    """Return the words of a run with the list that fits; end this process here if its rank is spare.
+def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
+    """Fit a list to the cards; end this process here if its rank is spare.
 
     Args:
         words: script and flags, ``--vtp-stages`` among them.
+
+    Returns:
+        The words of the run with the list that fits, and the seat of this process, which is told of a good end.
 
     Raises:
         ConfigError: nothing fits, or flags contradict each other.
@@ -52,8 +55,22 @@ def fit_run(words: Sequence[str]) -> list[str]:
     parser.add_argument("--dataloader-type")
     args, _ = parser.parse_known_args(list(words[1:]))
     config = read_flags(args, VtpConfig())
-    own = _own_card(args, config)
+    # What is said before apply() is called has the form of the plugin's other lines.
+    uninstall = log.install(config.log_level)
+    try:
+        own = _own_card(args, config)
+        _warn_of_cyclic(args)
+        seat = take_seat(own, _make_judge(args, config), environment=os.environ, timeout_s=config.timeout_s)
+    finally:
+        uninstall()
+    if seat.rank is None:
+        sys.exit(seat.wait_outside(own))
+    # A flag that the fitted list gives, too, is not given twice.
+    given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
+    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words], seat
 
+
+def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
     def make_ask() -> Ask:
         assert config.stages is not None
         return read_ask(args, config, config.stages, is_alike=not _has_layouts())
@@ -61,9 +78,8 @@ def fit_run(words: Sequence[str]) -> list[str]:
     def make_words(fitted: Fitted, ask: Ask) -> tuple[str, ...]:
         return fitted_words(fitted, ask, num_predicting=args.mtp_num_layers or 0)
 
-    _warn_of_cyclic(args)
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
-    judge = Judge(
+    return Judge(
         make_ask=make_ask,
         make_words=make_words,
         folder=Path(folder) if folder else None,
@@ -72,12 +88,6 @@ def fit_run(words: Sequence[str]) -> list[str]:
         environment=os.environ,
         timeout_s=config.timeout_s,
     )
-    seat = take_seat(own, judge, environment=os.environ, timeout_s=config.timeout_s)
-    if seat.rank is None:
-        sys.exit(seat.wait_outside(own))
-    # A flag that the fitted list gives, too, is not given twice.
-    given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
-    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words]
 
 
 def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
@@ -16,6 +17,9 @@ from vtp_plugin.errors import VtpError, is_final
 from vtp_plugin.ground.mindspeed import ImportWatch, has_mindspeed
 from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
+
+if TYPE_CHECKING:
+    from vtp_plugin.session.seat import Seat
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -43,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
     # come from the command line, since argparse would remove a "--" that is meant for the script.
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
+    seat: Seat | None = None
     try:
         if any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv):
             folder = run_folder(sys.argv)
@@ -50,21 +55,29 @@ def run(options: argparse.Namespace) -> None:
             os.environ[RUN_FOLDER_VARIABLE] = "" if folder is None else str(folder)
             from vtp_plugin.cli.fitted import fit_run  # not at the top: other runs do without what a fit imports
 
-            sys.argv[:] = fit_run(sys.argv)
+            sys.argv[:], seat = fit_run(sys.argv)
         if has_mindspeed():
             _apply_after_adaptor()
         else:
             vtp_plugin.apply()
         runpy.run_path(options.script, run_name="__main__")
+        _end(seat)
     except VtpError:
         report_failures()
         raise
     except SystemExit as leave:
         # Python takes it for a normal end: rank 0 would wait for the others, and they for rank 0.
         announce_exit(leave)
+        if leave.code in (None, 0):
+            _end(seat)
         if is_final(leave):
             leave_marker("the script refused its flags and ended with status 2, see its log")
         raise
+
+
+def _end(seat: Seat | None) -> None:
+    if seat is not None:
+        seat.end()
 
 
 def _apply_after_adaptor() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vtp_plugin.errors import LayoutError
+from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node, in_order
 from vtp_plugin.fit.reasons import why_nothing
@@ -27,7 +27,8 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
         The best, and the best for every number of replicas that is possible.
 
     Raises:
-        ConfigError: nothing fits.
+        ShortageError: nothing fits; more cards would.
+        ConfigError: nothing fits, however many cards there are; or a U-shape has lost its edge.
 
     >>> from types import SimpleNamespace
     >>> args = SimpleNamespace(
@@ -42,7 +43,7 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
     _require_sites(ordered, ask)
     found = search(ordered, ask)
     if not found:
-        raise LayoutError(why_nothing(ordered, ask))
+        raise why_nothing(ordered, ask)
     # Rounded: simulated times are sums in different orders.
     return min(found.values(), key=lambda one: (round(one.step, 6), -one.num_used, one.num_replicas)), found
 
@@ -50,7 +51,7 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
 def _require_sites(nodes: Sequence[Node], ask: Ask) -> None:
     for site in ask.sites:
         if not any(node.num_cards for node in nodes if node.site == site):
-            what = "the edge holds the data and both ends of the model" if site == ask.sites[0] else "it has stages"
-            if ask.ends is None:
-                what = "each site has at least one stage"
-            raise LayoutError(f"site {site} has no card left: {what}; bring one back, or leave the site out")
+            is_edge = ask.ends is not None and site == ask.sites[0]
+            what = "the edge holds the data and both ends of the model" if is_edge else "it has at least one stage"
+            kind = LayoutError if is_edge else ShortageError
+            raise kind(f"site {site} has no card left: {what}; bring one back, or leave the site out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.search import Fitted, allowed_sizes, search
@@ -80,34 +81,37 @@ def _rivals(fitted: Fitted, rivals: Mapping[int, Fitted]) -> Iterator[str]:
         )
 
 
-def why_nothing(nodes: Sequence[Node], ask: Ask) -> str:
+def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
     """Say why no list fits, and the nearest number of cards, or the nearest model, that would.
 
     Args:
         nodes: what is there.
         ask: what was wanted.
+
+    Returns:
+        The error; a :class:`~vtp_plugin.errors.ShortageError` where more cards would do.
     """
     num_cards = sum(node.num_cards for node in nodes)
     have = f"cards {'+'.join(str(node.num_cards) for node in nodes) or 0}"
     stages = f"--vtp-stages {ask.least_stages}:{ask.most_stages}"
     if ask.num_layers < ask.least_stages - (1 if ask.ends else 0):
-        return (
+        return LayoutError(
             f"--num-layers {ask.args.num_layers}; {stages} wants at least {ask.least_stages} stages, each with a "
             f"layer; use {ask.least_stages + sum(ask.ends or ())} layers or fewer stages"
         )
     if problems := ask.problems_of_size(1):
-        return problems[0]
+        return LayoutError(problems[0])
     number = ask.num_replicas or 1
     if ask.problems_of_replicas(number):
         unit, batch = int(ask.args.micro_batch_size) * number, int(ask.args.global_batch_size)
         choices = " or ".join(map(str, nearest_multiples(batch, unit)))
-        return (
+        return LayoutError(
             f"--global-batch-size {batch}; {_replicas(number)} of --micro-batch-size {ask.args.micro_batch_size} take "
             f"{unit} samples, which must divide it and all batches; use {choices}"
         )
     least = ask.cp * ask.least_stages * number
     if num_cards < least or not allowed_sizes(nodes, ask):
-        return (
+        return ShortageError(
             f"{have}; {_replicas(number)} of at least {ask.least_stages} stages ({stages}) with context-parallel size "
             f"{ask.cp} need {least} cards; bring {max(least - num_cards, 1)} back, or lower the first number of "
             "--vtp-stages"
@@ -115,7 +119,8 @@ def why_nothing(nodes: Sequence[Node], ask: Ask) -> str:
     added = _enough(nodes, ask)
     more = f"{added} more on {nodes[-1].name} would do" if added else f"{_MOST_ADDED} more would not do either"
     what = "the model's memory" if ask.stage_bytes is not None else "the experts or the nodes"
-    return f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas"
+    kind = ShortageError if added else LayoutError
+    return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
 
 
 def _enough(nodes: Sequence[Node], ask: Ask) -> int:

@@ -73,10 +73,11 @@ class Judge:
             self._alert(str(error))
             raise
         if last is not None:
-            step = f"after step {last.iteration}" if last.iteration else "before its first step"
-            self._alert(f"the attempt in {last.sizes} ended {step}; {outcome['lines'][0]}")
-        elif self.folder is not None:
-            write_last(self.folder, LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"]))
+            self._alert(f"{last}; {outcome['lines'][0]}")
+            outcome["lines"].append(str(last))
+        if self.folder is not None:
+            begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
+            write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
         return outcome
 
     def close(self) -> None:

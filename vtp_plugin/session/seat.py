@@ -9,7 +9,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.ground import log
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.runtime.life.cards import Card, settle_seats
@@ -18,12 +18,14 @@ from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.progress import hand_on, note_end
 from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.life.server import is_agent_store, serves_store
+from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
 
 _LINGER_S = 60.0
+_LOOK_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Seat:
     """What this process does in a fitted run.
 
@@ -33,6 +35,8 @@ class Seat:
         words: flags of the fitted list.
         why: the rank is spare.
         onlooker: tells when the run has ended.
+        judge: keeps the folder of checkpoints, on the launcher's rank 0.
+        has_ended: the script has ended well in this process.
     """
 
     rank: int | None
@@ -40,6 +44,14 @@ class Seat:
     words: tuple[str, ...]
     why: str
     onlooker: Onlooker
+    judge: Judge
+    has_ended: bool = False
+
+    def end(self) -> None:
+        """Note that the script has ended well."""
+        self.has_ended = True
+        if self.rank == 0 and self.judge.folder is not None:
+            note_end(self.judge.folder)
 
     def wait_outside(self, own: Card) -> int:
         """Say that this rank is spare, wait until training ends, and return the exit status.
@@ -71,9 +83,10 @@ def take_seat(
         own: what this rank has.
         judge: decides on the launcher's rank 0.
         environment: of this process, with the launcher's variables.
-        timeout_s: how long to wait for other ranks.
+        timeout_s: how long to wait for other ranks; and for more cards where too few are there.
 
     Raises:
+        ShortageError: too few cards were there all the time.
         ConfigError: nothing fits, the ranks contradict each other, or no launcher started this process.
         PeerError: a rank did not come.
     """
@@ -91,14 +104,18 @@ def take_seat(
             )
         store = open_own_store(store, rank, environment, timeout_s)
     serves = serves_store(rank, environment)
-    outcome = settle_seats(
-        store,
-        own,
-        judge.decide,
-        rank=rank,
-        world_size=world_size,
-        timeout_s=timeout_s,
-    )
+    try:
+        outcome = settle_seats(
+            store,
+            own,
+            judge.decide,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+        )
+    except ShortageError as error:
+        _await_cards(error, timeout_s)
+        raise
     seats = {int(number): seat for number, seat in outcome["seats"].items()}
     why = outcome["why"].get(str(rank), "")
     onlooker = Onlooker(store, num_ranks=len(seats), timeout_s=timeout_s)
@@ -108,6 +125,7 @@ def take_seat(
         words=tuple(outcome["words"]),
         why=f"its card is {why}" if why else "the list that fits does without its card",
         onlooker=onlooker,
+        judge=judge,
     )
     if rank == 0:
         begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
@@ -115,7 +133,7 @@ def take_seat(
         for line in outcome["lines"]:
             _say(logging.INFO, line)
     # Runs last of all: what is registered first is called last.
-    atexit.register(_leave, seat, judge, num_others=world_size - 1, serves=serves)
+    atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
     if seat.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
         environment[CARD_VARIABLE] = name_card(own)
@@ -124,11 +142,23 @@ def take_seat(
     return seat
 
 
-def _leave(seat: Seat, judge: Judge, *, num_others: int, serves: bool) -> None:
-    """End last if this process keeps the store, so that nobody loses it before."""
-    if seat.rank == 0 and judge.folder is not None:
-        note_end(judge.folder)
-    judge.close()
+def _await_cards(error: ShortageError, limit_s: float) -> None:
+    """Stay while too few cards are there: a launcher has a number of restarts, and ends this process for a machine.
+
+    Args:
+        error: what this process ends with after that.
+        limit_s: how long to stay.
+    """
+    launcher = os.getppid()
+    _say(logging.WARNING, f"{error}; waits {limit_s:.0f} s for more cards: a machine that comes back restarts the run")
+    poll(lambda: os.getppid() != launcher, limit_s, pause_s=_LOOK_S)
+
+
+def _leave(seat: Seat, *, num_others: int, serves: bool) -> None:
+    """End last if this process keeps the store, so that nobody loses it before; at once where the script has failed."""
+    seat.judge.close()
+    if seat.rank is not None and not seat.has_ended:
+        return
     try:
         if seat.rank is not None:
             seat.onlooker.leave()

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.errors import LayoutError, PeerError, VtpError
+from vtp_plugin.errors import LayoutError, PeerError, ShortageError, VtpError
 from vtp_plugin.runtime.life.disclosure import first_line
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.life.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
 
 _PROBE = Path(__file__).with_name("card_probe.py")
 _FAREWELL_S = 5.0
+# Errors by which a fit ends, of classes that inherit from each other the inner one first.
+_KINDS = (PeerError, ShortageError, LayoutError)
 # Tests play bad cards with it.
 FAULT_FILE_VARIABLE = "VTP_FAULT_FILE"
 
@@ -90,7 +92,8 @@ def settle_seats(
         timeout_s: how long to wait for the others.
 
     Raises:
-        ConfigError: rank 0 found that nothing fits; the text is the same on all ranks.
+        ShortageError: rank 0 found that too few cards are there; the text is the same on all ranks.
+        ConfigError: rank 0 found that nothing fits; as before.
         PeerError: a rank did not come.
     """
     part = part_of(store, Topic.CARDS)
@@ -110,7 +113,7 @@ def settle_seats(
         outcome = json.loads(part.get("seats"))
         part.add("read", 1)
     if "error" in outcome:
-        kind = PeerError if outcome.get("is_missing") else LayoutError
+        kind = next(kind for kind in _KINDS if kind.__name__ == outcome["kind"])
         raise kind(outcome["error"], is_final=outcome["is_final"])
     return outcome
 
@@ -127,8 +130,9 @@ def _decide(
     if not poll(lambda: part.check(keys), limit_s, pause_s=0.1, lines=lines):
         waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
         text = f"{waited} for the card of rank {some_ranks(missing())}: no answer"
-        return {"error": text, "is_missing": True, "is_final": False}
+        return {"error": text, "kind": PeerError.__name__, "is_final": False}
     try:
         return decide([Card(**json.loads(part.get(key))) for key in keys])
     except VtpError as error:
-        return {"error": str(error), "is_final": error.is_final}
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), LayoutError)
+        return {"error": str(error), "kind": kind.__name__, "is_final": error.is_final}

@@ -2,8 +2,9 @@
 
 torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
 killed. A process that the rank has started then waits for work for ever. So a small process, which this file is as a
-script, looks whether the rank still lives, and then ends the rank's group, itself with it, and removes the folder for
-sockets that multiprocessing makes in every such process and its children. It imports neither torch nor the plugin.
+script, looks whether the rank still lives, and then ends the rank's group, itself with it, and removes the folder that
+multiprocessing makes for the rank and its children: for sockets, and for the files of
+:meth:`~vtp_plugin.checkpoint.saving.Savings.scratch`. It imports neither torch nor the plugin.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Onlooker:
     Args:
         store: reaches the run.
         num_ranks: of the run.
-        timeout_s: of the run: its ranks come, show signs of life and end within it.
+        timeout_s: of the run: once its ranks have begun to show signs of life, they go on so, and end within it.
     """
 
     def __init__(self, store: dist.Store, *, num_ranks: int, timeout_s: float) -> None:
@@ -53,7 +53,10 @@ class Onlooker:
             while self._part.add("ended", 0) < self._num_ranks:
                 if watched is None and part_of(self._store, Topic.WATCH).check(["name"]):
                     watched = Round(part_of(connect_again(self._store), Topic.WATCH), 1).posts
-                if watched is not None:
+                if watched is None:
+                    # Ranks that are still on their way end by themselves if one of them does not come.
+                    begin_s = time.monotonic()
+                else:
                     if watched.add("state", 0) >= FAILED:
                         return watched.get("failed").decode()
                     seen = watched.add("life/0", 0)

@@ -30,6 +30,8 @@ class LastStep:
         at_s: when, in seconds since 1970, by the clock of the attempt's rank 0.
         sizes: list in which it ran.
         is_end: training has ended with it.
+        later: list of the newest attempt that began after it and has not finished a step; empty if there is none.
+        num_later: how many such attempts there were.
     """
 
     iteration: int
@@ -37,6 +39,24 @@ class LastStep:
     at_s: float
     sizes: str
     is_end: bool = False
+    later: str = ""
+    num_later: int = 0
+
+    def followed(self, sizes: str) -> LastStep:
+        """Return the note once another attempt has begun, which has not finished a step yet.
+
+        >>> last = LastStep(iteration=7, samples=56, at_s=100.0, sizes="2,2")
+        >>> print(last)
+        the attempt in 2,2 ended after step 7
+        >>> print(last.followed("2,1"))
+        the attempt in 2,1 ended before its first step
+        """
+        return replace(self, later=sizes, num_later=self.num_later + 1)
+
+    def __str__(self) -> str:
+        """Say how the newest attempt ended, if it did."""
+        when = f"after step {self.iteration}" if self.iteration and not self.later else "before its first step"
+        return f"the attempt in {self.later or self.sizes} ended {when}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +92,19 @@ def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now
     (3, 24, 30.0)
     >>> lost.text
     'lost with the attempt in 2,2: 3 steps and 24 samples are computed again, 30.0 s between step 7 and step 5'
+    >>> find_lost(last.followed("2,1"), 5, 40, 8, 130.0).text.partition(":")[0]
+    'lost with the attempt in 2,2 and with 1 in 2,1 before its first step'
     """
     steps = max(0, last.iteration - iteration + 1)
     twice = max(0, last.samples - samples + batch_size)
     seconds = max(0.0, now_s - last.at_s)
+    more = f" and with {last.num_later} in {last.later} before its first step" if last.num_later == 1 else ""
+    if last.num_later > 1:
+        more = f" and with {last.num_later} before their first steps, the last one in {last.later}"
+    start = f"step {last.iteration}" if last.iteration else "its start"
     text = (
-        f"lost with the attempt in {last.sizes}: {steps} step{'s'[: steps != 1]} and {twice} samples are computed "
-        f"again, {seconds:.1f} s between {f'step {last.iteration}' if last.iteration else 'its start'} and step "
-        f"{iteration}"
+        f"lost with the attempt in {last.sizes}{more}: {steps} step{'s'[: steps != 1]} and {twice} samples are "
+        f"computed again, {seconds:.1f} s between {start} and step {iteration}"
     )
     return Lost(steps=steps, samples=twice, seconds=seconds, text=text)
 
@@ -156,7 +181,7 @@ def hand_on(sizes: str, last: Mapping[str, object] | None, environment: MutableM
 
 
 def note_end(folder: Path) -> None:
-    """Note that training has ended, so that a later start does not take it for lost."""
+    """Note that training has ended well, so that a later start does not take it for lost."""
     last = read_last(folder)
     if last is not None:
         write_last(folder, replace(last, is_end=True))
