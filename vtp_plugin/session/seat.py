@@ -22,6 +22,7 @@ from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
 
 _LINGER_S = 60.0
+_FAREWELL_S = 5.0
 _LOOK_S = 0.5
 
 
@@ -36,7 +37,7 @@ class Seat:
         why: the rank is spare.
         onlooker: tells when the run has ended.
         judge: keeps the folder of checkpoints, on the launcher's rank 0.
-        has_ended: the script has ended well in this process.
+        has_ended: the script has ended well in this process; for a spare rank, the run has.
     """
 
     rank: int | None
@@ -64,6 +65,7 @@ class Seat:
         failure = self.onlooker.wait()
         if failure is not None:
             _say(logging.ERROR, f"this rank was spare; the run ended: {failure}")
+        self.has_ended = failure is None
         return 0 if failure is None else 1
 
 
@@ -162,7 +164,9 @@ def _leave(seat: Seat, *, num_others: int, serves: bool) -> None:
     try:
         if seat.rank is not None:
             seat.onlooker.leave()
-        seat.onlooker.let_go(keeps_store=serves, num_others=num_others, limit_s=_LINGER_S)
+        # Ranks that have failed do not say that they are gone.
+        limit_s = _LINGER_S if seat.has_ended else _FAREWELL_S
+        seat.onlooker.let_go(keeps_store=serves, num_others=num_others, limit_s=limit_s)
     except RuntimeError:
         return  # the store is gone, and with it everybody who needs it
 
