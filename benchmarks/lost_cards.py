@@ -4,11 +4,12 @@
 
 A run trains ``tests/multiproc/faulty_gpt.py`` on three CPU ranks over real agents of torchrun: node ``a`` with two
 cards, ``b`` with one. Several faults strike it one after another: which rank, in which phase, how, and whether the
-card is bad from then on is drawn from a seed. Which list must come next is worked out before the fault. A trial is
-passed if a log that the script writes, not the plugin, shows the strike in its phase, and a step was finished
-afterwards in that list. At the end of a run every loss and every sample is compared with a run that nothing happened
-to, and processes and files that were left are looked for. Results go to ``FOLDER/results.jsonl``; a run that is there
-is not run again.
+card is bad from then on is drawn from a seed. In every fifth run, where network namespaces can be made, nodes are
+hosts apart, and the cable of one is pulled; once the other one goes on, it comes back. Which list must come next is
+worked out before the fault. A trial is passed if a log that the script writes, not the plugin, shows the strike in its
+phase, and a step was finished afterwards in that list. At the end of a run every loss and every sample is compared
+with a run that nothing happened to, each attempt must have said how the one before had ended, and processes and files
+that were left are looked for. Results go to ``FOLDER/results.jsonl``; a run that is there is not run again.
 ``--report`` prints the table.
 """
 
@@ -35,7 +36,8 @@ from torch.distributed import TCPStore
 
 from tests.multiproc.elastic import Cluster, undisturbed
 from tests.multiproc.fault_log import read_log, require_losses, require_samples
-from tests.multiproc.faulty_gpt import KINDS, LOG, PHASES
+from tests.multiproc.faulty_gpt import CABLE, KINDS, LOG, PHASES
+from tests.multiproc.hosts_apart import Network, why_not
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.choose import fit
@@ -47,9 +49,11 @@ _FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel
 _FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
 _NUM_STEPS = 200
 _FAULTS_PER_RUN = 4
+_EVERY_APART = 5
 _LIMIT_S = 300.0
 _NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
-_BEGUN = "this attempt has"
+_BEGUN, _STEP = "this attempt has", r"iteration +\d+/"
+_ALL_KINDS = (*KINDS, CABLE)
 _MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
 
 
@@ -64,7 +68,7 @@ class Fault:
         phase: in which it strikes; ``restart`` is the start of an attempt after a loss.
         kind: how.
         bad: cards that are bad from then on.
-        expected: list of the next attempt.
+        expected: list in which training goes on.
     """
 
     id: str
@@ -97,16 +101,18 @@ def expected_list(bad: Sequence[tuple[str, int]]) -> tuple[str, list[tuple[str, 
 def draw(seed: int) -> list[Fault]:
     """Draw the faults of a run, with the list that must follow each."""
     chance, faults, bad = random.Random(seed), [], ()
+    is_apart = _is_apart(seed)
     for number in range(_FAULTS_PER_RUN):
         _, working = expected_list(bad)
         node, local_rank = chance.choice(working)
-        phases = PHASES if number == 0 else ("restart", *PHASES[1:])
-        phase, kind = chance.choice(phases), chance.choice(KINDS)
+        phases = PHASES[1:] if is_apart else PHASES if number == 0 else ("restart", *PHASES[1:])
+        phase, kind = chance.choice(phases), CABLE if is_apart else chance.choice(KINDS)
         # Before the first checkpoint another list begins with other weights.
-        may_fail = phase != "start-up"
+        may_fail = phase != "start-up" and not is_apart
         # A card is bad at most once in a run: one that failed twice would be left out from then on.
         is_new = not any((node, local_rank) in fault.bad for fault in faults)
         bad = ((node, local_rank),) if is_new and chance.random() < 0.3 and may_fail else ()
+        gone = [card for card in _CARDS if card[0] == node] if is_apart else bad
         faults.append(
             Fault(
                 id=f"{seed}-{number}",
@@ -115,10 +121,15 @@ def draw(seed: int) -> list[Fault]:
                 phase=phase,
                 kind=kind,
                 bad=bad,
-                expected=expected_list(bad)[0],
+                expected=expected_list(gone)[0],
             )
         )
     return faults
+
+
+def _is_apart(seed: int) -> bool:
+    """Tell whether the nodes of a run are hosts apart, whose cables are pulled; one can then go on alone."""
+    return seed % _EVERY_APART == _EVERY_APART - 1 and not why_not()
 
 
 class Watcher:
@@ -146,10 +157,21 @@ class Watcher:
 
 def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float]) -> None:
     """Run a run and append its trials to the results."""
-    faults = draw(seed)
+    faults, is_apart = draw(seed), _is_apart(seed)
     flags = [*_FLAGS, "--train-iters", str(_NUM_STEPS), "--vtp-timeout-s", "40"]
     trials: list[dict[str, Any]] = []
-    with Cluster(folder, flags, nodes="2", script=_SCRIPT, max_restarts=20, pause_s=0.05) as cluster:
+    with (
+        Network() if is_apart else contextlib.nullcontext() as network,
+        Cluster(
+            folder,
+            flags,
+            nodes="1:2" if is_apart else "2",
+            script=_SCRIPT,
+            max_restarts=20,
+            pause_s=0.05,
+            network=network,
+        ) as cluster,
+    ):
         if faults[0].phase == "start-up":
             _arm(folder, faults[:1])
         cluster.start("a", 2)
@@ -206,6 +228,9 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     strike = _wait(cluster, watcher, lambda: _struck(cluster, fault.id))
     if strike is None:
         return {"outcome": "never struck"}
+    if fault.kind == CABLE:
+        assert cluster.network is not None
+        cluster.network.plug(fault.node, is_in=False)
     cluster.faults.write_text(bad)
     at_s = strike["at_s"]
     ranks = [e["pid"] for e in read_log(cluster.folder / "faults.jsonl") if e["event"] == "begin" and e["at_s"] <= at_s]
@@ -216,7 +241,7 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
             ended.append(time.time())
         # A step that is logged behind the list of a later attempt.
         lists = [(at, line) for at, line in watcher.lines if "fitted: --vtp-size-list" in line and at > at_s]
-        step = watcher.first(r"iteration +\d+/", lists[-1][0]) if lists else None
+        step = watcher.first(_STEP, lists[-1][0]) if lists else None
         return True if step is not None else None
 
     if _wait(cluster, watcher, goes_on) is None:
@@ -228,11 +253,29 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
         "ending": ended[0] if ended else None,
         "starting": watcher.first("fitted: --vtp-size-list", at_s),
         "loading": watcher.first("successfully loaded checkpoint", started),
-        "first step": watcher.first(r"iteration +\d+/", started),
+        "first step": watcher.first(_STEP, started),
     }
     seconds = {name: None if at is None else round(at - at_s, 2) for name, at in moments.items()}
     outcome = "went on" if last == fault.expected else f"went on in {last}"
+    if fault.kind == CABLE and not _bring_back(cluster, watcher, fault.node):
+        outcome += ", and the node did not come back"
     return {"outcome": outcome, "seconds": seconds, "struck": strike["phase"]}
+
+
+def _bring_back(cluster: Cluster, watcher: Watcher, node: str) -> bool:
+    """Plug a cable in and start the node again; wait until all cards train."""
+    assert cluster.network is not None
+    cluster.lose(node)
+    cluster.network.plug(node, is_in=True)
+    begin_s = time.time()
+    cluster.start(node, sum(name == node for name, _ in _CARDS))
+    whole = expected_list(())[0]
+
+    def is_whole() -> bool | None:
+        fitted = watcher.first(rf"fitted: --vtp-size-list {whole}, ", begin_s)
+        return fitted and watcher.first(_STEP, fitted) and True
+
+    return bool(_wait(cluster, watcher, is_whole))
 
 
 def _is_saved(cluster: Cluster) -> bool | None:
@@ -314,19 +357,20 @@ def report(results: Path) -> str:
         f"Processes left: {sum(len(r['orphans']) for r in runs)}; files left in the folder for temporary files: "
         f"{sum(len(r['files']) for r in runs)}.",
         "",
-        "| phase | SIGKILL | SIGSTOP | exit | exception |",
-        "| --- | --- | --- | --- | --- |",
+        f"| phase | {' | '.join(_ALL_KINDS)} |",
+        f"| --- |{' --- |' * len(_ALL_KINDS)}",
     ]
     for phase in ("start-up", "restart", *PHASES[1:]):
         cells = []
-        for kind in KINDS:
+        for kind in _ALL_KINDS:
             found = Counter(t["outcome"] == "went on" for t in trials if (t["phase"], t["kind"]) == (phase, kind))
             cells.append(f"{found[True]} of {found.total()}" if found else "-")
         lines.append(f"| {phase} | {' | '.join(cells)} |")
-    lines += ["", "| seconds after the strike, median (most) | " + " | ".join(KINDS) + " |", "| --- |" + " --- |" * 4]
+    lines += ["", "| seconds after the strike, median (most) | " + " | ".join(_ALL_KINDS) + " |"]
+    lines.append(f"| --- |{' --- |' * len(_ALL_KINDS)}")
     for moment in _MOMENTS:
         cells = []
-        for kind in KINDS:
+        for kind in _ALL_KINDS:
             found = [t["seconds"][moment] for t in trials if t["kind"] == kind and t.get("seconds", {}).get(moment)]
             cells.append(f"{statistics.median(found):.1f} ({max(found):.1f})" if found else "-")
         lines.append(f"| {moment} | {' | '.join(cells)} |")

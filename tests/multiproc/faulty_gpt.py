@@ -23,6 +23,8 @@ from typing import Any
 ARMED, LOG, NODE, PAUSE = "TEST_ARMED_FAULTS", "TEST_FAULT_LOG", "TEST_NODE", "TEST_PAUSE_S"
 PHASES = ("start-up", "forward", "between", "optimizer", "save")
 KINDS = ("SIGKILL", "SIGSTOP", "exit", "exception")
+CABLE = "cable pulled"
+_PULLED_S = 3.0  # in which whoever reads the log pulls the cable of the node
 
 
 def note(**entry: object) -> None:
@@ -56,6 +58,9 @@ def _strike(fault: dict[str, Any], once: Path) -> None:
         os._exit(3)
     if fault["kind"] == "exception":
         raise RuntimeError(f"planted fault {fault['id']}")
+    if fault["kind"] == CABLE:
+        time.sleep(_PULLED_S)
+        return
     os.kill(os.getpid(), getattr(signal, fault["kind"]))
 
 
