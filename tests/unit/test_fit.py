@@ -216,6 +216,15 @@ def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[s
         ("--vtp-size-list 4,4 --vtp-stages 2:3", "vtp_stages 2:3 is for a list that is fitted"),
         ("--have 8 --vtp-stages 3:2", "vtp_stages 3:2 begins above its end"),
         ("--have 8 --vtp-stages some", "vtp_stages 'some' is no range of stages"),
+        ("--have 8 --vtp-size-list auto --vtp-cp-list 1,1", "vtp_cp_list 1,1 needs a list of stages; write"),
+        (
+            "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1",
+            "must know which machine is the edge: give --vtp-sites edge,cloud to all",
+        ),
+        (
+            "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-encoder-layer-list 1,2,1",
+            "--vtp-encoder-layer-list with --vtp-stages; an encoder is not fitted; write the lists",
+        ),
         ("--have 8 --layerwise-disaggregated-training", "needs --num-layer-list for the edge's two parts"),
     ],
 )

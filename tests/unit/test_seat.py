@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from vtp_plugin.errors import ConfigError, LayoutError, ShortageError
+from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.fit.words import layer_words, without
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
 from vtp_plugin.runtime.life.monitor import FAILED
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
-from vtp_plugin.session.judge import group_by_node
+from vtp_plugin.session.judge import Judge, group_by_node
+from vtp_plugin.session.seat import take_seat
 
 
 def card(node: str, local_rank: int, **changes: str) -> Card:
@@ -88,6 +89,30 @@ def test_all_ranks_end_with_one_line() -> None:
         for found in settle(decide):
             assert str(found) == str(raised) and found.is_final is raised.is_final
             assert isinstance(found, ShortageError) is isinstance(raised, ShortageError)
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        (0, r"start-up: waited 0\.\d s for the card of rank 1: no answer$"),
+        (1, r"start-up: waited 0\.5 s for rank 0 to fit the list: no answer; look for a rank 0 that ended$"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named(rank: int, text: str) -> None:
+    with pytest.raises(PeerError, match=text):
+        settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, rank=rank, world_size=2, timeout_s=0.5)
+
+
+def not_asked(*_: Any) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_seat_needs_what_a_launcher_says(name: str) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    judge = Judge(make_ask=not_asked, make_words=not_asked)
+    with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun"):
+        take_seat(card("a", 0), judge, environment={**place, name: ""}, timeout_s=1.0)
 
 
 def test_a_spare_rank_learns_how_the_run_ended() -> None:
