@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.fit.words import layer_words, without
+from vtp_plugin.runtime.life import cards as cards_module
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
 from vtp_plugin.runtime.life.monitor import FAILED
 from vtp_plugin.runtime.life.onlooker import Onlooker
@@ -98,7 +99,8 @@ def test_all_ranks_end_with_one_line() -> None:
         (1, r"start-up: waited 0\.5 s for rank 0 to fit the list: no answer; look for a rank 0 that ended$"),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(rank: int, text: str) -> None:
+def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards_module, "_FAREWELL_S", 0.1)
     with pytest.raises(PeerError, match=text):
         settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, rank=rank, world_size=2, timeout_s=0.5)
 
