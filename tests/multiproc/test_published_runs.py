@@ -13,7 +13,7 @@ from tests.hosts import ROOT, host_name, reshardable_flags
 from tests.multiproc.published_cases import LAYOUTS, LOGITS, Layout, noted, words_of
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, arguments, assert_refused, launch, succeeded, train
 from tests.pool import Pool
-from tests.published import KINDS, export, imported, load, logits_of, make, torch
+from tests.published import KINDS, SIZES, export, imported, load, logits_of, make, torch, vocab_flag
 
 pytestmark = pytest.mark.needs("scripts_here")
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -171,19 +171,22 @@ def test_export_from_every_form_and_list(
     flags: list[str],
     dtype: str,
 ) -> None:
-    """After two steps with what the optimizer keeps, transformers computes the logits of the third."""
-    kind = KINDS["qwen-2"]
-    model = make(kind, tmp_path / "published", dtype=getattr(torch, dtype))
+    """After two steps with what the optimizer keeps, transformers computes the logits of the third, without padding."""
+    kind, num_words = KINDS["qwen-2"], SIZES["vocab_size"] - 2
+    model = make(kind, tmp_path / "published", dtype=getattr(torch, dtype), vocab_size=num_words)
     given = imported(tmp_path / "published", tmp_path / "start", capsys)
     layout = LAYOUTS.get(place, Layout(sizes=place))
     words = words_of(kind, layout, given, tmp_path, *flags, "--global-batch-size", str(2 * dp), "--train-iters", "3")
+    words += vocab_flag(num_words).split()
     words.remove("--no-save-optim")
     words += ["--bf16"] if dtype == "bfloat16" else []
     runs = first_replica(train(pool, layout.sizes, words, dp=dp, hooks=["note_logits"]), layout.sizes, dp)
     export(tmp_path / "saved" / "iter_0000002", tmp_path / "trained", None)
     exported = load(tmp_path / "trained", dtype="auto")
     assert {weight.dtype for weight in exported.parameters()} == {getattr(torch, dtype)}
-    tokens, logits = noted(runs, "tokens")[4], noted(runs, "logits")[4]
+    tokens, padded = noted(runs, "tokens")[4], noted(runs, "logits")[4]
+    assert exported.config.vocab_size == num_words < padded.shape[-1]
+    logits = padded[..., :num_words]
     off, moved = (np.abs(logits - logits_of(each.float(), tokens)) for each in (exported, model))
     if dtype == "float32":
         assert off.max() <= LOGITS and moved.max() >= 100 * LOGITS

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import filecmp
 import importlib
+import io
 import json
+import os
 import shutil
+import signal
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,6 +247,16 @@ def _eight_bits(folder: Path) -> str:
     return "has the type I8; weights are BF16, F16, F32, and quantised ones are not read"
 
 
+def _other_family(folder: Path) -> str:
+    _edit(folder / "config.json", model_type="gpt2")
+    return "model_type is 'gpt2'; known are llama, mistral"
+
+
+def _new_field(folder: Path) -> str:
+    _edit(folder / "config.json", layer_scale=0.5)
+    return "layer_scale is 0.5, and no field of llama that is known"
+
+
 def _change(folder: Path, name: str, change: Any) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -257,6 +271,7 @@ def _change(folder: Path, name: str, change: Any) -> None:
     [
         *(_no_config, _no_shard, _cut_shard, _torn_index, _no_weights),
         *(_other_shape, _more_layers, _fewer_layers, _other_type, _eight_bits),
+        *(_other_family, _new_field),
     ],
 )
 def test_a_spoilt_model_is_one_line_and_leaves_nothing(
@@ -322,6 +337,69 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     monkeypatch.setattr("vtp_plugin.offline.writer.PieceWriter._write_piece", full)
     code, (line,) = run_action(capsys, "import", "--hf", model_folder, "--to", tmp_path / "to")
     assert code == 2 and "cannot be written: No space left on device" in line and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("action", ["import", "export"])
+def test_what_was_stopped_is_one_line_and_leaves_nothing(
+    action: str,
+    number: signal.Signals,
+    model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C, or the end of a job, in the midst of the elements; nothing stops it while it cleans up."""
+    from vtp_plugin.offline import beside, export_published
+    from vtp_plugin.offline.writer import PieceWriter
+
+    imported(model_folder, tmp_path / "start", capsys)
+    owner, name = (PieceWriter, "_write_piece") if action == "import" else (export_published, "write_header")
+    original, left, removed = getattr(owner, name), [5 if action == "import" else 1], []
+
+    def write(*args: Any) -> None:
+        original(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+
+    def remove(folder: Path, **options: Any) -> None:
+        os.kill(os.getpid(), number)
+        removed.append(folder.name)
+        remove_really(folder, **options)
+
+    remove_really = shutil.rmtree
+    monkeypatch.setattr(owner, name, write)
+    monkeypatch.setattr(beside.shutil, "rmtree", remove)
+    words = {
+        "import": ("--hf", model_folder, "--to", tmp_path / "out"),
+        "export": ("--from", tmp_path / "start", "--hf", tmp_path / "out"),
+    }
+    before = signal.signal(number, lambda *_: pytest.fail("nobody heard it"))
+    try:
+        code, (line,) = run_action(capsys, action, *words[action])
+    finally:
+        signal.signal(number, before)
+    assert code == 2 and f"{tmp_path / 'out'} was not written to its end: stopped by a signal" in line
+    assert left[0] == 0 and removed and [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
+def test_a_bar_shows_how_far_it_is(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal only."""
+    pytest.importorskip("tqdm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for terminal in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        middle, back = (tmp_path / f"{what} {terminal.isatty()}" for what in ("middle", "back"))
+        for words in (("import", "--hf", model_folder, "--to", middle), ("export", "--from", middle, "--hf", back)):
+            run_json(capsys, *words)
+            assert (f"{words[0]}:   0%" in terminal.getvalue()) == terminal.isatty()
 
 
 def test_another_checkpoint_is_refused(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

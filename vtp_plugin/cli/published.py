@@ -28,7 +28,7 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         "import",
         help="make a checkpoint of a model as it is published on Hugging Face",
         description="Make a checkpoint of weights, which every layout loads, of a model as it is published on Hugging "
-        "Face, and print the flags with which Megatron builds it. If it was stopped, the same command goes on.",
+        "Face, and print the flags with which Megatron builds it. If it was killed, the same command goes on.",
         epilog=f"Which models, and what of their config: {_GUIDE}.\nKeys of --json: folder, family, num_bytes, flags "
         "(that must be given), free_flags.",
     )

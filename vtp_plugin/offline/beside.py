@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Final
 
 from vtp_plugin.checkpoint.whole import discard, make_folder, partial_of, put_in_place, sync, sync_folders
 from vtp_plugin.errors import ConfigError
+
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def require_new(target: Path, but_for: Collection[str] = ()) -> None:
@@ -27,7 +32,7 @@ def require_new(target: Path, but_for: Collection[str] = ()) -> None:
 
 @contextmanager
 def undone_if_it_fails(target: Path, undo: Callable[[], None]) -> Iterator[None]:
-    """Run what writes a folder; where it fails, take away what it has written.
+    """Run what writes a folder; where it fails, or is stopped by Ctrl-C or SIGTERM, take away what it has written.
 
     A process that is killed takes nothing away.
 
@@ -36,16 +41,46 @@ def undone_if_it_fails(target: Path, undo: Callable[[], None]) -> Iterator[None]
         undo: what takes it away.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or the process was told to stop.
     """
+    with _stopped_once():
+        try:
+            yield
+        except OSError as error:
+            undo()
+            raise ConfigError(
+                f"{target} cannot be written: {error.strerror}; make room, or give another folder"
+            ) from error
+        except KeyboardInterrupt:
+            undo()
+            raise ConfigError(
+                f"{target} was not written to its end: stopped by a signal; nothing half-written is left; start the "
+                "command again"
+            ) from None
+        except Exception:
+            undo()
+            raise
+
+
+@contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Let SIGTERM be as Ctrl-C, and nothing stop what cleans up after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        for number in _STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    heard = (number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN)
+    before = {number: signal.signal(number, stop) for number in heard}
     try:
         yield
-    except OSError as error:
-        undo()
-        raise ConfigError(f"{target} cannot be written: {error.strerror}; make room, or give another folder") from error
-    except Exception:
-        undo()
-        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 
 from vtp_plugin.checkpoint.archive import itemsize
+from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import make_folder, partial_of
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
@@ -140,7 +141,7 @@ def _saved(value: Any) -> bytes:
 
 
 def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write a checkpoint. Nothing of it is seen before all is there; what was killed goes on.
+    """Write a checkpoint. Nothing of it is seen before all is there; what was killed goes on, what was stopped is gone.
 
     Args:
         plan: what is written.
@@ -148,17 +149,16 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
         on_written: called with the bytes of each piece.
 
     Raises:
-        ConfigError: the folder holds something, or cannot be written.
+        ConfigError: the folder holds something, or cannot be written, or the process was told to stop.
     """
     release, carried, is_new = target / RELEASE, target / CARRIED, not target.exists()
     writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
     on_written(writer.find_written())
 
     def undo() -> None:
-        for folder in (partial_of(release), carried):
+        (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
+        for folder in (partial_of(release), release, carried, *([target] if is_new else ())):
             shutil.rmtree(folder, ignore_errors=True)
-        if is_new:
-            target.rmdir()
 
     with undone_if_it_fails(target, undo):
         make_folder(carried)
