@@ -35,6 +35,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     # Of Megatron 0.19.
     "our_example": (_SINCE_0_19, "examples/pretrain_gpt.py is for Megatron 0.19"),
+    "engine_of_0_19": (_SINCE_0_19, "what stands for Transformer Engine has what Megatron 0.19 asks for"),
     "records_of_0_19": (_SINCE_0_19, "this test is about the records of Megatron 0.19"),
     "flags_of_0_19": (_SINCE_0_19, "this test is about the flags of Megatron 0.19"),
     "help_of_0_19": (_SINCE_0_19, "this test is about a help text of Megatron 0.19"),

@@ -163,6 +163,24 @@ def test_frequencies_are_those_of_transformers(pool: Pool, factor: float, head_d
 
 
 @pytest.mark.full
+@pytest.mark.needs("engine_of_0_19")
+def test_layers_of_transformer_engine_load_an_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By all names under which Megatron looks for them; what computes them here stands for the engine."""
+    wanted = {}
+    for name, kind in KINDS.items():
+        model = make(kind, tmp_path / name / "published")
+        imported(tmp_path / name / "published", tmp_path / name / "start", capsys)
+        tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, (2, 64))
+        np.save(tmp_path / name / "tokens.npy", tokens)
+        wanted[name] = logits_of(model, tokens)
+    printed = start_python("-m", "tests.multiproc.engine_job", *(str(tmp_path / name) for name in KINDS))
+    asked = {name: keys.split() for name, _, keys in (line.partition(" ") for line in printed.splitlines())}
+    for name, logits in wanted.items():
+        assert [key for key in asked[name] if "linear_fc1._extra_state" in key]
+        np.testing.assert_allclose(np.load(tmp_path / name / "logits.npy"), logits, rtol=0, atol=LOGITS)
+
+
+@pytest.mark.full
 @pytest.mark.needs("our_example")
 def test_the_example_goes_there_and_back(tmp_path: Path) -> None:
     """Import, ten steps in 1,2, export, and tokens that transformers generates."""
