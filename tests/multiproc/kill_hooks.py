@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,23 @@ def kill_in_save(facts: dict[str, Any]) -> None:
     _watch_removal(killer)
     if killer.order["mutant"]:
         _be_wrong(killer.order["mutant"])
+
+
+def _fail_in_next_step(facts: dict[str, Any]) -> None:
+    """Fail on rank 1 in the step after the save that is struck, once it is struck."""
+    from megatron.training import get_args, training
+
+    original, order = training.train_step, json.loads(os.environ[ORDER])
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == "1" and get_args().curr_iteration == order["save"]:
+            end_s = time.monotonic() + 60
+            while not Path(order["log"]).exists() and time.monotonic() < end_s:
+                time.sleep(0.05)
+            raise RuntimeError("the disk is on fire")
+        return original(*args, **kwargs)
+
+    training.train_step = failing
 
 
 def _iteration_of(folder: Path) -> int:
@@ -238,5 +256,6 @@ def _forget_the_manifest(facts: dict[str, Any]) -> None:
 
 KILL_HOOKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill_in_save": kill_in_save,
+    "fail_in_next_step": _fail_in_next_step,
     "forget_the_manifest": _forget_the_manifest,
 }

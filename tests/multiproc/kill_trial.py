@@ -92,7 +92,14 @@ def points_of(form: str) -> tuple[str, ...]:
 
 
 def train(
-    pool: Pool, folder: Path, form: str, extra: Sequence[str] = (), trial: Trial | None = None, *, act: str = ""
+    pool: Pool,
+    folder: Path,
+    form: str,
+    extra: Sequence[str] = (),
+    trial: Trial | None = None,
+    *,
+    act: str = "",
+    hooks: Sequence[str] = (),
 ) -> list[ScriptRun]:
     """Train four steps, and save after each."""
     words = [*FORMATS[form], "--save", str(folder), "--save-interval", "1", *extra]
@@ -101,7 +108,7 @@ def train(
     order["log"] = str(folder.with_suffix(".log"))
     kwargs: dict[str, Any] = {"arguments": arguments(SIZES, extra=words), "timeout_s": 120.0}
     if trial is not None:
-        kwargs["hooks"] = ["kill_in_save"]
+        kwargs["hooks"] = ["kill_in_save", *hooks]
     return pool.run(NUM_RANKS, JOB, kwargs, timeout_s=150.0, env={ORDER: json.dumps(order)})
 
 

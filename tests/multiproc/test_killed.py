@@ -71,6 +71,20 @@ def test_a_run_that_saves_in_the_background_is_killed(pool: Pool, known: Known, 
     assert [*run_trial(pool, tmp_path / "trial", Trial("background", point, save=3), reference)] == []
 
 
+@pytest.mark.full
+@pytest.mark.needs("worker_on_cpus")
+def test_a_run_that_fails_while_it_saves_in_the_background_leaves_the_one_before(
+    pool: Pool, known: Known, tmp_path: Path
+) -> None:
+    reference, _ = known("background")
+    folder, trial = tmp_path / "trial", Trial("background", "half a shard", save=3)
+    runs = train(pool, folder, trial.form, (), trial, act="sleep 5", hooks=["fail_in_next_step"])
+    assert all(run.exit_code not in (0, None) for run in runs)
+    assert "the disk is on fire" in runs[1].output and folder.with_suffix(".log").exists()
+    assert (folder / "iter_0000001").exists() and not (folder / "iter_0000003").exists()
+    assert [*judge(folder, trial, reference)] == []
+
+
 CONTROLS = {"early tracker": Trial("", "half a shard", save=1), "skipped shard": Trial("", "after tracker")}
 
 
