@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--hidden-size", type=int, default=2048, help="2048 makes a file of more than 512 MiB a rank")
+    parser.add_argument("--short", action="store_true", help="leave out the other layout, reshard and cp")
     options = parser.parse_args()
     figures: defaultdict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="vtp-checkpoint-", dir=Path.cwd()) as name:
@@ -69,12 +70,14 @@ def main() -> None:
             for variant in [*_ROUNDS][:: -1 if number % 2 else 1]:
                 folder = Path(name) / variant
                 for what, how in _ROUNDS[variant]:
+                    if options.short and how == "other":
+                        continue
                     notes = _run(how, what, folder, options.hidden_size)
                     figures[f"{what} {how}"].append(max(note["seconds"] for note in notes))
                     if what == "load":
                         grown = (note["peak_bytes"] - note["kept_bytes"] for note in notes)
                         figures[f"memory load {how}"].append(max(grown))
-                if variant == "plugin":
+                if variant == "plugin" and not options.short:
                     _reshard(folder, figures)
                 if number == 0:
                     _print_files(variant, folder)
@@ -134,7 +137,7 @@ def _print_files(variant: str, folder: Path) -> None:
     )
 
 
-def _print(figures: dict[str, list[float]]) -> None:
+def _print(figures: defaultdict[str, list[float]]) -> None:
     print(f"{'':42} {'median s':>10} {'ratio':>7} {'95 %':>16}")
     for name, over, most in (
         ("save plugin", "save stock", None),
@@ -144,6 +147,8 @@ def _print(figures: dict[str, list[float]]) -> None:
         ("save background", "save plugin", None),
         ("reshard", "cp", 2.0),
     ):
+        if not figures[name]:
+            continue
         ratios = [a / b for a, b in zip(figures[name], figures[over], strict=True)]
         mean, low, high = mean_with_interval(ratios)
         verdict = "" if most is None else "met" if high <= most else f"over {most:g}"

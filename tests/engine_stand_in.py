@@ -96,8 +96,8 @@ class GroupedLinear(_Layer):
         return torch.cat([linear(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
 
 
-class DotProductAttention(_Layer):
-    """Attention without weights."""
+class DotProductAttention(torch.nn.Module):
+    """Attention: it has no weights, and lets its state be missing."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
