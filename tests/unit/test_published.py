@@ -384,9 +384,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     assert left[0] == 0 and removed and [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
-def test_flags_are_printed_to_be_pasted(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_are_printed_to_be_pasted(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On lines of their own: those that must be given, and those that may."""
     code, (wrote, flags, free) = run_action(capsys, "import", "--hf", model_folder, "--to", tmp_path / "to")
     assert code == 0 and f"load it with --load {tmp_path / 'to'}, and with:" in wrote
