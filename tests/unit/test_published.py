@@ -372,15 +372,15 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(owner, name, write)
     monkeypatch.setattr(beside.shutil, "rmtree", remove)
     words = {
-        "import": ("--hf", model_folder, "--to", tmp_path / "out"),
-        "export": ("--from", tmp_path / "start", "--hf", tmp_path / "out"),
+        "import": ("--hf", model_folder, "--to", tmp_path / "new" / "out"),
+        "export": ("--from", tmp_path / "start", "--hf", tmp_path / "new" / "out"),
     }
     before = signal.signal(number, lambda *_: pytest.fail("nobody heard it"))
     try:
         code, (line,) = run_action(capsys, action, *words[action])
     finally:
         signal.signal(number, before)
-    assert code == 2 and f"{tmp_path / 'out'} was not written to its end: stopped by a signal" in line
+    assert code == 2 and f"{tmp_path / 'new' / 'out'} was not written to its end: stopped by" in line
     assert left[0] == 0 and removed and [path.name for path in tmp_path.iterdir()] == ["start"]
 
 

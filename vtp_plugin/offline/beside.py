@@ -6,7 +6,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,24 @@ def require_new(target: Path, but_for: Collection[str] = ()) -> None:
     """
     if target.exists() and (not target.is_dir() or any(path.name not in but_for for path in target.iterdir())):
         raise ConfigError(f"{target} is not empty; nothing is overwritten; give another folder")
+
+
+def remover_of_new(target: Path) -> Callable[[], None]:
+    """Return what removes a folder that is not there yet, and those that are made for it, unless others use them.
+
+    Args:
+        target: the folder; if it is there, nothing is removed.
+    """
+    new = [folder for folder in (target, *target.parents) if not folder.exists()]
+
+    def remove() -> None:
+        for folder in new[:1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in new[1:]:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+    return remove
 
 
 @contextmanager
@@ -94,9 +112,14 @@ def written_beside(target: Path) -> Iterator[Path]:
         ConfigError: it holds something, or cannot be written.
     """
     require_new(target)
-    partial = partial_of(target)
+    partial, remove = partial_of(target), remover_of_new(target)
     discard(partial)
-    with undone_if_it_fails(target, lambda: shutil.rmtree(partial, ignore_errors=True)):
+
+    def undo() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        remove()
+
+    with undone_if_it_fails(target, undo):
         make_folder(partial)
         yield partial
         for file in partial.iterdir():

@@ -20,7 +20,7 @@ from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import make_folder, partial_of
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
-from vtp_plugin.offline.beside import require_new, undone_if_it_fails
+from vtp_plugin.offline.beside import remover_of_new, require_new, undone_if_it_fails
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.published.carried import carried_files
@@ -151,14 +151,15 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
     Raises:
         ConfigError: the folder holds something, or cannot be written, or the process was told to stop.
     """
-    release, carried, is_new = target / RELEASE, target / CARRIED, not target.exists()
+    release, carried, remove = target / RELEASE, target / CARRIED, remover_of_new(target)
     writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
     on_written(writer.find_written())
 
     def undo() -> None:
         (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
-        for folder in (partial_of(release), release, carried, *([target] if is_new else ())):
+        for folder in (partial_of(release), release, carried):
             shutil.rmtree(folder, ignore_errors=True)
+        remove()
 
     with undone_if_it_fails(target, undo):
         make_folder(carried)
