@@ -19,17 +19,31 @@ import pytest
 
 from tests.checkpoints import run_action
 from tests.hosts import ROOT
-from tests.published import KINDS, LLAMA3, config_of, imported, load, make, run_json, tensors_of, torch, transformers
+from tests.published import (
+    KINDS,
+    LLAMA3,
+    SIZES,
+    Kind,
+    config_of,
+    imported,
+    load,
+    make,
+    run_json,
+    tensors_of,
+    torch,
+    transformers,
+)
+from vtp_plugin.published.families.llama import LLAMA
 from vtp_plugin.published.fields import read_config, read_model
 from vtp_plugin.published.model import free_flags, settings
 from vtp_plugin.published.note import contradictions, name_in
 from vtp_plugin.published.positions import factor_of, frequencies
 from vtp_plugin.published.rows import our_tensors, their_shapes
-from vtp_plugin.published.table import rows_of
+from vtp_plugin.published.table import FAMILIES, rows_of
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 70}
 CONFIGS = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
-FAMILIES = ("llama-3", "mistral", "qwen-2", "qwen-3", "qwen-3-moe", "mixtral")
+ONE_OF_EACH = ("llama-3", "mistral", "qwen-2", "qwen-3", "qwen-3-moe", "mixtral")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,6 +65,29 @@ def test_tensors_come_back_byte_by_byte(kind: str, tmp_path: Path, capsys: pytes
     assert next(load(back, dtype="auto").parameters()).dtype == torch.bfloat16
 
 
+def test_a_family_is_added_as_one_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the guide says: Granite has the tensors of Llama, and factors that must be those of Megatron."""
+    factors = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
+    factors["attention_multiplier"] = SIZES["head_dim"] ** -0.5
+    fixed = {**LLAMA.fixed, **{name: (value,) for name, value in factors.items()}}
+    family = replace(LLAMA, model_type="granite", architecture="GraniteForCausalLM", fixed=fixed)
+    source, back = tmp_path / "source", tmp_path / "back"
+    make(Kind(name="Granite", fields=factors), source, **SMALL)
+    code, (line,) = run_action(capsys, "import", "--hf", source, "--to", tmp_path / "checkpoint")
+    assert code == 2 and "model_type is 'granite'; known are llama" in line
+    monkeypatch.setitem(FAMILIES, "granite", family)
+    imported(source, tmp_path / "checkpoint", capsys)
+    run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)
+    before, after = tensors_of(source), tensors_of(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    load(back)
+    _edit(source / "config.json", logits_scaling=2.0)
+    code, (line,) = run_action(capsys, "import", "--hf", source, "--to", tmp_path / "other")
+    assert code == 2 and "logits_scaling is 2.0; only 1.0 is computed" in line
+
+
 def test_several_files_and_pieces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +105,7 @@ def test_several_files_and_pieces(
     load(back)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ONE_OF_EACH)
 def test_shares_hold_every_element_once(kind: str, tmp_path: Path) -> None:
     """Of theirs and of ours, in arithmetic of its own."""
     config_of(KINDS[kind], **SMALL).save_pretrained(tmp_path)
@@ -116,7 +153,7 @@ def test_megatron_reads_every_flag_where_the_note_looks_for_it(kind: str, tmp_pa
     ]
 
 
-LLAMA = {
+LLAMA_FIELDS = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -164,10 +201,10 @@ SCALED = {
 )
 def test_fields_that_change_what_is_computed(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     if not message:
-        assert read_model({**LLAMA, **fields}, tmp_path).rope_factor == 8.0
+        assert read_model({**LLAMA_FIELDS, **fields}, tmp_path).rope_factor == 8.0
         return
     with pytest.raises(ValueError, match=message) as error:
-        read_model({**LLAMA, **fields}, tmp_path / "config.json")
+        read_model({**LLAMA_FIELDS, **fields}, tmp_path / "config.json")
     assert "\n" not in str(error.value) and str(error.value).count(";") >= 2
 
 
