@@ -36,6 +36,8 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 70}
+"""Sizes of models that no run loads."""
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -138,6 +140,11 @@ def make(kind: Kind, folder: Path, *, dtype: Any = torch.float32, max_shard: str
             model.model.norm.weight.mul_(40)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard)
     return model.float().eval()
+
+
+def edit(file: Path, **fields: Any) -> None:
+    """Change fields of a config."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @contextmanager
