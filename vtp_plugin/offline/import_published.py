@@ -17,7 +17,7 @@ import torch
 
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.whole import make_folder, partial_of
+from vtp_plugin.checkpoint.whole import make_folder, partial_of, sync
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
 from vtp_plugin.offline.beside import remover_of_new, require_new, undone_if_it_fails
@@ -165,6 +165,8 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
         make_folder(carried)
         for file in carried_files(plan.folder):
             shutil.copyfile(file, carried / file.name)
+            sync(carried / file.name)
+        sync(carried)
         writer.write(_ending(plan), on_written)
 
 
