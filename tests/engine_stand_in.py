@@ -121,7 +121,7 @@ def install() -> None:
         ".common.recipe": {"DelayedScaling": nothing},
         ".pytorch": {layer.__name__: layer for layer in layers},
         ".pytorch.cpp_extensions": {"cast_to_fp8": None},
-        ".pytorch.distributed": {"CudaRNGStatesTracker": nothing},
+        ".pytorch.distributed": {"CudaRNGStatesTracker": nothing, "activation_recompute_forward": nullcontext},
         ".pytorch.float8_tensor": {"Float8Tensor": type("Float8Tensor", (torch.Tensor,), {})},
         ".pytorch.fp8": {
             "FP8GlobalStateManager": nothing, "fp8_autocast": nullcontext, "fp8_model_init": nullcontext,

@@ -40,7 +40,8 @@ def main() -> None:
             wanted: Any = model.sharded_state_dict(metadata=metadata)
             print(folder.name, *sorted({each.key for each in wanted.values()}))
             # Neither of the two leaves a tensor or a state out.
-            model.load_state_dict(dist_checkpointing.load(wanted, str(folder / "start" / RELEASE)), strict=True)
+            found = dist_checkpointing.load({"model": wanted}, str(folder / "start" / RELEASE))
+            model.load_state_dict(found["model"], strict=True)
             tokens = torch.from_numpy(np.load(folder / "tokens.npy"))
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)
             np.save(folder / "logits.npy", model.eval()(tokens, positions, None).numpy())

@@ -72,6 +72,7 @@ def test_a_family_is_added_as_one_object(
     family = replace(LLAMA, model_type="granite", architecture="GraniteForCausalLM", fixed=fixed)
     source, back = tmp_path / "source", tmp_path / "back"
     make(Kind(name="Granite", fields=factors), source, **SMALL)
+    capsys.readouterr()
     code, (line,) = run_action(capsys, "import", "--hf", source, "--to", tmp_path / "checkpoint")
     assert code == 2 and "model_type is 'granite'; known are llama" in line
     monkeypatch.setitem(FAMILIES, "granite", family)
@@ -81,6 +82,7 @@ def test_a_family_is_added_as_one_object(
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     load(back)
     edit(source / "config.json", logits_scaling=2.0)
+    capsys.readouterr()
     code, (line,) = run_action(capsys, "import", "--hf", source, "--to", tmp_path / "other")
     assert code == 2 and "logits_scaling is 2.0; only 1.0 is computed" in line
 
