@@ -53,6 +53,34 @@ def test_the_flags_plan_as_they_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert {stage["dp"] for stage in plan["stages"]} == {best["num_replicas"]}
 
 
+def test_over_a_slow_line_a_planned_order_is_taken_where_it_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--vtp-stages", "2:2", "--json", "--cluster", str(tmp_path / "cluster.toml"))
+    for latency_us, is_planned in ((1, False), (200_000, True)):
+        (tmp_path / "cluster.toml").write_text(
+            "[cards.one]\nteraflops = 100\n[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+            + "".join(f"[[nodes]]\ncards = 'one'\ncards_per_node = 1\nsite = '{site}'\n" for site in ("a", "b"))
+            + f"[links.across.'a b']\nlatency_us = {latency_us}\ngbyte_per_s = 1000\n"
+        )
+        best = json.loads(found(capsys, *words))["best"][0]
+        assert (best["flags"][-4:-2] == ["--vtp-schedule", "planned"]) is is_planned, best["flags"]
+
+
+def test_the_best_and_the_uniform_step_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "search.svg"
+    words = ("--cluster", CLUSTER, "--vtp-stages", "2:3", "--output", str(path))
+    data = json.loads(found(capsys, *words, "--json"))
+    text = path.read_text()
+    for name, one in (("best", data["best"][0]), ("uniform", data["uniform"])):
+        sizes = ",".join(map(str, one["sizes"]))
+        assert f"{name}: --vtp-size-list {sizes}, layers" in text and f"step {one['step_s']:.4g} s" in text
+    # A row for each stage, and in each a box for the forward and the backward pass of every microbatch that is drawn.
+    num_stages = len(data["best"][0]["sizes"]) + len(data["uniform"]["sizes"])
+    assert text.count(">stage ") == num_stages
+    assert [text.count(colour) for colour in ("#3f6ca8", "#b4540a")] == [1 + 16 * num_stages] * 2
+
+
 def test_equal_cards_stay_uniform(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
@@ -102,10 +130,11 @@ def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which finds the list; leave it out"),
+        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which is for all lists; leave it out"),
         (["--context-parallel-size", "2"], "--context-parallel-size 2 with search, which does not know what it costs"),
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
         (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
+        (["--output", "search.png"], "--output search.png: the name must end in .svg (picture)"),
         (["--num-best", "0"], "--num-best 0, --limit-s 60; give at least one layout and some seconds"),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with --vtp-size-list auto"),
     ],
@@ -121,10 +150,10 @@ def test_what_cannot_be_answered_is_refused(words: list[str], text: str, capsys:
 def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
-    def interrupted(*words: Any) -> Choice | None:
+    def interrupted(*words: Any, is_stock: bool) -> Choice | None:
         if len(judged) == 3:
             raise KeyboardInterrupt
-        judged.append(judge(*words))
+        judged.append(judge(*words, is_stock=is_stock))
         return judged[-1]
 
     monkeypatch.setattr(fastest, "judge", interrupted)

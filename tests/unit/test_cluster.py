@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from vtp_plugin.cluster.durations import Batch, speed_of
-from vtp_plugin.cluster.machines import Card, Time
+from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.cluster.memory import held_bytes
 from vtp_plugin.cluster.read import parse_cluster, read_cluster
+from vtp_plugin.cluster.table import Table
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Experts, Model, plain_chunks
@@ -68,14 +69,14 @@ def measured(*rows: tuple[int, int, float, float]) -> Card:
 
 def test_what_was_measured_is_taken_and_what_was_not_is_fitted() -> None:
     card = measured((1, 2, 3.0, 6.0), (1, 4, 5.0, 10.0), (2, 2, 2.0, 4.0))
-    assert speed_of(card, Link(), MODEL, BATCH, 1, 1).source == "measured"
-    assert speed_of(card, Link(), MODEL, BATCH, 1, 1).forward_s == (3.0,) * 6
+    assert speed_of(card, Links(), MODEL, BATCH, 1, 1).source == "measured"
+    assert speed_of(card, Links(), MODEL, BATCH, 1, 1).forward_s == (3.0,) * 6
     # Three samples lie halfway between two and four.
-    speed = speed_of(card, Link(), MODEL, replace(BATCH, size=3), 1, 1)
+    speed = speed_of(card, Links(), MODEL, replace(BATCH, size=3), 1, 1)
     assert speed.source == "fitted"
     assert speed.forward_s[0] == pytest.approx(4.0) and speed.backward_s[0] == pytest.approx(8.0)
     # Four ranks have a quarter of the tokens' work each; the nearest rows are those of 1 and of 2 ranks.
-    speed = speed_of(card, Link(latency_s=0.0, bytes_per_s=1e30), MODEL, BATCH, 4, 1)
+    speed = speed_of(card, Links(inside={"": Link(latency_s=0.0, bytes_per_s=1e30)}), MODEL, BATCH, 4, 1)
     assert speed.source == "fitted"
     assert speed.forward_s[0] == pytest.approx(1.5)
 
@@ -84,7 +85,7 @@ def test_a_data_sheet_gives_operations_over_their_rate_and_messages_over_the_wir
     tokens, hidden = 32, 24
     weights = hidden * (24 + 2 * 12) + 24 + 2 * 12 + 24 * hidden + hidden * 2 * 40 + 40 * hidden + 2 * hidden
     flops = 2 * tokens * weights + 2 * tokens * 16 * 24
-    alone = speed_of(SHEET, Link(), MODEL, BATCH, 1, 1)
+    alone = speed_of(SHEET, Links(), MODEL, BATCH, 1, 1)
     assert alone.forward_s[0] == pytest.approx(flops / 1e6)
     assert alone.backward_s[0] == pytest.approx(2 * flops / 1e6)
     assert alone.last_s[0] == pytest.approx(2 * tokens * 24 * 96 / 1e6)
@@ -92,23 +93,23 @@ def test_a_data_sheet_gives_operations_over_their_rate_and_messages_over_the_wir
     assert alone.gradient_bytes[0] == 4 * (weights + 96 * 24)
     assert alone.update_s[2] == pytest.approx(28 * weights / 1e6)
     # Two sums in each direction, each in two passes of a ring of two.
-    wired = speed_of(SHEET, Link(latency_s=0.25, bytes_per_s=1e4), MODEL, BATCH, 2, 1)
+    wired = speed_of(SHEET, Links(inside={"": Link(latency_s=0.25, bytes_per_s=1e4)}), MODEL, BATCH, 2, 1)
     ring = 2 * (0.25 + tokens * 24 * 2 / 2 / 1e4)
     assert wired.forward_s[0] == pytest.approx(flops / 2 / 1e6 + 2 * ring)
 
 
 def test_recomputed_layers_run_forward_again_and_replicas_share_the_optimizer() -> None:
-    again = speed_of(SHEET, Link(), MODEL, replace(BATCH, is_recomputed=True), 1, 1)
+    again = speed_of(SHEET, Links(), MODEL, replace(BATCH, is_recomputed=True), 1, 1)
     assert again.backward_s[0] == pytest.approx(3 * again.forward_s[0])
     assert again.last_s[1] == pytest.approx(2 * again.last_s[0])
-    shared = speed_of(SHEET, Link(), MODEL, replace(BATCH, shares_update=True), 1, 3)
-    assert shared.update_s[1] == pytest.approx(speed_of(SHEET, Link(), MODEL, BATCH, 1, 3).update_s[1] / 3)
+    shared = speed_of(SHEET, Links(), MODEL, replace(BATCH, shares_update=True), 1, 3)
+    assert shared.update_s[1] == pytest.approx(speed_of(SHEET, Links(), MODEL, BATCH, 1, 3).update_s[1] / 3)
 
 
 def test_a_card_that_says_nothing_of_a_part_is_refused() -> None:
     card = replace(measured((1, 2, 3.0, 6.0)), name="old")
     with pytest.raises(ConfigError, match="cards.old has no times of experts .it has dense, head, update"):
-        speed_of(card, Link(), SPARSE, BATCH, 1, 1)
+        speed_of(card, Links(), SPARSE, BATCH, 1, 1)
 
 
 @pytest.mark.parametrize("model", [MODEL, SPARSE], ids=["dense", "experts"])
@@ -150,7 +151,7 @@ SMALL: dict[str, Any] = {
         ({"nodes": [{"cards": "old"}]}, r"nodes\[0\].cards_per_node is missing"),
         ({"nodes": [{"cards": "old", "cards_per_node": 0}]}, "must be a whole number from 1 on, not 0"),
         ({"nodes": []}, "no nodes; give"),
-        ({"cards": {"old": {"memory": "32GiB"}}}, "cards.old has neither times, which profile writes, nor teraflops"),
+        ({"cards": {"old": {"memory": "32GiB"}}}, "cards.old has neither a profile, nor times, nor teraflops"),
         ({"cards": {"old": {"teraflops": 1, "memroy": "1GiB"}}}, "unknown key cards.old.memroy"),
         ({"cards": {"old": {"teraflops": "fast"}}}, "cards.old.teraflops must be a number from 0 on, not 'fast'"),
         ({"links": {}}, r"no link between the cards of old 0; give latency_us and gbyte_per_s in \[links.inside.old\]"),
@@ -163,7 +164,9 @@ SMALL: dict[str, Any] = {
 )
 def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        parse_cluster({**SMALL, **change})
+        top = Table({**SMALL, **change}, "the file")
+        parse_cluster(top, Path())
+        top.done()
 
 
 def test_a_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ OUTER = {
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
 }
-STAND_INS = ("vtp_plugin.platform.cpu",)
+STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.alone")
 CALLED_BY_OTHERS = {
     "allreduce": "torch's name for what a process group does",
     "commit_tensor": "of a load planner of torch's",

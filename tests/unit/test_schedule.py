@@ -77,7 +77,7 @@ def test_placements(placement: Placement, stages: tuple[int, ...]) -> None:
         (lambda: interleaved_one_f_one_b(4, 2, 8, group_size=3), "between"),
         (lambda: interleaved_one_f_one_b(4, 2, 8, group_size=9), "between"),
         (lambda: interleaved_one_f_one_b(4, 2, 7), "leave 3 for the last group"),
-        (lambda: lower(one_f_one_b(2, 2), lookahead=0), "at least 1"),
+        (lambda: lower(one_f_one_b(2, 2), lookahead=-1), "0 computes ahead or more"),
         (lambda: replace(u_costs(3), backward=(1.0,)), "backward has 1 entries"),
         (lambda: replace(u_costs(3), latency=(1.0,)), "latency has 1 entries"),
         (lambda: replace(u_costs(3), forward=(1.0, 1.0, -1.0, 1.0)), "not negative"),

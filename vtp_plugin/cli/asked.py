@@ -11,6 +11,7 @@ from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cluster.durations import Batch, speed_of
 from vtp_plugin.cluster.machines import Cluster, Nodes
 from vtp_plugin.cluster.memory import held_bytes
+from vtp_plugin.cluster.profile import check_origins, features
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
@@ -22,7 +23,7 @@ from vtp_plugin.footprint.model import Model
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.question import HeldBytes, Link, Pool, Question, Shape
+from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +80,10 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     Raises:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
-    config = _config(args)
-    ask = read_ask(args, config, config.stages or (1, args.num_layers or 1))
-    _check(args)
+    ask, model = read_any_list(args, "search")
+    origins = [group.card.origin for group in cluster.nodes if group.card.origin is not None]
+    check_origins(origins, features_of(args, model))
     one = PipelineLayout.from_sizes((1,), world_size=1)
-    model = model_flags.read_model(args, one)
-    if words := vocabulary_words((1,), ask):
-        # Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
-        multiple = int(words[-1])
-        model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     training = model_flags.read_training(args, one)
     microbatch = activation_flags.read_microbatch(args)
     why_not = activation_flags.why_no_activations(args, one)
@@ -108,8 +104,9 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         shapes=shapes,
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
-        across=cluster.across,
+        across=cluster.links.across,
         held_bytes=held,
+        tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "activations" if not why_not else "and activations, estimated as those of local layers with flash attention"
     return Asked(
@@ -122,27 +119,50 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     )
 
 
-def _config(args: argparse.Namespace) -> VtpConfig:
+def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
+    """Read what is wanted of a list that is not known yet, and the model that it trains.
+
+    Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
+
+    Args:
+        args: parsed.
+        command: for which.
+
+    Raises:
+        ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
+    """
     if args.vtp_size_list not in (None, "auto"):
-        raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with search, which finds the list; leave it out")
+        raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
     args.vtp_size_list = "auto"
-    return read_flags(args, VtpConfig())
+    config = read_flags(args, VtpConfig())
+    ask = read_ask(args, config, config.stages or (1, args.num_layers or 1))
+    _check(args, command)
+    model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
+    if words := vocabulary_words((1,), ask):
+        multiple = int(words[-1])
+        model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
+    return ask, model
 
 
-def _check(args: argparse.Namespace) -> None:
+def features_of(args: argparse.Namespace, model: Model) -> dict[str, object]:
+    """List what the times of a model's parts depend on."""
+    return features(model, itemsize_bytes=2 if args.bf16 or args.fp16 else 4, topk=args.moe_router_topk or 2)
+
+
+def _check(args: argparse.Namespace, command: str) -> None:
     if args.layerwise_disaggregated_training:
         raise ConfigError(
-            "--layerwise-disaggregated-training with search, which knows plain pipelines only; leave it out"
+            f"--layerwise-disaggregated-training with {command}, which knows plain pipelines only; leave it out"
         )
     for flag in ("context", "expert_model", "expert_tensor"):
         size = getattr(args, f"{flag}_parallel_size")
         if (size or 1) > 1:
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name}-parallel-size {size} with search, which does not know what it costs; use 1")
+            raise ConfigError(f"--{name}-parallel-size {size} with {command}, which does not know what it costs; use 1")
     if args.mtp_num_layers:
-        raise ConfigError("--mtp-num-layers with search, which does not know what such a layer costs; leave it out")
+        raise ConfigError(f"--mtp-num-layers with {command}, which does not know what such a layer costs; leave it out")
     if reason := model_flags.why_unknown(args, lacks_parts=False):
-        raise ConfigError(f"search needs to know the model: {reason}")
+        raise ConfigError(f"{command} needs to know the model: {reason}")
     if not args.seq_length:
         raise ConfigError("--seq-length is missing; what a layer costs depends on it")
 
@@ -184,14 +204,13 @@ def _shapes(
 
 
 def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: int, parts: Sequence[int]) -> Pool:
-    # What has no link needs none: the cluster has checked that.
-    inside = cluster.inside.get(group.card.name) or cluster.inside.get("", Link())
+    links, num_cards = cluster.links, group.num_cards
     return Pool(
         name=group.name,
-        rooms=(group.num_cards,) * group.num_nodes,
-        speeds={tp: speed_of(group.card, inside, model, batch, tp, replicas) for tp in parts if tp <= group.num_cards},
-        inside=inside,
-        between=cluster.between.get(group.site) or cluster.between.get("", Link()),
+        rooms=(num_cards,) * group.num_nodes,
+        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= num_cards},
+        inside=links.inside_of(group.card.name),
+        between=links.between_of(group.site),
         site=group.site,
         memory_bytes=group.card.memory_bytes,
         card_price=group.card.price_per_hour,

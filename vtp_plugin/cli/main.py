@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, draw, plan, run, search, simulate, trace
+from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 
@@ -14,6 +14,11 @@ _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
     "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
     "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
+    "profile": (
+        profile.add_arguments,
+        profile.run,
+        "time the parts of a model on one card, or the links between all, for search",
+    ),
     "search": (search.add_arguments, search.run, "find the layouts of a cluster whose steps are shortest"),
     "simulate": (simulate.add_arguments, simulate.run, "simulate one step; nothing is measured"),
     "checkpoint": (

@@ -45,6 +45,21 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
+def read_sizes(text: str) -> list[int]:
+    """Read a list of sizes.
+
+    >>> read_sizes("1,2,4")
+    [1, 2, 4]
+    """
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes; write one such as 1,2,4")
+    return sizes
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a result.
 

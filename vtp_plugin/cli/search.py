@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,12 +11,14 @@ from pathlib import Path
 from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.flags import add_run_flags, check_unknown
-from vtp_plugin.cli.parser import print_json
+from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_file
+from vtp_plugin.cli.progress import progress
+from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cluster.read import read_cluster
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.fit.words import fitted_words
 from vtp_plugin.ground.values import format_value
-from vtp_plugin.search.fastest import Found, Tell, fastest
+from vtp_plugin.search.fastest import Found, fastest
 from vtp_plugin.search.judge import Choice
 
 _LEAST_GAIN = 1.05
@@ -41,22 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="cards, nodes and links")
     group.add_argument(
         "--micro-batch-sizes",
-        type=_sizes,
+        type=read_sizes,
         metavar="1,2,4",
         help="to choose from, instead of --micro-batch-size",
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
+    group.add_argument("--output", type=Path, metavar="FILE.svg", help="picture of the best and the uniform step")
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds to search, default 60")
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes; write one such as 1,2,4")
-    return sizes
 
 
 def run(options: argparse.Namespace) -> None:
@@ -68,29 +60,29 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.micro_batch_sizes and not options.micro_batch_size:
         options.micro_batch_size = options.micro_batch_sizes[0]
+    check_ending(options.output, {".svg": "picture"})
     asked = read_question(options, read_cluster(options.cluster))
-    with _Progress() as tell:
-        found = fastest(asked.question, num_best=options.num_best, limit_s=options.limit_s, tell=tell)
+    found = _search(asked, options)
     if not found.best:
         raise LayoutError(_why_nothing(asked, found))
+    if options.output is not None:
+        write_file(options.output, draw_found(asked, found))
     if options.json:
         print_json("search", _as_json(asked, found))
     else:
         print("\n".join(_lines(asked, found)))
 
 
-class _Progress:
-    """A line on a terminal that says how far the search is."""
+def _search(asked: Asked, options: argparse.Namespace) -> Found:
+    with progress(1.0, "search", is_bytes=False) as tell:
+        done = 0.0
 
-    def __enter__(self) -> Tell | None:
-        return self._tell if sys.stderr.isatty() else None
+        def say(share: float, best_s: float) -> None:
+            nonlocal done
+            tell(share - done, f"best step so far {best_s:.4g} s")
+            done = share
 
-    def _tell(self, what: str, share: float, best_s: float) -> None:
-        print(f"\r{what}, {100 * share:3.0f} %, best step so far {best_s:.4g} s ", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        return fastest(asked.question, num_best=options.num_best, limit_s=options.limit_s, tell=say)
 
 
 def _lines(asked: Asked, found: Found) -> Iterator[str]:
@@ -116,7 +108,7 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
     for number, choice in enumerate(found.best[1:], start=2):
         yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
     yield from _compared(best, uniform)
-    yield "flags of 1: " + " ".join(_flags(asked, best))
+    yield "flags of 1: " + " ".join(flags(asked, best))
 
 
 def _places(asked: Asked, choice: Choice) -> Iterator[str]:
@@ -188,8 +180,11 @@ def _memory(asked: Asked, choice: Choice) -> list[int]:
     ]
 
 
-def _flags(asked: Asked, choice: Choice) -> Sequence[str]:
-    words = fitted_words(asked.fitted(choice), asked.ask)
+def flags(asked: Asked, choice: Choice) -> Sequence[str]:
+    """Give what a run takes to have a layout."""
+    words = [*fitted_words(asked.fitted(choice), asked.ask)]
+    if choice.is_planned:
+        words += ["--vtp-schedule", "planned"]
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
 
 
@@ -236,5 +231,5 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
         "busy": _busy(choice),
         "memory_bytes": _memory(asked, choice),
         "source": choice.source,
-        "flags": list(_flags(asked, choice)),
+        "flags": list(flags(asked, choice)),
     }

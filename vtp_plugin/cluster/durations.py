@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.cluster.machines import Card, Time
+from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Chunk, Model
 from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
 from vtp_plugin.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.search.question import Link, Source, Speed, least_sure
+from vtp_plugin.search.question import Source, Speed, least_sure
 from vtp_plugin.search.stage import sum_s
 
 # Adam reads and writes two moments and a master weight of 4 bytes each, reads the gradient and writes the weight.
 _UPDATE_BYTES = 28
+_LAYERS = ("dense", "experts")
+# Megatron's loss over a vocabulary that is cut sums its largest logit, that of the label, and the exponentials.
+_NUM_LOSS_SUMS, _LOSS_BYTES = 3, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +80,12 @@ def _numel(parameters: Sequence[Parameter]) -> int:
     return sum(parameter.numel for parameter in parameters)
 
 
-def speed_of(card: Card, link: Link, model: Model, batch: Batch, tp: int, num_replicas: int) -> Speed:
+def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_replicas: int) -> Speed:
     """Give what the parts of a model take on a stage, with the messages between its ranks.
 
     Args:
         card: of the stage.
-        link: between its ranks.
+        links: between its ranks, among others.
         model: the whole model.
         batch: a microbatch.
         tp: tensor-parallel size.
@@ -92,7 +95,11 @@ def speed_of(card: Card, link: Link, model: Model, batch: Batch, tp: int, num_re
         ConfigError: the card says nothing from which they follow.
     """
     sure: set[Source] = set()
-    exchange = _exchange_s(link, model, batch, tp)
+    # Of activations [S, B, H], or of their slices, which takes as long; and of a number for each token.
+    exchange = _sum_s(card, links, batch.num_tokens * model.hidden * batch.itemsize_bytes, tp)
+    of_tokens = _sum_s(card, links, batch.num_tokens * _LOSS_BYTES, tp)
+    if tp > 1 and links.sum_of(card.name, tp) is None:
+        sure.add("fitted")
 
     def part(name: str, flops: float) -> tuple[float, float]:
         forward, backward, source = _part_s(card, name, flops, batch, tp)
@@ -113,7 +120,7 @@ def speed_of(card: Card, link: Link, model: Model, batch: Batch, tp: int, num_re
             times = part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
             known[has_experts] = times, update(numel), round(numel * batch.gradient_itemsize_bytes)
         (forward, backward), update_s, size = known[has_experts]
-        layers.append((forward + 2 * exchange, backward + 2 * exchange))
+        layers.append((forward + 2 * exchange, backward + (4 if batch.is_recomputed else 2) * exchange))
         updates.append(update_s)
         sums.append(size)
     # Both ends of the model belong to the first and the last layer's stage.
@@ -127,30 +134,38 @@ def speed_of(card: Card, link: Link, model: Model, batch: Batch, tp: int, num_re
         forward_s=tuple(forward for forward, _ in layers),
         backward_s=tuple(backward for _, backward in layers),
         first_s=(embedding[0] + exchange, embedding[1]),
-        last_s=(head[0], head[1] + exchange),
+        last_s=(head[0] + _NUM_LOSS_SUMS * of_tokens, head[1] + exchange),
         update_s=tuple(updates),
         gradient_bytes=tuple(sums),
         source=least_sure(sure),
     )
 
 
-def _exchange_s(link: Link, model: Model, batch: Batch, tp: int) -> float:
-    """Give the time in which the ranks of a stage sum activations [S, B, H] in a ring; slices take as long."""
-    return sum_s(batch.num_tokens * model.hidden * batch.itemsize_bytes, tp, link)
+def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
+    """Give the time in which the ranks of a stage sum a tensor: as it was measured, or else in a ring."""
+    if tp == 1:
+        return 0.0
+    measured = links.sum_of(card.name, tp)
+    return sum_s(num_bytes, tp, links.inside_of(card.name)) if measured is None else measured.time_s(num_bytes)
 
 
 def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:
     """Give forward and backward of a part, without messages."""
     rows = [time for time in card.times if time.part == name]
     if rows:
-        return _fitted(rows, batch, tp)
+        is_recomputed = batch.is_recomputed and name in _LAYERS
+        if same := [time for time in rows if time.is_recomputed == is_recomputed]:
+            return _fitted(same, batch, tp)
+        # Such a layer's backward begins with its forward.
+        forward, backward, _ = _fitted(rows, batch, tp)
+        return forward, backward + (forward if is_recomputed else -forward), "fitted"
     if card.flops_per_s is None:
         parts = ", ".join(sorted({time.part for time in card.times})) or "none"
         raise ConfigError(
             f"cards.{card.name} has no times of {name} (it has {parts}) and no teraflops; profile this model on it"
         )
     forward = flops / tp / card.flops_per_s
-    return forward, (3 if batch.is_recomputed and name in ("dense", "experts") else 2) * forward, "data sheet"
+    return forward, (3 if batch.is_recomputed and name in _LAYERS else 2) * forward, "data sheet"
 
 
 def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[float, float, Source]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.search.question import Link
+
+Part = Literal["dense", "experts", "embedding", "head", "update"]
+"""What has a time of its own: a dense layer, one with experts, what is before and behind them, the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,20 +18,54 @@ class Time:
     """A measured time of one part of the model on one card.
 
     Attributes:
-        part: ``dense``, ``experts``, ``embedding`` or ``head``; ``update`` for the optimizer.
+        part: of the model, or ``update`` for the optimizer.
         tp: tensor-parallel size; without the time of messages between its cards.
         micro_batch_size: samples.
         seq_length: tokens of a sample.
         forward_s: of a microbatch; of ``update`` for each million of parameters.
         backward_s: likewise; 0 for ``update``.
+        is_recomputed: whole layers run forward again before they run backward, which ``backward_s`` has then.
     """
 
-    part: str
+    part: Part
     tp: int
     micro_batch_size: int
     seq_length: int
     forward_s: float
     backward_s: float
+    is_recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What times were measured with.
+
+    Attributes:
+        name: of the file, for people.
+        device: likewise.
+        megatron: version.
+        model: what of the model its times depend on, by name.
+    """
+
+    name: str
+    device: str
+    megatron: str
+    model: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a rank runs.
+
+    Attributes:
+        node: its name.
+        site: of the node; empty where there are none.
+        kind: of its card, as the cluster's file names it; may be empty.
+    """
+
+    node: str
+    site: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +79,7 @@ class Card:
         memory_bytes_per_s: of its memory, which the optimizer waits for; None if not known.
         price_per_hour: None where it is not known.
         times: measured.
+        origin: of the times; None for those that stand in the cluster's own file.
     """
 
     name: str
@@ -49,6 +88,7 @@ class Card:
     memory_bytes_per_s: float | None
     price_per_hour: float | None
     times: tuple[Time, ...]
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,32 +111,68 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What carries messages between cards.
+
+    Attributes:
+        inside: between cards of a node, by kind of card; ``""`` for all others.
+        between: between nodes of a site, by site; ``""`` for all others.
+        across: between sites, by two names in order.
+        sums: how long cards of a node sum a tensor that each of them has, by kind of card (``""`` for all others) and
+            their number; where it was not measured, it follows from ``inside``.
+    """
+
+    inside: Mapping[str, Link] = field(default_factory=dict)
+    between: Mapping[str, Link] = field(default_factory=dict)
+    across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    sums: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
+
+    def inside_of(self, kind: str) -> Link:
+        """Give the link between cards of one kind in a node; none was needed where there is none."""
+        return self.inside.get(kind) or self.inside.get("", Link())
+
+    def between_of(self, site: str) -> Link:
+        """Give the link between nodes of a site."""
+        return self.between.get(site) or self.between.get("", Link())
+
+    def sum_of(self, kind: str, number: int) -> Link | None:
+        """Give what so many cards of a kind take to sum a tensor; None if it was not measured."""
+        return self.sums.get(kind, {}).get(number) or self.sums.get("", {}).get(number)
+
+    def __or__(self, other: Links) -> Links:
+        """Add links; those of the other one go before."""
+        return Links(
+            inside={**self.inside, **other.inside},
+            between={**self.between, **other.between},
+            across={**self.across, **other.across},
+            sums={**self.sums, **other.sums},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """All machines.
 
     Attributes:
         nodes: in the order of the file.
-        inside: between cards of a node, by kind of card; ``""`` for all others.
-        between: between nodes of a site, by site; ``""`` for all others.
-        across: between sites, by two names in order.
+        links: between their cards.
     """
 
     nodes: tuple[Nodes, ...]
-    inside: Mapping[str, Link]
-    between: Mapping[str, Link]
-    across: Mapping[tuple[str, str], Link]
+    links: Links
 
     def __post_init__(self) -> None:
+        links = self.links
         for group in self.nodes:
-            if group.num_cards > 1 and not {group.card.name, ""} & set(self.inside):
+            if group.num_cards > 1 and not {group.card.name, ""} & set(links.inside):
                 self._refuse(f"cards of {group.name}", f"[links.inside.{group.card.name}] or [links.inside]")
             several = [other for other in self.nodes if other.site == group.site]
-            if sum(other.num_nodes for other in several) > 1 and not {group.site, ""} & set(self.between):
+            if sum(other.num_nodes for other in several) > 1 and not {group.site, ""} & set(links.between):
                 self._refuse(f"nodes of {group.site or 'the cluster'}", "[links.between]")
         sites = sorted({group.site for group in self.nodes})
         for number, one in enumerate(sites):
             for other in sites[number + 1 :]:
-                if (one, other) not in self.across:
+                if (one, other) not in links.across:
                     self._refuse(f"sites {one} and {other}", f'[links.across."{one} {other}"]')
 
     @staticmethod

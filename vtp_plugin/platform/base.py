@@ -52,6 +52,10 @@ class Platform:
         # Looked up at each call: torch.npu exists only once torch_npu is imported.
         return torch.get_device_module(self.name)
 
+    def card_name(self) -> str:
+        """Return what the card is called, for people."""
+        return str(self.module().get_device_name())
+
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return the ``pg_options`` for the process group of a point-to-point channel, or None for the defaults.
 

@@ -7,6 +7,7 @@ is: the caller chooses the backend.
 
 from __future__ import annotations
 
+import platform
 from contextlib import AbstractContextManager
 
 import torch
@@ -44,6 +45,10 @@ class CpuPlatform(Platform):
     def device(self) -> torch.device:
         """Return the CPU."""
         return torch.device("cpu")
+
+    def card_name(self) -> str:
+        """Return what the host's processor is called."""
+        return platform.processor() or platform.machine()
 
     def device_random(self) -> AbstractContextManager[None]:
         """Return a context in which dropout and in-place initialisers draw from the device's generator.

@@ -37,8 +37,8 @@ class Found:
     num_judged: int
 
 
-Tell = Callable[[str, float, float], None]
-"""Called with what is done, how much of it, from 0 to 1, and the shortest step so far in seconds."""
+Tell = Callable[[float, float], None]
+"""Called with how much is done, from 0 to 1, and the shortest step so far in seconds."""
 
 
 def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None) -> Found:
@@ -86,7 +86,7 @@ class _Search:
                 seen.update(found)
                 # The shortest bound first: what is good comes early, and shows that the others are no better.
                 for index, (shape, row) in enumerate(sorted(found, key=lambda one: one[1].bound_s)):
-                    self._say(f"round {number + 1} of {len(_ROUNDS)}", index / len(found))
+                    self._say((number + index / len(found)) / len(_ROUNDS))
                     if row.bound_s >= self.below_s:
                         break
                     self._try(shape, row)
@@ -124,22 +124,24 @@ class _Search:
         for bound_s, index, order, layers in sorted(found):
             if self.uniform is not None and bound_s >= self.uniform.step_s:
                 break
-            choice = self._judge(index, order, layers)
+            choice = self._judge(index, order, layers, is_stock=True)
             if choice is not None and (self.uniform is None or choice.step_s < self.uniform.step_s):
                 self.uniform = choice
 
-    def _judge(self, index: int, order: Sequence[Kind], layers: Sequence[int]) -> Choice | None:
+    def _judge(
+        self, index: int, order: Sequence[Kind], layers: Sequence[int], *, is_stock: bool = False
+    ) -> Choice | None:
         self._check_time()
         self.num_judged += 1
         own = [self.works[index][kind] for kind in order]
-        choice = judge(self.question, self.question.shapes[index], order, own, layers)
+        choice = judge(self.question, self.question.shapes[index], order, own, layers, is_stock=is_stock)
         if choice is not None:
             self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
         return choice
 
-    def _say(self, what: str, share: float) -> None:
+    def _say(self, share: float) -> None:
         if self.tell is not None:
-            self.tell(what, share, self.best[0].step_s if self.best else math.inf)
+            self.tell(share, self.best[0].step_s if self.best else math.inf)
 
     def _check_time(self) -> None:
         if time.monotonic() > self.until:

@@ -126,6 +126,7 @@ class Question:
         most_stages: likewise.
         across: between two sites, by their names in order; where none is given, the slower of the pools' own.
         held_bytes: of a stage; None where memory does not count.
+        tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
     """
 
     num_layers: int
@@ -134,6 +135,7 @@ class Question:
     most_stages: int
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     held_bytes: HeldBytes | None = None
+    tied_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.least_stages <= self.most_stages:

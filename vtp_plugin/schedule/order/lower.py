@@ -45,19 +45,22 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
 
     Args:
         schedule: Compute only, and free of deadlocks (see :mod:`vtp_plugin.schedule.proof.check`).
-        lookahead: How many computes ahead receives are posted, at least 1. If a message starts only when its receive is
-            posted (gloo, NCCL), the link hides its latency only if the receive is posted that long before the send.
+        lookahead: How many computes ahead receives are posted. If a message starts only when its receive is posted
+            (gloo, NCCL), the link hides its latency only if the receive is posted that long before the send. With 0
+            each is posted when it is needed, as Megatron's own schedules do; that is for simulations.
 
     Raises:
-        ConfigError: `lookahead` is below 1.
+        ConfigError: `lookahead` is below 0.
 
     >>> from vtp_plugin.schedule.make.generate import one_f_one_b
     >>> print(lower(one_f_one_b(2, 1)).describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
     stage 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0
+    >>> print(lower(one_f_one_b(2, 1), lookahead=0).describe().splitlines()[0])
+    stage 0: 0F0 0SEND_F0 0RECV_B0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
     """
-    if lookahead < 1:
-        raise ConfigError(f"lookahead {lookahead}: receives are posted at least 1 compute ahead")
+    if lookahead < 0:
+        raise ConfigError(f"lookahead {lookahead}: receives are posted 0 computes ahead or more")
     placement = schedule.placement
     sent = by_channel(placement, (s for order in schedule.orders for c in order for s in sends_after(placement, c)))
     incoming = {channel: deque(peer_of(placement, send) for send in sends) for channel, sends in sent.items()}
@@ -65,11 +68,12 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     proofs = _proved_sends(schedule, lookahead + 1)
     orders: list[Actions] = []
     for worker, order in enumerate(schedule.orders):
-        actions: list[Action] = [*posts[worker][0]]
+        actions: list[Action] = [*posts[worker][0]] if lookahead else []
         unproved: dict[Action, None] = {}  # an ordered set
         for index, compute in enumerate(order):
+            actions += [] if lookahead else posts[worker][index]
             actions += map(wait_for, receives_for(placement, compute))
-            actions += posts[worker][index + 1]
+            actions += posts[worker][index + 1] if lookahead else []
             for send in proofs[worker][index]:
                 actions.append(wait_for(send))
                 del unproved[send]
@@ -102,7 +106,7 @@ def _posts(
             queue = incoming[channel_of(schedule.placement, receive)]
             due = [queue.popleft() for _ in range(queue.index(receive) + 1)]
             posted.update(due)
-            posts[max(0, index - lookahead + 1)] += due
+            posts[max(0, index - lookahead + 1) if lookahead else index] += due
     return posts
 
 

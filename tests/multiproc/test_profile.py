@@ -1,0 +1,78 @@
+"""``profile`` times real layers without peers, and the links between real ranks; ``search`` reads the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pool import Pool, start_python
+from vtp_plugin.cluster.machines import Part
+from vtp_plugin.cluster.profile import read_profile
+
+MODEL = [
+    *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "48"),
+    *("--max-position-embeddings", "48", "--micro-batch-size", "1", "--vocab-size", "127", "--transformer-impl"),
+    *("local", "--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "4"),
+]
+RUN = [
+    "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--vtp-device",
+    "cpu",
+]
+EXPERTS = [
+    *("--num-experts", "6", "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-token-dispatcher-type", "alltoall"),
+    *("--disable-bias-linear", "--sequence-parallel", "--moe-ffn-hidden-size", "24"),
+]
+CLUSTER = """
+[cards.here]
+profile = "here.toml"
+[[nodes]]
+cards = "here"
+cards_per_node = 3
+[links.inside]
+latency_us = 50
+gbyte_per_s = 1
+"""
+
+
+@pytest.mark.needs("scripts_here")
+@pytest.mark.parametrize("words", [[], EXPERTS], ids=["dense", "experts"])
+def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    sizes = ["--tp-sizes", "1,3", "--micro-batch-sizes", "1,2", "--rounds", "3"]
+    start_python("-m", "vtp_plugin", "profile", *MODEL, *words, *RUN, *sizes, "--out", str(path))
+    _, times = read_profile(path)
+    layers: list[Part] = ["dense", "experts"] if words else ["dense"]
+    rows = {(time.part, time.tp, time.micro_batch_size, time.is_recomputed): time for time in times}
+    parts = [(part, again) for part in layers for again in (False, True)] + [("embedding", False), ("head", False)]
+    assert rows.keys() == {(part, tp, size, again) for part, again in parts for tp in (1, 3) for size in (1, 2)} | {
+        ("update", tp, 1, False) for tp in (1, 3)
+    }
+    assert all(time.forward_s > 0 and (time.backward_s > 0) == (time.part != "update") for time in times)
+    for part in layers:
+        # To run forward again takes time, whatever the machine does.
+        assert rows[part, 1, 2, True].backward_s > rows[part, 1, 2, False].backward_s
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    text = start_python(
+        *("-m", "vtp_plugin", "search", *MODEL, *words, "--global-batch-size", "8", "--vtp-stages", "1:2"),
+        *("--cluster", str(tmp_path / "cluster.toml"), "--json"),
+    )
+    best = json.loads(text)["best"]
+    assert {one["source"] for one in best} <= {"measured", "fitted"}
+    (whole,) = [one for one in best if one["sizes"] == [3]] or [None]
+    assert whole is None or whole["source"] == "measured"
+
+
+def test_links_are_timed_between_the_places_that_ranks_name(pool: Pool) -> None:
+    places = [("a", "edge"), ("b", "cloud"), ("b", "cloud"), ("c", "cloud")]
+    told = pool.run(4, "tests.multiproc.profile_job:time_places", {"places": places})
+    links = told[0]
+    assert told[1:] == [None] * 3
+    assert (list(links.inside), list(links.between), list(links.across)) == (["new"], ["cloud"], [("cloud", "edge")])
+    assert list(links.sums) == ["new"] and list(links.sums["new"]) == [2]
+    for link in (*links.inside.values(), *links.between.values(), *links.across.values(), links.sums["new"][2]):
+        assert 1e-6 < link.latency_s < 0.1 and 1e6 < link.bytes_per_s < 1e12

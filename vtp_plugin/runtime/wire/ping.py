@@ -1,0 +1,163 @@
+"""Time the links between the machines of a run: inside a node, between nodes, between sites."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.cluster.machines import Links, Location
+from vtp_plugin.platform import Platform
+from vtp_plugin.search.question import Link
+
+_SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
+_NUM_WARM, _NUM_SMALL, _NUM_LARGE = 3, 50, 10
+# Of links of one kind, so many pairs are tried; the slowest counts.
+_MOST_PAIRS = 3
+_PAUSE_S = 0.01
+# More ranks than this are hardly one stage.
+_MOST_SUMMED = 8
+LinkName = tuple[str, ...]
+"""``inside`` and a kind of card, ``between`` and a site, or ``across`` and two sites in order."""
+
+
+def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[int, int]]]:
+    """Choose ranks for each kind of link, no two pairs of one kind on the same nodes.
+
+    Args:
+        locations: of all ranks.
+
+    >>> locations = [Location(node=node, site=site, kind="") for node, site in (("a", ""), ("a", ""), ("b", ""))]
+    >>> choose_pairs(locations)
+    {('inside', ''): [(0, 1)], ('between', ''): [(0, 2)]}
+    """
+    chosen: defaultdict[LinkName, dict[tuple[str, ...], tuple[int, int]]] = defaultdict(dict)
+    for one, other in combinations(range(len(locations)), 2):
+        first, second = locations[one], locations[other]
+        if first.node == second.node:
+            name: LinkName = ("inside", first.kind)
+        elif first.site == second.site:
+            name = ("between", first.site)
+        else:
+            name = ("across", *sorted((first.site, second.site)))
+        chosen[name].setdefault((first.node, second.node), (one, other))
+    return {name: [*pairs.values()][:_MOST_PAIRS] for name, pairs in chosen.items()}
+
+
+def slowest_links(links: Mapping[LinkName, Sequence[Link]]) -> Links:
+    """Take the slowest of each kind.
+
+    >>> links = [Link(latency_s=1.0, bytes_per_s=8.0), Link(latency_s=2.0, bytes_per_s=4.0)]
+    >>> slowest_links({("inside", ""): links}).inside[""].bytes_per_s
+    4.0
+    """
+    slowest = {name: max(each, key=lambda link: link.time_s(_LARGE_BYTES)) for name, each in links.items()}
+
+    def of(kind: str) -> dict[str, Link]:
+        return {name[1]: link for name, link in slowest.items() if name[0] == kind}
+
+    across = {(name[1], name[2]): link for name, link in slowest.items() if name[0] == "across"}
+    return Links(inside=of("inside"), between=of("between"), across=across)
+
+
+def choose_summed(locations: Sequence[Location]) -> dict[str, tuple[int, ...]]:
+    """Choose ranks of a node for each kind of card: those of the node with the most.
+
+    >>> locations = [Location(node=node, site="", kind="new") for node in "abb"]
+    >>> choose_summed(locations)
+    {'new': (1, 2)}
+    """
+    nodes: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, location in enumerate(locations):
+        nodes[location.kind, location.node].append(rank)
+    chosen: dict[str, tuple[int, ...]] = {}
+    for (kind, _), ranks in nodes.items():
+        if len(ranks) > max(1, len(chosen.get(kind, ()))):
+            chosen[kind] = tuple(ranks[:_MOST_SUMMED])
+    return chosen
+
+
+def time_links(platform: Platform, location: Location) -> Links | None:
+    """Time the links between all ranks of the default group; a collective call, while nothing else is under way.
+
+    Args:
+        platform: of this rank.
+        location: where it runs.
+
+    Returns:
+        The links, on rank 0; None on others.
+    """
+    locations: list[Location] = [location] * dist.get_world_size()
+    dist.all_gather_object(locations, location)
+    links: dict[LinkName, list[Link]] = {}
+    for name, pairs in choose_pairs(locations).items():
+        for pair in pairs:
+            # All are told what the first of a pair has timed, and so wait for it.
+            told = [_time_pair(pair, platform)]
+            dist.broadcast_object_list(told, src=pair[0])
+            links.setdefault(name, []).extend(link for link in told if link is not None)
+    sums: dict[str, dict[int, Link]] = {}
+    for kind, ranks in choose_summed(locations).items():
+        for number in range(2, len(ranks) + 1):
+            told = [_time_sum(ranks[:number], platform)]
+            dist.broadcast_object_list(told, src=ranks[0])
+            if told[0] is not None:
+                sums.setdefault(kind, {})[number] = told[0]
+    # Up to torch 2.6 a rank that leaves the group while others are still in its last call may never get away.
+    dist.barrier()
+    return dataclasses.replace(slowest_links(links), sums=sums) if dist.get_rank() == 0 else None
+
+
+def _time_pair(pair: tuple[int, int], platform: Platform) -> Link | None:
+    """Send back and forth between two ranks; None on the others."""
+    if dist.get_rank() not in pair:
+        return None
+    latency_s = _one_way_s(pair, platform, _SMALL_BYTES, _NUM_SMALL)
+    large_s = _one_way_s(pair, platform, _LARGE_BYTES, _NUM_LARGE)
+    return Link(latency_s=latency_s, bytes_per_s=_LARGE_BYTES / max(large_s - latency_s, 1e-9))
+
+
+def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
+    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it."""
+    group = dist.new_group([*ranks])
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+
+    def took_s(num_bytes: int, number: int) -> float:
+        tensor = torch.zeros(num_bytes // 4, device=platform.device())
+        each_s = []
+        for _ in range(_NUM_WARM + number):
+            if platform.host_blocking_wait:
+                # Ranks that compute between two sums come one after another, and fall asleep in between.
+                time.sleep(_PAUSE_S)
+            begin_s = time.perf_counter()
+            dist.all_reduce(tensor, group=group)
+            platform.module().synchronize()
+            each_s.append(time.perf_counter() - begin_s)
+        # A layer waits for several of them: where a few take long, as on a busy host, their share counts, too.
+        return statistics.mean(each_s[_NUM_WARM:])
+
+    small_s, large_s = took_s(_SMALL_BYTES, _NUM_SMALL), took_s(_LARGE_BYTES, _NUM_LARGE)
+    dist.destroy_process_group(group)
+    return Link(latency_s=small_s, bytes_per_s=_LARGE_BYTES / max(large_s - small_s, 1e-9))
+
+
+def _one_way_s(pair: tuple[int, int], platform: Platform, num_bytes: int, number: int) -> float:
+    """Give half of the median round trip."""
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
+    is_first = dist.get_rank() == pair[0]
+    peer = pair[is_first]
+    took_s = []
+    for _ in range(_NUM_WARM + number):
+        begin_s = time.perf_counter()
+        for sends in (is_first, not is_first):
+            dist.send(tensor, peer) if sends else dist.recv(tensor, peer)
+        platform.module().synchronize()
+        took_s.append((time.perf_counter() - begin_s) / 2)
+    return statistics.median(took_s[_NUM_WARM:])
