@@ -1,0 +1,85 @@
+"""What ``profile`` says of one card beside real steps: of one rank, and of two less what their sums take.
+
+    python -m benchmarks.profiled --rounds 5
+
+A small GPT is profiled and trained by turns, by megatron.training under the plugin on CPUs. What a step should take is
+what the parts take, times microbatches, and the optimizer. Printed are medians over the rounds, and their range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.emulated import ROOT, Seat, run_ranks
+from benchmarks.reality import TRAINING, read_asked
+from vtp_plugin.search.judge import judge
+from vtp_plugin.search.question import Kind
+from vtp_plugin.search.stage import work_of
+
+NUM_LAYERS, NUM_MICROBATCHES = 4, 8
+NUM_WARM, NUM_STEPS = 2, 6
+# Messages cost nothing here, as in the profile.
+CLUSTER = """
+[cards.here]
+profile = "profile.toml"
+[[nodes]]
+cards = "here"
+cards_per_node = {tp}
+[links.inside]
+latency_us = 0
+gbyte_per_s = 1e9
+"""
+MODEL = f"""
+    --num-layers {NUM_LAYERS} --hidden-size 256 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
+    --micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES} --vocab-size 1023 --make-vocab-size-divisible-by 8
+    --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --vtp-device cpu
+"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    ratios: dict[int, list[float]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory(prefix="vtp-profiled-") as folder:
+        for _ in range(options.rounds):
+            for tp, found in ratios.items():
+                predicted_s, real_s = _predicted_s(tp, Path(folder)), _real_s(tp, Path(folder))
+                found.append(predicted_s / real_s)
+                print(f"tp {tp}: profile {1e3 * predicted_s:7.1f} ms, step {1e3 * real_s:7.1f} ms", flush=True)
+    for tp, found in ratios.items():
+        spread = f"{min(found):.3f} to {max(found):.3f}"
+        print(f"tp {tp}: profile / step less sums {statistics.median(found):.3f} ({spread}, {len(found)} rounds)")
+
+
+def _predicted_s(tp: int, folder: Path) -> float:
+    path = folder / "profile.toml"
+    words = ["profile", *MODEL.split(), "--out", str(path), "--tp-sizes", str(tp), "--rounds", "20"]
+    run_ranks([Seat(wait_s=0.0)], words, None, folder / "profile")
+    cluster = folder / "cluster.toml"
+    cluster.write_text(CLUSTER.format(tp=tp))
+    question = read_asked(MODEL.split(), cluster).question
+    (shape,) = [shape for shape in question.shapes if shape.num_replicas == 1]
+    kind = Kind((0,), tp)
+    choice = judge(question, shape, [kind], [work_of(kind, shape.pools)], [NUM_LAYERS])
+    assert choice is not None
+    return choice.step_s
+
+
+def _real_s(tp: int, folder: Path) -> float:
+    number = str(NUM_WARM + NUM_STEPS + 1)
+    words = [*MODEL.split(), *TRAINING.split(), "--train-iters", number, "--vtp-size-list", str(tp)]
+    command = ["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words]
+    marks = run_ranks([Seat(wait_s=0.0)] * tp, command, None, folder / "run")
+    steps = [end - begin - (after - before) for (begin, before), (end, after) in pairwise(marks)]
+    return statistics.median(steps[NUM_WARM:])
+
+
+if __name__ == "__main__":
+    main()

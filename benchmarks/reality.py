@@ -1,0 +1,341 @@
+"""Predicted beside measured: clusters of emulated cards, what ``search`` says of them, and what their steps take.
+
+    python -m benchmarks.reality --out FOLDER                 all clusters, best and uniform layout, five steps of each
+    python -m benchmarks.reality --out FOLDER --only 3 --others 20     also 20 random layouts of the third one
+
+Every kind of card is profiled alone by ``profile``, the links by ``profile --links`` on all ranks. These files are
+hashed; then ``search`` reads them, and nothing else, and its layouts train by megatron.training under the plugin,
+over gloo. Layers are real and small; each also waits (``benchmarks/emulated.py``), by kind of card. Two sites are
+joined by an emulated line (``benchmarks/wan``), which needs root. Results are added to FOLDER/results.jsonl; what
+stands there is not run again, and ``--table`` prints it as ``docs/search.md`` has it. ``--swapped`` runs the control:
+two kinds of cards change places behind the prediction's back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated import ROOT, Seat, run_ranks
+from benchmarks.wan.link import LinkUnavailableError, Site, WanLink
+from vtp_plugin.cli import search
+from vtp_plugin.cli.asked import Asked, read_question
+from vtp_plugin.cli.parser import Parser
+from vtp_plugin.cluster.read import read_cluster
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.search.fastest import fastest
+from vtp_plugin.search.judge import Choice, judge
+from vtp_plugin.search.question import Kind
+from vtp_plugin.search.stage import Works
+
+# Seconds that a layer's forward pass waits, for one sample.
+KINDS = {"new": 0.020, "mid": 0.036, "old": 0.060}
+MODEL = """
+    --hidden-size 48 --num-attention-heads 12 --seq-length 48 --max-position-embeddings 48
+    --micro-batch-size 1 --global-batch-size 8 --vocab-size 127 --make-vocab-size-divisible-by 4
+    --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --vtp-device cpu
+"""
+TRAINING = """
+    --lr 1e-3 --min-lr 1e-4 --log-interval 1000 --eval-interval 1000 --eval-iters 0 --mock-data --num-workers 0
+    --tokenizer-type NullTokenizer
+"""
+NUM_WARM, NUM_STEPS = 2, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A cluster and a model.
+
+    Attributes:
+        name: for people.
+        nodes: kind of cards, how many, and the site of every node.
+        num_layers: of the model.
+        line: latency in ms and rate in Mbit/s between the sites; None where there is one site.
+    """
+
+    name: str
+    nodes: tuple[tuple[str, int, Site | None], ...]
+    num_layers: int
+    line: tuple[float, float] | None = None
+
+
+CASES = (
+    Case(name="one new card, one old", nodes=(("new", 1, None), ("old", 1, None)), num_layers=8),
+    Case(name="two new cards, an old one", nodes=(("new", 2, None), ("old", 1, None)), num_layers=8),
+    Case(name="two nodes of two, new and old", nodes=(("new", 2, None), ("old", 2, None)), num_layers=8),
+    Case(
+        name="an edge, two cards in the cloud",
+        nodes=(("mid", 1, "edge"), ("new", 2, "cloud")),
+        num_layers=8,
+        line=(10.0, 1000.0),
+    ),
+    Case(name="four new cards, two old", nodes=(("new", 4, None), ("old", 2, None)), num_layers=12),
+    Case(name="one card of each kind", nodes=(("new", 1, None), ("mid", 1, None), ("old", 1, None)), num_layers=9),
+    Case(name="a node of four that lost one", nodes=(("mid", 4, None), ("mid", 3, None)), num_layers=8),
+    Case(
+        name="an old edge, four cards in the cloud",
+        nodes=(("old", 1, "edge"), ("new", 4, "cloud")),
+        num_layers=8,
+        line=(20.0, 200.0),
+    ),
+    Case(name="two old nodes, a new one", nodes=(("old", 2, None), ("old", 2, None), ("new", 2, None)), num_layers=10),
+    Case(name="one new card, three old", nodes=(("new", 1, None), ("old", 3, None)), num_layers=8),
+    Case(name="three nodes, all unlike", nodes=(("mid", 2, None), ("old", 1, None), ("new", 1, None)), num_layers=8),
+    Case(name="equal cards, unequal nodes", nodes=(("mid", 2, None), ("mid", 1, None)), num_layers=9),
+)
+
+
+def main() -> None:
+    """Run what is missing, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of profiles, logs and results")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of clusters, from 1 on")
+    parser.add_argument("--others", type=int, default=0, help="random layouts to run besides")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of every layout, taking turns")
+    parser.add_argument("--swapped", action="store_true", help="the control: predictions must miss")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results(options.out / ("swapped.jsonl" if options.swapped else "results.jsonl"))
+    if not options.table:
+        for number in options.only or range(1, len(CASES) + 1):
+            _run_case(number, options, results)
+    print("\n".join(_table(results)))
+
+
+class Results:
+    """What was measured, a line for each run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self.rows = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a run."""
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def of(self, number: int) -> dict[str, list[dict[str, Any]]]:
+        """Give the runs of a cluster, by layout."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["case"] == number:
+                found.setdefault(row["layout"], []).append(row)
+        return found
+
+
+def _run_case(number: int, options: argparse.Namespace, results: Results) -> None:
+    case, folder = CASES[number - 1], options.out / f"{number:02}"
+    folder.mkdir(exist_ok=True)
+    try:
+        link = nullcontext() if case.line is None else WanLink(*case.line)
+        with link as line:
+            hashes = _profile(case, folder, options.out, line)
+            words = [*MODEL.split(), "--num-layers", str(case.num_layers)]
+            asked = read_asked(words, folder / "cluster.toml")
+            layouts = _layouts(asked, number, options.others)
+            for turn in range(options.rounds):
+                for name, choice in layouts.items():
+                    if len(results.of(number).get(name, [])) > turn:
+                        continue
+                    measured = _measure(case, choice, asked, folder / name, line, swapped=options.swapped)
+                    row = {"case": number, "layout": name, "hashes": hashes, "predicted_s": choice.step_s}
+                    row |= {"measured_s": measured, "sizes": choice.sizes, "layers": choice.layers}
+                    results.add(row | {"replicas": choice.shape.num_replicas})
+                    ratio = choice.step_s / statistics.median(measured)
+                    print(
+                        f"{number:2} {name:9} {choice.sizes} {choice.layers} predicted/measured {ratio:.3f}", flush=True
+                    )
+    except LinkUnavailableError as reason:
+        print(f"{number:2} {case.name}: left out, {reason}", file=sys.stderr)
+
+
+def _profile(case: Case, folder: Path, profiles: Path, line: WanLink | None) -> dict[str, str]:
+    """Let ``profile`` write what is missing, and the cluster's file; give the hashes of the profiles."""
+    words = [*MODEL.split(), "--num-layers", "2"]
+    kinds = sorted({kind for kind, _, _ in case.nodes})
+    for kind in kinds:
+        path = profiles / f"{kind}.toml"
+        if not path.exists():
+            command = ["profile", *words, "--out", str(path), "--tp-sizes", "1,2,3,4", "--rounds", "10"]
+            run_ranks([Seat(wait_s=KINDS[kind])], command, None, folder / f"profile-{kind}")
+    links = folder / "links.toml"
+    if not links.exists():
+        seats = [
+            Seat(wait_s=0.0, node=f"node {number}", site=site)
+            for number, (_, cards, site) in enumerate(case.nodes)
+            for _ in range(cards)
+        ]
+        command = ["profile", "--links", "--out", str(links), "--vtp-device", "cpu"]
+        run_ranks(seats, [*command, "--vtp-node", "{node}", "--vtp-site", "{site}"], line, folder / "profile-links")
+    text = [f'[cards.{kind}]\nprofile = "../{kind}.toml"\n' for kind in kinds]
+    for kind, cards, site in case.nodes:
+        at = f'site = "{site}"\n' if site else ""
+        text.append(f'[[nodes]]\ncards = "{kind}"\ncards_per_node = {cards}\n{at}')
+    text.append('[links]\nprofile = "links.toml"\n')
+    (folder / "cluster.toml").write_text("\n".join(text))
+    files = [links, *(profiles / f"{kind}.toml" for kind in kinds)]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
+
+def read_asked(words: Sequence[str], cluster: Path) -> Asked:
+    """Read what ``search`` is asked."""
+    parser = Parser(add_help=False)
+    search.add_arguments(parser)
+    args, args.unknown = parser.parse_known_args([*words, "--cluster", str(cluster)])
+    return read_question(args, read_cluster(cluster))
+
+
+def _layouts(asked: Asked, number: int, num_others: int) -> dict[str, Choice]:
+    found = fastest(asked.question, num_best=1)
+    layouts = {"best": found.best[0]}
+    if found.uniform is not None:
+        layouts["uniform"] = found.uniform
+    known = {(one.sizes, one.layers, one.nodes) for one in layouts.values()}
+    others = _random_layouts(asked, random.Random(number))
+    tries = 0
+    while len(layouts) < 2 + num_others and tries < 10_000:
+        tries += 1
+        choice = next(others)
+        if choice is not None and (key := (choice.sizes, choice.layers, choice.nodes)) not in known:
+            known.add(key)
+            layouts[f"other {len(layouts) - 1}"] = choice
+    return layouts
+
+
+def _random_layouts(asked: Asked, chance: random.Random) -> Iterator[Choice | None]:
+    """Yield layouts that use every node, in any order, with layers at random."""
+    question = asked.question
+    while True:
+        shape = chance.choice(question.shapes)
+        works = Works(shape.pools)
+        kinds: list[Kind] = []
+        for place, pool in enumerate(shape.pools):
+            for room in pool.rooms:
+                sizes = [size for size in pool.speeds if size * shape.num_replicas <= room]
+                if sizes:
+                    size = chance.choice(sizes)
+                    number = chance.randint(1, room // (size * shape.num_replicas))
+                    kinds += [Kind((place,) * shape.num_replicas, size)] * number
+        if not kinds or len(kinds) > question.num_layers:
+            continue
+        chance.shuffle(kinds)
+        cuts = sorted(chance.sample(range(1, question.num_layers), len(kinds) - 1))
+        ends = [0, *cuts, question.num_layers]
+        layers = [end - start for start, end in pairwise(ends)]
+        yield judge(question, shape, kinds, [works[kind] for kind in kinds], layers)
+
+
+def _measure(
+    case: Case, choice: Choice, asked: Asked, log: Path, line: WanLink | None, *, swapped: bool
+) -> list[float]:
+    words = [*MODEL.split(), *TRAINING.split(), "--num-layers", str(case.num_layers)]
+    words += [*search.flags(asked, choice), "--train-iters", str(NUM_WARM + NUM_STEPS + 1)]
+    layout = PipelineLayout.from_sizes(choice.sizes, world_size=choice.num_cards)
+    kinds = [kind for kind, _, _ in case.nodes]
+    waits = dict(KINDS)
+    if swapped:
+        one, other = sorted(set(kinds))[:2]
+        waits[one], waits[other] = waits[other], waits[one]
+    seats: list[Seat] = []
+    for rank in range(choice.num_cards):
+        stage = layout.stage_of(rank)
+        replica = next(r for r in range(layout.stages[stage].dp) if rank in layout.tp_ranks(stage, r, 0))
+        kind, _, site = case.nodes[choice.nodes[stage][replica][0]]
+        seats.append(Seat(wait_s=waits[kind], site=site))
+    marks = run_ranks(seats, ["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words], line, log)
+    return [end - start for (start, _), (end, _) in pairwise(marks)][NUM_WARM:]
+
+
+def _table(results: Results) -> Iterator[str]:
+    yield "| cluster | layout | list | layers | replicas | predicted ms | measured ms | predicted / measured |"
+    yield "|---|---|---|---|---|---|---|---|"
+    pairs: list[str] = []
+    for number, case in enumerate(CASES, start=1):
+        rows = {name: Measured.of(runs) for name, runs in results.of(number).items()}
+        for name in [name for name in ("best", "uniform") if name in rows]:
+            one = rows[name]
+            yield (
+                f"| {case.name} | {name} | {one.layout} | {1e3 * one.predicted_s:.0f} | {1e3 * one.measured_s:.0f} | "
+                f"{one.predicted_s / one.measured_s:.3f} |"
+            )
+        if {"best", "uniform"} <= rows.keys():
+            best, uniform = rows["best"], rows["uniform"]
+            predicted, measured = (
+                best.predicted_s / uniform.predicted_s,
+                best.measured_s / uniform.measured_s,
+            )
+            pairs.append(f"| {case.name} | {predicted:.3f} | {measured:.3f} | {_regret(rows)} |")
+    yield ""
+    yield "| cluster | best / uniform, predicted | measured | regret against random layouts |"
+    yield "|---|---|---|---|"
+    yield from pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A layout that ran.
+
+    Attributes:
+        layout: list, layers and replicas, as cells of a table.
+        predicted_s: a step.
+        measured_s: median of its steps.
+        high_s: upper end of the 95 % interval of the median.
+        low_s: lower end.
+    """
+
+    layout: str
+    predicted_s: float
+    measured_s: float
+    low_s: float
+    high_s: float
+
+    @classmethod
+    def of(cls, runs: Sequence[dict[str, Any]]) -> Measured:
+        """Take the runs of one layout together."""
+        steps = sorted(each for run in runs for each in run["measured_s"])
+        # Ranks between which the median lies with 95 %, as of a binomial distribution.
+        reach = 0.98 * math.sqrt(len(steps))
+        middle = (len(steps) - 1) / 2
+        low, high = max(0, math.floor(middle - reach)), min(len(steps) - 1, math.ceil(middle + reach))
+        first = runs[0]
+        return cls(
+            layout=f"{_join(first['sizes'])} | {_join(first['layers'])} | {first['replicas']}",
+            predicted_s=first["predicted_s"],
+            measured_s=statistics.median(steps),
+            low_s=steps[low],
+            high_s=steps[high],
+        )
+
+
+def _regret(rows: Mapping[str, Measured]) -> str:
+    """Say how much quicker the quickest other layout is, beyond the 95 % intervals."""
+    others = [one for name, one in rows.items() if name.startswith("other")]
+    if not others:
+        return "-"
+    quickest = min(others, key=lambda one: one.measured_s)
+    beyond = max(0.0, rows["best"].low_s / quickest.high_s - 1)
+    return f"{100 * beyond:.1f} % of {len(others)}; quickest / best {quickest.measured_s / rows['best'].measured_s:.3f}"
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+if __name__ == "__main__":
+    main()
