@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
@@ -23,7 +24,9 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.words import without
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.hosts import find_host
-from vtp_plugin.session import Session
+
+if TYPE_CHECKING:
+    from vtp_plugin.session import Session
 
 _TEXT = """\
 One process on one card of each kind, without its peers, and without a list: sizes 1, 2, 4, ... up to --cards, or
