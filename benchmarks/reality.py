@@ -51,7 +51,7 @@ TRAINING = """
     --lr 1e-3 --min-lr 1e-4 --log-interval 1000 --eval-interval 1000 --eval-iters 0 --mock-data --num-workers 0
     --tokenizer-type NullTokenizer
 """
-NUM_WARM, NUM_STEPS = 2, 6
+NUM_WARM, NUM_STEPS = 1, 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,10 @@ CASES = (
     ),
     Case(name="four new cards, two old", nodes=(("new", 4, None), ("old", 2, None)), num_layers=12),
     Case(name="one card of each kind", nodes=(("new", 1, None), ("mid", 1, None), ("old", 1, None)), num_layers=9),
-    Case(name="a node of four that lost one", nodes=(("mid", 4, None), ("mid", 3, None)), num_layers=8),
+    # Not more ranks: over gloo their sums fill two cores.
+    Case(
+        name="a node of two that lost one", nodes=(("mid", 2, None), ("mid", 1, None), ("new", 1, None)), num_layers=9
+    ),
     Case(
         name="an old edge, four cards in the cloud",
         nodes=(("old", 1, "edge"), ("new", 4, "cloud")),

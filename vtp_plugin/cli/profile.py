@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from vtp_plugin.session import Session
 
 _TEXT = """\
-One process on one card of each kind, without its peers, and without a list: sizes 1, 2, 4, ... up to --cards, or
---tp-sizes, are timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends.
-So messages cost nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with
-the files: docs/search.md."""
+One process on one card of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
+timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends. So messages cost
+nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with the files:
+docs/search.md."""
 _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds", "--kind")
 _MOST_CARDS = 8
 

@@ -201,8 +201,7 @@ def _order(
 ) -> tuple[bool, tuple[float, tuple[float, ...]]]:
     """Choose between Megatron's order and the planned one, which is taken where it gains; and give its times."""
     stock = pipeline_time(placement, costs, num_microbatches, is_planned=False)
-    busiest = max(map(sum, zip(costs.forward, costs.backward, strict=True)))
-    if is_stock or sum(costs.latency) < _LEAST_GAIN * busiest:
+    if is_stock or not costs.latency:
         return False, stock
     planned = pipeline_time(placement, costs, num_microbatches)
     return (True, planned) if planned[0] * (1 + _LEAST_GAIN) < stock[0] else (False, stock)

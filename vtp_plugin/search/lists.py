@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations_with_replacement, groupby, permutations
+from operator import mul
 from typing import NamedTuple
 
 from vtp_plugin.search.put import has_rooms
@@ -91,12 +93,14 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
         for i in range(len(kinds) + 1)
     ]
     # Where memory is the limit, both ends of the model may have time enough.
-    is_by_time = all(number == _whole(most_s, works[kind]) for number, kind in zip(most_layers, kinds, strict=True))
+    is_by_time = all(
+        number == _whole(most_s, works[kind].least_s) for number, kind in zip(most_layers, kinds, strict=True)
+    )
     needed = question.num_layers + (_lost([works[kind] for kind in kinds], most_s) if is_by_time else 0)
 
     def go(first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]) -> Iterator[Row]:
         if first == len(kinds):
-            yield _row(question, shape, works, chosen)
+            yield _row(question, shape, works, chosen, below_s())
             return
         kind = kinds[first]
         for count in _counts(kind, reach, chosen, left, most_stages - stages if most_layers[first] else 0):
@@ -117,7 +121,8 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
 def _most_layers(question: Question, shape: Shape, kind: Kind, work: Work, most_s: float) -> int:
     """Bound the layers of a stage by its time; with less memory than for all layers by that, too."""
     held = most_held(question, shape, kind, work)
-    return _whole(most_s, work) if held >= question.num_layers else min(held, _whole(most_s, work))
+    whole = _whole(most_s, work.least_s)
+    return whole if held >= question.num_layers else min(held, whole)
 
 
 def _counts(
@@ -135,48 +140,49 @@ def _counts(
     return (most, 0) if reach.takes_all else range(most, -1, -1)
 
 
-def _row(question: Question, shape: Shape, works: Works, chosen: Sequence[tuple[Kind, int]]) -> Row:
+def _row(question: Question, shape: Shape, works: Works, chosen: Sequence[tuple[Kind, int]], below_s: float) -> Row:
+    """Bound a list; what is no shorter than ``below_s`` even in parts of layers is not bounded any further."""
     if not chosen:
         return Row((), math.inf)
     own, counts = [works[kind] for kind, _ in chosen], [count for _, count in chosen]
     rates = [1 / work.least_s for work in own]
-    rate = sum(count * one for count, one in zip(counts, rates, strict=True))
-    busiest = _busiest(question.num_layers, counts, own)
-    return Row(tuple(chosen), _least_s(question, shape, sum(counts), rate, busiest, min(rates), max(rates)))
+    rate = sum(map(mul, counts, rates))
+    bound = partial(_least_s, question, shape, sum(counts), rate, slowest=min(rates), quickest=max(rates))
+    least_s = bound(question.num_layers / rate)
+    if least_s < below_s:
+        least_s = bound(_busiest(question.num_layers, counts, own))
+    return Row(tuple(chosen), least_s)
 
 
 def _busiest(num_layers: int, counts: Sequence[int], works: Sequence[Work]) -> float:
     """Bound the time of the busiest stage: the shortest in which whole layers and both ends of the model have room."""
     time = num_layers / sum(count / work.least_s for count, work in zip(counts, works, strict=True))
     while True:
-        layers = [_whole(time, work) for work in works]
-        room = sum(count * number for count, number in zip(counts, layers, strict=True))
+        layers = [_whole(time, work.least_s) for work in works]
+        room = sum(map(mul, counts, layers))
         if room >= num_layers and room >= num_layers + _lost(works, time):
             return time
         time = min(
-            more + (_whole(time - more, work) + 1) * work.least_s
-            for work in works
-            for more in (0.0, sum(work.first_s), sum(work.last_s), sum(work.first_s) + sum(work.last_s))
+            more + (_whole(time - more, work.least_s) + 1) * work.least_s for work in works for more in work.ends_s
         )
 
 
-def _whole(time: float, work: Work) -> int:
+def _whole(time: float, layer_s: float) -> int:
     """Count the layers that a stage computes in a time."""
-    return max(0, int(time / work.least_s + 1e-9))
+    return int(time / layer_s + 1e-9) if time > 0 else 0
 
 
 def _lost(works: Sequence[Work], time: float) -> int:
     """Count the layers that have no room, since the first and the last stage have more to do than layers."""
-
-    def lost(more: Callable[[Work], float]) -> int:
-        return min((_whole(time, work) - _whole(time - more(work), work) for work in works), default=0)
-
-    apart = lost(lambda work: sum(work.first_s)) + lost(lambda work: sum(work.last_s))
-    return min(apart, lost(lambda work: sum(work.first_s) + sum(work.last_s)))
+    lost = [
+        min((_whole(time, work.least_s) - _whole(time - work.ends_s[end], work.least_s) for work in works), default=0)
+        for end in (1, 2, 3)
+    ]
+    return min(lost[0] + lost[1], lost[2])
 
 
 def _least_s(
-    question: Question, shape: Shape, stages: int, rate: float, busiest: float, slowest: float, quickest: float
+    question: Question, shape: Shape, stages: int, rate: float, busiest: float, *, slowest: float, quickest: float
 ) -> float:
     """Bound a step from below.
 

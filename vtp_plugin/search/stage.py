@@ -21,6 +21,8 @@ class Work:
         gradient_bytes: likewise.
         first_s: forward and backward of what the first stage has before its layers.
         last_s: likewise of what the last stage has behind them.
+        ends_s: of a stage without ends of the model, with what is before its layers, behind them, and with both:
+            forward and backward together.
         least_s: forward and backward of the quickest layer.
         memory_bytes: of a card; None where it does not count.
     """
@@ -31,6 +33,7 @@ class Work:
     gradient_bytes: tuple[float, ...]
     first_s: tuple[float, float]
     last_s: tuple[float, float]
+    ends_s: tuple[float, float, float, float]
     least_s: float
     memory_bytes: int | None
 
@@ -65,13 +68,15 @@ def work_of(kind: Kind, pools: Sequence[Pool]) -> Work:
     forward, backward = sums([speed.forward_s for speed in speeds]), sums([speed.backward_s for speed in speeds])
     num_layers = len(forward) - 1
     nothing = (0.0,) * num_layers
+    first, last = slowest([speed.first_s for speed in speeds]), slowest([speed.last_s for speed in speeds])
     return Work(
         forward_s=forward,
         backward_s=backward,
         update_s=sums([speed.update_s or nothing for speed in speeds]),
         gradient_bytes=sums([speed.gradient_bytes or nothing for speed in speeds]),
-        first_s=slowest([speed.first_s for speed in speeds]),
-        last_s=slowest([speed.last_s for speed in speeds]),
+        first_s=first,
+        last_s=last,
+        ends_s=(0.0, sum(first), sum(last), sum(first) + sum(last)),
         least_s=min(forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(num_layers)),
         memory_bytes=min((limit for limit in known if limit is not None), default=None),
     )
