@@ -118,6 +118,9 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
 ) -> None:
     reference, whole = known(form)
     folder, trial = small_disk / "saved", Trial(form, "before a shard", rank=0)
+    grow = ["mount", "-o", "remount,size=64m", str(small_disk)]
+    if trouble == "read-only":
+        subprocess.run(grow, check=True)
     # Mounted once more: the first mount cannot be read-only while files are open.
     act = "" if trouble == "full" else f"mount --bind {small_disk} {small_disk}; mount -o remount,bind,ro {small_disk}"
     runs = train(pool, folder, form, (), None if trouble == "full" else trial, act=act)
@@ -126,7 +129,7 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
     assert any(f"cannot be written: {error}" in run.output for run in runs), runs[0].output[-3000:]
     if trouble == "read-only":
         subprocess.run(["umount", str(small_disk)], check=True)
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    subprocess.run(grow, check=True)
     assert [*judge(folder, trial, reference)] == []
     assert [*resume(pool, folder, trial, whole)] == []
 
