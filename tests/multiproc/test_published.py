@@ -64,6 +64,7 @@ def start(pool: Pool, kind: Kind, layout: Layout, flags: Sequence[str], folder: 
 
 # NVIDIA's own scripts, which older hosts run, do not hand on the factor of this model.
 @pytest.mark.needs("our_example", cases=("llama-3-tied-",))
+@pytest.mark.needs("experts", cases=("qwen-3-moe-", "mixtral-"))
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_a_run_computes_what_transformers_computes(
     pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str

@@ -92,6 +92,7 @@ def test_flags_that_contradict_an_import(
 
 
 @pytest.mark.needs("our_example", cases=("llama-3-tied",))
+@pytest.mark.needs("experts", cases=("qwen-3-moe", "mixtral"))
 @pytest.mark.parametrize(
     "name", ["llama-3", *(pytest.param(n, marks=pytest.mark.full) for n in KINDS if n != "llama-3")]
 )
