@@ -6,9 +6,10 @@ import filecmp
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -158,13 +159,45 @@ def test_what_was_killed_goes_on(
         assert filecmp.cmp(tmp_path / "to/release" / name, tmp_path / "whole/release" / name, shallow=False), name
 
 
+AMIDST = 52  # a write in which torch has written some of an archive, and says that its end is not where it must be
+
+
+class Writing:
+    """A file in which something happens while torch writes; torch makes another error of what is raised there."""
+
+    def __init__(self, file: Any, happen: Callable[[], None]) -> None:
+        self._file, self._happen = file, happen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._happen()
+        return count
+
+
+def happens_in_writes(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], None]) -> None:
+    """Let something happen in every write of an import's elements."""
+    from vtp_plugin.offline.writer import PieceWriter
+
+    original = PieceWriter._write_piece
+    monkeypatch.setattr(
+        PieceWriter, "_write_piece", lambda self, piece, file: original(self, piece, cast(Any, Writing(file, happen)))
+    )
+
+
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    left = [AMIDST]
 
-    monkeypatch.setattr("vtp_plugin.offline.writer.PieceWriter._write_piece", full)
+    def full() -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise OSError(28, "No space left on device")
+
+    happens_in_writes(monkeypatch, full)
     code, (line,) = run_action(capsys, "import", "--hf", model_folder, "--to", tmp_path / "to")
     assert code == 2 and "cannot be written: No space left on device" in line and not [*tmp_path.iterdir()]
 
@@ -181,17 +214,19 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
 ) -> None:
     """Ctrl-C, or the end of a job, in the midst of the elements; nothing stops it while it cleans up."""
     from vtp_plugin.offline import beside, export_published
-    from vtp_plugin.offline.writer import PieceWriter
 
     imported(model_folder, tmp_path / "start", capsys)
-    owner, name = (PieceWriter, "_write_piece") if action == "import" else (export_published, "write_header")
-    original, left, removed = getattr(owner, name), [5 if action == "import" else 1], []
+    left, removed = [AMIDST if action == "import" else 1], []
 
-    def write(*args: Any) -> None:
-        original(*args)
+    def stop_once(*_: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), number)
+
+    if action == "import":
+        happens_in_writes(monkeypatch, stop_once)
+    else:
+        monkeypatch.setattr(export_published, "write_header", stop_once)
 
     def remove(folder: Path, **options: Any) -> None:
         os.kill(os.getpid(), number)
@@ -199,7 +234,6 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
         remove_really(folder, **options)
 
     remove_really = shutil.rmtree
-    monkeypatch.setattr(owner, name, write)
     monkeypatch.setattr(beside.shutil, "rmtree", remove)
     words = {
         "import": ("--hf", model_folder, "--to", tmp_path / "new" / "out"),
@@ -211,7 +245,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     finally:
         signal.signal(number, before)
     assert code == 2 and f"{tmp_path / 'new' / 'out'} was not written to its end: stopped by" in line
-    assert left[0] == 0 and removed and [path.name for path in tmp_path.iterdir()] == ["start"]
+    assert left[0] <= 0 and removed and [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
 def test_another_checkpoint_is_refused(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

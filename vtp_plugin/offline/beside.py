@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.whole import discard, make_folder, partial_of, put_in_place, sync, sync_folders
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, VtpError
 
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -61,41 +61,54 @@ def undone_if_it_fails(target: Path, undo: Callable[[], None]) -> Iterator[None]
     Raises:
         ConfigError: it cannot be written, or the process was told to stop.
     """
-    with _stopped_once():
+    with _stopped_once() as signals:
         try:
             yield
-        except OSError as error:
+        except (Exception, KeyboardInterrupt) as error:
             undo()
-            raise ConfigError(
-                f"{target} cannot be written: {error.strerror}; make room, or give another folder"
-            ) from error
-        except KeyboardInterrupt:
-            undo()
-            raise ConfigError(
-                f"{target} was not written to its end: stopped by a signal; nothing half-written is left; start the "
-                "command again"
-            ) from None
-        except Exception:
-            undo()
+            if signals:
+                raise ConfigError(
+                    f"{target} was not written to its end: stopped by a signal; nothing half-written is left; start "
+                    "the command again"
+                ) from None
+            if (cause := _failed_write(error)) is not None:
+                raise ConfigError(
+                    f"{target} cannot be written: {cause.strerror}; make room, or give another folder"
+                ) from error
             raise
 
 
+def _failed_write(error: BaseException | None) -> OSError | None:
+    """Return what the system said, also where torch has made another error of it."""
+    while error is not None and not isinstance(error, VtpError):
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 @contextmanager
-def _stopped_once() -> Iterator[None]:
-    """Let SIGTERM be as Ctrl-C, and nothing stop what cleans up after it."""
+def _stopped_once() -> Iterator[list[int]]:
+    """Let SIGTERM be as Ctrl-C, and nothing stop what cleans up after it.
+
+    Yields:
+        The signal that came, if one did: torch makes another error of the interrupt where it was writing.
+    """
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
 
-    def stop(*_: Any) -> None:
-        for number in _STOPPING:
-            signal.signal(number, signal.SIG_IGN)
+    def stop(number: int, _: Any) -> None:
+        came.append(number)
+        for each in _STOPPING:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     heard = (number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN)
     before = {number: signal.signal(number, stop) for number in heard}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
