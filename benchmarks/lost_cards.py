@@ -181,7 +181,11 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
             trials.append({"seed": seed, **asdict(fault), **_strike(cluster, watcher, fault)})
             if trials[-1]["outcome"] != "went on":
                 break
+        # Each step that an earlier attempt had begun is read to its end.
+        if trials[-1]["outcome"] == "went on":
+            _wait(cluster, watcher, lambda: _is_ahead(cluster))
         steps, entries = cluster.steps(), read_log(folder / "faults.jsonl")
+        entries = [entry for entry in entries if steps and entry.get("step", 0) <= steps[-1].iteration]
         text = "".join(cluster.log(name).read_text(errors="replace") for name in cluster.agents)
         with contextlib.suppress(subprocess.TimeoutExpired):  # what still lives is found below
             cluster.stop()
@@ -199,6 +203,13 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
     whole = {"seed": seed, "steps": len(steps), "problem": problem, "orphans": _orphans(folder), "files": left}
     with results.open("a") as file:
         file.writelines(json.dumps(entry) + "\n" for entry in [*trials, {"run": whole}])
+
+
+def _is_ahead(cluster: Cluster) -> bool | None:
+    """Tell whether the newest attempt has come farther than all before."""
+    steps = cluster.steps()
+    newest = steps[-1]
+    return newest.iteration > max((s.iteration for s in steps if s.attempt != newest.attempt), default=0) + 1 or None
 
 
 def _require_told(text: str) -> None:

@@ -289,10 +289,10 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("way", ["killed", "ended"])
+@pytest.mark.parametrize("way", ["killed", "killed with its group", "ended"])
 def test_what_a_rank_has_started_ends_with_it(way: str, tmp_path: Path) -> None:
     """So do its processes, and what it has in the folder for temporary files."""
-    seconds = "600" if way == "killed" else "1"
+    seconds = "1" if way == "ended" else "600"
     words, env = [sys.executable, "-c", LEAVE, seconds], {**os.environ, "TMPDIR": str(tmp_path)}
     rank = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True, env=env)
     assert rank.stdout is not None
@@ -300,6 +300,8 @@ def test_what_a_rank_has_started_ends_with_it(way: str, tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()]
     if way == "killed":
         rank.kill()
+    elif way == "killed with its group":
+        os.killpg(rank.pid, signal.SIGKILL)
     rank.wait()
     rank.stdout.read()  # ends when no process of the group holds it open
     deadline_s = time.monotonic() + 20.0 * pace()

@@ -2,13 +2,14 @@
 
 torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
 killed. A process that the rank has started then waits for work for ever. So a small process, which this file is as a
-script, looks whether the rank still lives, and then ends the rank's group, itself with it, and removes the folder that
-multiprocessing makes for the rank and its children: for sockets, and for the files of
+script, looks whether the rank still lives, and then ends the rank's group and removes the folder that multiprocessing
+makes for the rank and its children: for sockets, and for the files of
 :meth:`~vtp_plugin.checkpoint.saving.Savings.scratch`. It imports neither torch nor the plugin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import shutil
@@ -29,7 +30,8 @@ def end_leftovers() -> bool:
         return False
     folder = multiprocessing.util.get_temp_dir()  # made here, so that its name is known before the rank is killed
     words = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
-    subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=False)
+    # Not in the group: torchrun kills that of a rank that does not end when it is told to.
+    subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     return True
 
 
@@ -38,8 +40,9 @@ def _watch(rank: int, folder: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == rank:
         time.sleep(_LOOK_S)
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in it
+        os.killpg(rank, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
