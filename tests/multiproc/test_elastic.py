@@ -208,6 +208,7 @@ def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,1", "2"]
         require_same(cluster, FIRST_OF_THREE)
+        assert "the launcher ended" not in cluster.log("a").read_text()
         if is_looped:
             cluster.start("a", 3, "--global-batch-size", "9")
             assert cluster.finish("a") == 9

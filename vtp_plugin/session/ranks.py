@@ -17,7 +17,7 @@ from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.life.rendezvous import open_store
+from vtp_plugin.runtime.life.rendezvous import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.life.startup import Agreement
 from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
 from vtp_plugin.runtime.step.measure import Posted, share_reports
@@ -195,7 +195,13 @@ class AllRanks:
 
 
 def _store_keeper(environment: Mapping[str, str]) -> str:
-    """Say whose end takes the run's store away."""
+    """Say whose end takes the run's store away.
+
+    >>> _store_keeper({}), _store_keeper({"MASTER_ADDR": "a"}), _store_keeper({KEEPER_VARIABLE: "rank 2"})
+    ('the launcher or rank 0', 'rank 0', 'rank 2')
+    """
+    if keeper := environment.get(KEEPER_VARIABLE):
+        return keeper
     if "MASTER_ADDR" not in environment:
         return "the launcher or rank 0"
     return "the launcher" if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

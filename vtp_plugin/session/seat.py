@@ -16,7 +16,7 @@ from vtp_plugin.runtime.life.cards import Card, settle_seats
 from vtp_plugin.runtime.life.launchers import SHARE_VARIABLE
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.progress import hand_on, note_end
-from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, open_own_store, open_store
+from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.life.server import is_agent_store, serves_store
 from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
@@ -139,6 +139,7 @@ def take_seat(
     if seat.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
         environment[CARD_VARIABLE] = name_card(own)
+        environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
         hand_on(outcome["sizes"], outcome["last"], environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat

@@ -29,6 +29,8 @@ from vtp_plugin.runtime.life.waiting import WAITED, WaitingLines, poll, time_lim
 _NUM_PINGS = 5
 ATTEMPT_VARIABLE = "VTP_ATTEMPT"
 """Set in a process whose ranks have agreed before on the name of this attempt."""
+KEEPER_VARIABLE = "VTP_STORE_KEEPER"
+"""Set in such a process: who keeps the store, in words."""
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
