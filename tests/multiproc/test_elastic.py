@@ -41,6 +41,7 @@ def require_same(cluster: Cluster, first: str, num_replicas: int = 1) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
 def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
@@ -61,6 +62,7 @@ def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 def test_three_do_not_divide(tmp_path: Path) -> None:
     """12 heads in 4 groups and sequence parallelism: of eight cards seven are left, and all seven go on."""
     flags = [*FIT, "--vtp-stages", "2:3", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
@@ -78,6 +80,7 @@ def test_three_do_not_divide(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 def test_a_kill_without_a_fault_gives_the_same_list(tmp_path: Path) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(tmp_path, flags, nodes="2") as cluster:
@@ -143,6 +146,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize(
     ("stages", "number", "lists", "replicas", "first"),
     [
@@ -194,6 +198,7 @@ def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("is_looped", [False, True], ids=["restarts", "loop"])
 def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
     """It restarts its ranks; or a shell starts it again. Then a start that nothing can cure ends the loop."""
@@ -216,6 +221,7 @@ def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.needs("scripts_here")
 def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
     """Nothing is left beside the checkpoint that would keep the next start from going on."""
     flags = [*FIT, "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", "--train-iters", "6"]
