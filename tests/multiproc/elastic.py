@@ -223,7 +223,7 @@ class Cluster:
         stamped, last = [], ""
         for name in self.agents:
             for line in self.log(name).read_text(errors="replace").splitlines():
-                if stamp := re.search(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\]", line):
+                if stamp := re.search(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\]", line):
                     last = stamp[1]
                 if _LIST.search(line) or STEP.search(line):
                     stamped.append((last, line))
