@@ -67,7 +67,7 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
         sys.exit(seat.wait_outside(own))
     # A flag that the fitted list gives, too, is not given twice.
     given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
-    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words], seat
+    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words, *_state_words(words)], seat
 
 
 def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
@@ -113,6 +113,11 @@ def _warn_of_cyclic(args: argparse.Namespace) -> None:
             "--dataloader-type cyclic: which samples come next depends on the number of replicas; where that changes "
             "with the cards, some come twice and some never: --dataloader-type single keeps the order"
         )
+
+
+def _state_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Leave random states alone where this Megatron ends, with status 0, if a list has no place for them."""
+    return () if _has_layouts() or "--no-load-rng" in words else ("--no-load-rng",)
 
 
 def _has_layouts() -> bool:
