@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.cluster.machines import Part, Time
+from vtp_plugin.errors import MissingError
 from vtp_plugin.platform import Platform
 from vtp_plugin.platform.alone import alone_in_world
 
@@ -81,10 +82,18 @@ def _cases(asked: Asked) -> Iterator[tuple[int, int, bool]]:
 
 
 def _read(words: Sequence[str], tp: int) -> argparse.Namespace:
-    """Read Megatron's flags as a run of one stage does."""
-    from megatron.training.arguments import parse_args, validate_args
-    from megatron.training.global_vars import set_args
+    """Read Megatron's flags as a run of one stage does.
 
+    Raises:
+        MissingError: there is no ``megatron.training``.
+    """
+    try:
+        from megatron.training.arguments import parse_args, validate_args
+        from megatron.training.global_vars import set_args
+    except ImportError as error:
+        raise MissingError(
+            f"profile builds layers as megatron.training does: {error}; put the Megatron-LM of the run on PYTHONPATH"
+        ) from None
     of_a_run = {"RANK": "0", "WORLD_SIZE": str(tp), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     before, argv = {name: os.environ.get(name) for name in of_a_run}, sys.argv
     os.environ.update(of_a_run)

@@ -149,6 +149,7 @@ MODEL_WORDS = [
         (["--tp-sizes", "5"], "--tp-sizes 5: --num-attention-heads 12; stage 0 has tensor-parallel size 5"),
         (["--rounds", "0"], "--rounds 0; give at least one"),
         (["--hidden-size", "0"], "profile needs to know the model: give --hidden-size"),
+        (["--out", "none/new.toml"], "--out none/new.toml: there is no folder none; make it"),
         (["--links"], "--links needs all ranks; start it with the run's launcher"),
     ],
 )

@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Time and write."""
+    if not options.out.resolve().parent.is_dir():
+        raise ConfigError(
+            f"--out {options.out}: there is no folder {options.out.parent}; make it, or choose another file"
+        )
     if options.links:
         _links(options)
         return
