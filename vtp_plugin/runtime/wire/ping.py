@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 import torch
@@ -120,7 +120,7 @@ def _time_pair(pair: tuple[int, int], platform: Platform) -> Link | None:
         return None
     latency_s = _one_way_s(pair, platform, _SMALL_BYTES, _NUM_SMALL)
     large_s = _one_way_s(pair, platform, _LARGE_BYTES, _NUM_LARGE)
-    return Link(latency_s=latency_s, bytes_per_s=_LARGE_BYTES / max(large_s - latency_s, 1e-9))
+    return _link(latency_s, large_s)
 
 
 def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
@@ -129,23 +129,27 @@ def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
 
+    # Ranks that compute between two sums come one after another, and on a host they fall asleep in between.
+    pause_s = _PAUSE_S if platform.host_blocking_wait else 0.0
+
     def took_s(num_bytes: int, number: int) -> float:
         tensor = torch.zeros(num_bytes // 4, device=platform.device())
-        each_s = []
-        for _ in range(_NUM_WARM + number):
-            if platform.host_blocking_wait:
-                # Ranks that compute between two sums come one after another, and fall asleep in between.
-                time.sleep(_PAUSE_S)
-            begin_s = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
-            platform.module().synchronize()
-            each_s.append(time.perf_counter() - begin_s)
+        each_s = _rounds_s(lambda: dist.all_reduce(tensor, group=group), number, platform, pause_s=pause_s)
         # A layer waits for several of them: where a few take long, as on a busy host, their share counts, too.
-        return statistics.mean(each_s[_NUM_WARM:])
+        return statistics.mean(each_s)
 
     small_s, large_s = took_s(_SMALL_BYTES, _NUM_SMALL), took_s(_LARGE_BYTES, _NUM_LARGE)
     dist.destroy_process_group(group)
-    return Link(latency_s=small_s, bytes_per_s=_LARGE_BYTES / max(large_s - small_s, 1e-9))
+    return _link(small_s, large_s)
+
+
+def _link(small_s: float, large_s: float) -> Link:
+    """Give the link that takes so long for a small and for a large message; on a busy machine both may take as long.
+
+    >>> _link(1.0, 3.0).bytes_per_s == _LARGE_BYTES / 2.0, _link(3.0, 2.0).bytes_per_s == _LARGE_BYTES / 0.1
+    (True, True)
+    """
+    return Link(latency_s=small_s, bytes_per_s=_LARGE_BYTES / max(large_s - small_s, large_s / 20))
 
 
 def _one_way_s(pair: tuple[int, int], platform: Platform, num_bytes: int, number: int) -> float:
@@ -153,11 +157,22 @@ def _one_way_s(pair: tuple[int, int], platform: Platform, num_bytes: int, number
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
     is_first = dist.get_rank() == pair[0]
     peer = pair[is_first]
-    took_s = []
-    for _ in range(_NUM_WARM + number):
-        begin_s = time.perf_counter()
+
+    def go_and_return() -> None:
         for sends in (is_first, not is_first):
             dist.send(tensor, peer) if sends else dist.recv(tensor, peer)
+
+    return statistics.median(_rounds_s(go_and_return, number, platform)) / 2
+
+
+def _rounds_s(act: Callable[[], object], number: int, platform: Platform, *, pause_s: float = 0.0) -> list[float]:
+    """Time something several times, after some rounds that do not count, each behind a pause."""
+    took_s = []
+    for _ in range(_NUM_WARM + number):
+        if pause_s:
+            time.sleep(pause_s)
+        begin_s = time.perf_counter()
+        act()
         platform.module().synchronize()
-        took_s.append((time.perf_counter() - begin_s) / 2)
-    return statistics.median(took_s[_NUM_WARM:])
+        took_s.append(time.perf_counter() - begin_s)
+    return took_s[_NUM_WARM:]
