@@ -19,6 +19,7 @@ from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.read import read_ask
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import vocabulary_words
+from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
@@ -146,7 +147,13 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
 
 def features_of(args: argparse.Namespace, model: Model) -> dict[str, object]:
     """List what the times of a model's parts depend on."""
-    return features(model, itemsize_bytes=2 if args.bf16 or args.fp16 else 4, topk=args.moe_router_topk or 2)
+    microbatch = activation_flags.read_microbatch(args)
+    return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
+
+
+def _topk(microbatch: Microbatch) -> int:
+    """Give the experts of a token; 0 without experts."""
+    return 0 if microbatch.routing is None else microbatch.routing.topk
 
 
 def _check(args: argparse.Namespace, command: str) -> None:
@@ -180,14 +187,15 @@ def _shapes(
     parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
     if not parts:
         raise ConfigError(ask.problems_of_size(1)[0])
+    microbatch = activation_flags.read_microbatch(args)
     all_replicas = range(1, num_cards // ask.least_stages + 1) if ask.num_replicas is None else (ask.num_replicas,)
     for size in sizes:
         batch = Batch(
             size=size,
             length=args.seq_length,
-            itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
+            itemsize_bytes=microbatch.itemsize_bytes,
             gradient_itemsize_bytes=gradient_itemsize_bytes,
-            topk=args.moe_router_topk or 2,
+            topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
         )

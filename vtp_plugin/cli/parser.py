@@ -60,8 +60,13 @@ def read_sizes(text: str) -> list[int]:
     return sizes
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, *, flag: str = "--output") -> None:
     """Write a result.
+
+    Args:
+        path: of the file.
+        text: what is written.
+        flag: that gave the path, for the error.
 
     Raises:
         ConfigError: it cannot be written.
@@ -69,22 +74,23 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="ascii")
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}; choose another file") from error
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; choose another file") from error
 
 
-def check_ending(path: Path | None, endings: Mapping[str, str]) -> None:
+def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "--output") -> None:
     """Refuse a file whose ending names no format of the command.
 
     Args:
-        path: of ``--output``; None is accepted.
+        path: of the flag; None is accepted.
         endings: the formats by their endings.
+        flag: that gave the path, for the error.
 
     Raises:
         ConfigError: the ending is another one.
     """
     if path is not None and path.suffix not in endings:
         known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
-        raise ConfigError(f"--output {path}: the name must end in {known}")
+        raise ConfigError(f"{flag} {path}: the name must end in {known}")
 
 
 def print_json(command: str, result: Mapping[str, object]) -> None:

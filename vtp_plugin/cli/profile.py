@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--tp-sizes {size}: {problems[0]}")
     model_of = features_of(options, model)
     with _device(options) as session:
-        write_file(options.out, _times(options, model, model_of, session))
+        write_file(options.out, _times(options, model, model_of, session), flag="--out")
 
 
 @contextmanager
@@ -148,4 +148,4 @@ def _links(options: argparse.Namespace) -> None:
         finally:
             dist.destroy_process_group()
     if found is not None:
-        write_file(options.out, write_links(found))
+        write_file(options.out, write_links(found), flag="--out")

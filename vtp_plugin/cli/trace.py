@@ -69,12 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Join, write and print."""
-    check_ending(options.out, _ENDINGS)
+    check_ending(options.out, _ENDINGS, flag="--out")
     files = read_files(options.folder)
     steps = join_files(files)
     if options.out is not None:
         is_picture = options.out.suffix == ".svg"
-        write_file(options.out, _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps)))
+        text = _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps))
+        write_file(options.out, text, flag="--out")
     found = differences(steps)
     slower = slower_by_itself(steps, found)
     if options.json:
