@@ -103,16 +103,22 @@ def _noted(notes: Path, act: Callable[[], Any], after: Callable[[], float]) -> A
     watcher = threading.Thread(target=watch, daemon=True)
     dist.barrier()
     watcher.start()
-    begin_s = time.perf_counter()
+    begin_s, begin_bytes = time.perf_counter(), _read_bytes()
     result = act()
     dist.barrier()
     seconds = time.perf_counter() - begin_s
     seconds += after()
     is_over.set()
     watcher.join()
-    note = {"seconds": seconds, "peak_bytes": peak_bytes, "kept_bytes": _resident_bytes()}
+    read_bytes = _read_bytes() - begin_bytes
+    note = {"seconds": seconds, "read_bytes": read_bytes, "peak_bytes": peak_bytes, "kept_bytes": _resident_bytes()}
     (notes / f"{dist.get_rank()}.json").write_text(json.dumps(note))
     return result
+
+
+def _read_bytes() -> int:
+    """Return what this process has read, from the disk or from the file cache."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def _resident_bytes() -> int:

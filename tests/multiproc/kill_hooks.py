@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from vtp_plugin.checkpoint import saving, whole
 from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.whole import PARTIAL
+from vtp_plugin.checkpoint.whole import PARTIAL, InParts
 
 ORDER = "VTP_TEST_KILL"
 """The variable with what is to happen, as JSON: ``point``; ``save``, the iteration that is saved; ``rank`` that comes
@@ -188,9 +188,9 @@ def _watch_removal(killer: _Killer) -> None:
 
 
 def _watch_pieces(killer: _Killer, pieces: Any) -> None:
-    class Stream(pieces._HashedStream):
-        def __init__(self, stream: Any) -> None:
-            super().__init__(stream)
+    class Stream(InParts):
+        def __init__(self, stream: Any, on_part: Any) -> None:
+            super().__init__(stream, on_part)
             killer.pieces += 1
             killer.strike({1: "before a shard", 2: "between shards"}.get(killer.pieces, ""))
 
@@ -202,7 +202,7 @@ def _watch_pieces(killer: _Killer, pieces: Any) -> None:
                 killer.strike("half a shard")
             return half + super().write(memoryview(data)[half:])
 
-    pieces._HashedStream = Stream
+    pieces.InParts = Stream
 
 
 def _watch_files(killer: _Killer) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from tests.checkpoints import by_bucket, make_model
 from tests.unit.test_checkpoint_tools import Run, run  # noqa: F401
+from vtp_plugin.checkpoint import checking
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.checking import PieceChecks
-from vtp_plugin.checkpoint.digest import ALGORITHMS, Hashing
+from vtp_plugin.checkpoint.digest import ALGORITHMS, Hashing, hash_bytes
 from vtp_plugin.checkpoint.files import TRACKER, iterations
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
 from vtp_plugin.checkpoint.newest import candidates, problem_of
@@ -29,10 +39,10 @@ def _empty(file: Path) -> None:
     os.truncate(file, 0)
 
 
-def _flip(file: Path) -> None:
-    """Flip one bit in the middle."""
+def _flip(file: Path, place: int | None = None) -> None:
+    """Flip one bit, in the middle if no place is named."""
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
+    data[len(data) // 2 if place is None else place] ^= 4
     file.write_bytes(data)
 
 
@@ -74,17 +84,62 @@ def test_a_changed_piece_is_found_while_it_is_read(tmp_path: Path) -> None:
     (checkpoint / "__9_0.distcp").write_bytes(b"0123456789")
     manifest = make_manifest(checkpoint, _pieces(checkpoint / "__9_0.distcp", 4, 6))
     with PieceChecks(checkpoint, manifest) as checks:
-        checks.begin(Extent("__9_0.distcp", 0, 4))
-        checks.begin(Extent("__0_0.distcp", 3, 5))
+        _watch(checks, checkpoint, Extent("__9_0.distcp", 0, 4))
+        _watch(checks, checkpoint, Extent("__0_0.distcp", 3, 5))
     _flip(checkpoint / "__9_0.distcp")
     with PieceChecks(checkpoint, manifest) as checks:
-        checks.begin(Extent("__9_0.distcp", 0, 4))
+        _watch(checks, checkpoint, Extent("__9_0.distcp", 0, 4))
     with (
         pytest.raises(ConfigError, match=r"__9_0\.distcp is damaged between bytes 4 and 10; without it .*; copy it"),
         PieceChecks(checkpoint, manifest) as checks,
     ):
-        checks.begin(Extent("__9_0.distcp", 4, 6))
+        _watch(checks, checkpoint, Extent("__9_0.distcp", 4, 6))
         raise ValueError("which torch raises of a damaged archive")
+
+
+def _watch(checks: PieceChecks, checkpoint: Path, extent: Extent) -> Any:
+    file = io.BytesIO((checkpoint / extent.file).read_bytes())
+    return checks.watch(_create_file_view(file, extent.offset, extent.length or 0), extent)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_piece_is_checked_in_whatever_order_it_is_read(data: st.DataObject) -> None:
+    size = 200_000
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = Path(name)
+        (checkpoint / "__9_0.distcp").write_bytes(random.Random(7).randbytes(size))
+        start = data.draw(st.integers(0, size - 1))
+        extent = Extent("__9_0.distcp", start, size - start)
+        manifest = make_manifest(checkpoint, _pieces(checkpoint / "__9_0.distcp", *filter(None, (start, size - start))))
+        damage = data.draw(st.none() | st.integers(start, size - 1))
+        if damage is not None:
+            _flip(checkpoint / "__9_0.distcp", damage)
+        reads = data.draw(st.lists(st.tuples(st.integers(0, size - start), st.integers(0, size), st.booleans())))
+        with contextlib.ExitStack() as stack:
+            if damage is not None:
+                stack.enter_context(pytest.raises(ConfigError, match=f"is damaged between bytes {start} and {size}"))
+            file = _watch(stack.enter_context(PieceChecks(checkpoint, manifest)), checkpoint, extent)
+            wanted = (checkpoint / "__9_0.distcp").read_bytes()[start:]
+            for at, count, is_into in reads:
+                file.seek(at)
+                buffer = bytearray(count)
+                found = buffer[: file.readinto(buffer)] if is_into else file.read(count)
+                assert found == wanted[at : at + count] and file.tell() == at + len(found)
+
+
+def test_torch_reads_a_piece_once_and_little_of_it_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(1 << 20, dtype=torch.float32)
+    torch.save(tensor, tmp_path / "__9_0.distcp")
+    size = (tmp_path / "__9_0.distcp").stat().st_size
+    manifest = make_manifest(tmp_path, _pieces(tmp_path / "__9_0.distcp", size))
+    again: list[int] = []
+    monkeypatch.setattr(checking, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
+    with PieceChecks(tmp_path, manifest) as checks:
+        found = torch.load(_watch(checks, tmp_path, Extent("__9_0.distcp", 0, size)), weights_only=True)
+    assert torch.equal(found, tensor) and sum(again) < size - tensor.nbytes + 1
 
 
 def _pieces(file: Path, *lengths: int) -> dict[Extent, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -106,15 +107,33 @@ def digest_of(
     Raises:
         OSError: the file cannot be read.
     """
-    hashing, buffer = Hashing(algorithm), memoryview(bytearray(_READ_BYTES))
+    hashing = Hashing(algorithm)
     with (folder / extent.file).open("rb", buffering=0) as file:
-        file.seek(extent.offset)
-        left = extent.length
-        while left is None or left > 0:
-            count = file.readinto(buffer if left is None else buffer[:left])
-            if not count:
-                break
-            hashing.update(buffer[:count])
-            on_read(count)
-            left = None if left is None else left - count
+        hash_bytes(hashing, file, extent.offset, extent.length, on_read)
     return str(hashing)
+
+
+def hash_bytes(
+    hashing: Hashing, file: FileIO, offset: int, length: int | None, on_read: Callable[[int], None] = lambda _: None
+) -> None:
+    """Read bytes of a file into a hash.
+
+    Args:
+        hashing: takes them.
+        file: the file.
+        offset: of the first byte.
+        length: how many; None for all that follow. Those behind its end are left out.
+        on_read: called with a number of bytes, whenever so many more have been read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    buffer, left = memoryview(bytearray(_READ_BYTES if length is None else min(length, _READ_BYTES))), length
+    file.seek(offset)
+    while left is None or left > 0:
+        count = file.readinto(buffer if left is None else buffer[:left])
+        if not count:
+            break
+        hashing.update(buffer[:count])
+        on_read(count)
+        left = None if left is None else left - count

@@ -175,8 +175,13 @@ def problem_of_piece(
 ) -> Iterable[str]:
     """Read a piece, and say if it has changed: in no or one text that begins with the file."""
     wanted = manifest.digests[extent]
+    return problem_unless(folder, extent, wanted, lambda: digest_of(folder, extent, algorithm_of(wanted), on_read))
+
+
+def problem_unless(folder: Path, extent: Extent, wanted: str, find: Callable[[], str]) -> Iterable[str]:
+    """Say that a piece has changed, unless the hash that is found is the one that is wanted."""
     try:
-        is_same = digest_of(folder, extent, algorithm_of(wanted), on_read) == wanted
+        is_same = find() == wanted
     except OSError as error:
         return (f"{folder / extent.file} cannot be read ({error.strerror})",)
     end = extent.offset + (extent.length or 0)

@@ -10,9 +10,9 @@ import ctypes
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
 from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
@@ -21,6 +21,8 @@ PARTIAL: Final = "partial_"
 """What the name of a folder begins with while it is written; nothing that looks for ``iter_*`` finds it."""
 _REMOVED: Final = f"{PARTIAL}removed_"
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of Linux
+# ext4 of Linux 6.18 takes 8 MiB in one write five times slower than in eight.
+_PART_BYTES: Final = 1 << 20
 
 
 def partial_of(final: Path) -> Path:
@@ -39,6 +41,33 @@ def final_of(path: str) -> str:
     ('runs/iter_0000100/mp_rank_00/model.pt', 'runs/iter_0000100')
     """
     return "/".join(part.removeprefix(PARTIAL) for part in path.split("/"))
+
+
+class InParts:
+    """A file that is only written, in parts that are small enough for the system to take them fast.
+
+    Args:
+        stream: takes the parts.
+        on_part: called with each part, before it is written.
+
+    >>> import io
+    >>> found = []
+    >>> InParts(io.BytesIO(), lambda part: found.append(len(part))).write(bytes(3 << 19)), found
+    (1572864, [1048576, 524288])
+    """
+
+    def __init__(self, stream: BinaryIO, on_part: Callable[[memoryview], None] = lambda _: None) -> None:
+        self._stream, self._on_part = stream, on_part
+        self.tell, self.flush = stream.tell, stream.flush
+
+    def write(self, data: Any) -> int:
+        """Write bytes; return how many."""
+        whole = memoryview(data).cast("B")
+        for start in range(0, len(whole), _PART_BYTES):
+            part = whole[start : start + _PART_BYTES]
+            self._on_part(part)
+            self._stream.write(part)
+        return len(whole)
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.checkpoint.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.cuts import Strided
+from vtp_plugin.checkpoint.whole import InParts
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.offline.beside import require_new, written_beside
 from vtp_plugin.offline.elements import Elements
@@ -215,7 +216,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
                 write_header(file, tensors)
                 for tensor in tensors:
                     for data in _elements(elements, plan.places[tensor.name]):
-                        file.write(data)
+                        InParts(file).write(data)
                         on_written(len(data))
         if len(plan.files) > 1:
             (part / INDEX).write_text(index_text(plan.files))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from vtp_plugin.checkpoint.archive import Extent, check_archive, itemsize
 from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.index import INDEX
-from vtp_plugin.checkpoint.whole import partial_of, whole_folder
+from vtp_plugin.checkpoint.whole import InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
 from vtp_plugin.offline.elements import SLAB_BYTES, typed
@@ -36,7 +36,7 @@ from vtp_plugin.offline.elements import SLAB_BYTES, typed
 JOURNAL: Final = "vtp_journal.jsonl"
 """The name of the file that says what is written, while not all is."""
 _FILE_BYTES: Final = 1 << 30
-_COPY_BYTES: Final = 8 << 20
+_COPY_BYTES: Final = 1 << 20
 
 
 class Part(Protocol):
@@ -274,7 +274,7 @@ class PieceWriter:
         if piece.dtype is None:
             file.write(piece.data)
             return
-        torch.save(read_box(self._source, piece.parts, piece.box, piece.dtype), file)
+        torch.save(read_box(self._source, piece.parts, piece.box, piece.dtype), cast(Any, InParts(file)))
 
     def _finish(self, ending: Ending) -> None:
         """Write what all ranks share, the index, and the other files."""

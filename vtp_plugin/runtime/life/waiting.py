@@ -15,6 +15,7 @@ from vtp_plugin.runtime.life.error_file import write_error_file
 EXIT_CODE = 1
 WAITED = "start-up: waited"
 POLL_S = 0.02
+_FIRST_POLL_S = 0.001
 JUDGE_SHARE = 0.9
 """Of the time that ranks wait for each other: rank 0 judges first, so that the others read in time what it found."""
 UNKNOWN_PEER = (
@@ -66,14 +67,18 @@ class WaitingLines:
 def poll(
     is_true: Callable[[], bool], limit_s: float, *, pause_s: float = POLL_S, lines: WaitingLines | None = None
 ) -> bool:
-    """Call ``is_true`` until it returns True or the time is up, at least once; return what it returned last."""
-    deadline_s = time.monotonic() + limit_s
+    """Call ``is_true`` until it returns True or the time is up, at least once; return what it returned last.
+
+    It is called often at first, since most waits are short, and then every ``pause_s``.
+    """
+    deadline_s, next_s = time.monotonic() + limit_s, _FIRST_POLL_S
     while not is_true():
         if time.monotonic() > deadline_s:
             return False
         if lines is not None:
             lines.say()
-        time.sleep(pause_s)
+        time.sleep(min(next_s, pause_s))
+        next_s *= 2
     return True
 
 

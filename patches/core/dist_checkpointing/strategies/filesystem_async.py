@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.digest import Hashing
+from vtp_plugin.checkpoint.whole import InParts
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -63,26 +64,14 @@ def _hashing(original: Callable[..., Any]) -> Callable[..., Any]:
     def write(*args: Any, **kwargs: Any) -> Any:
         # Older torches have no transforms before the stream.
         place = next(number for number, each in enumerate(args) if hasattr(each, "fileno"))
-        stream = _HashedStream(args[place])
+        hashing = Hashing()
+        stream = InParts(args[place], hashing.update)
         result = original(*args[:place], stream, *args[place + 1 :], **kwargs)
         args[place].flush()  # what is in Python's buffer is not synced
-        setattr(result.storage_data, _DIGEST, str(stream.hashing))
+        setattr(result.storage_data, _DIGEST, str(hashing))
         return result
 
     return write
-
-
-class _HashedStream:
-    """A file that is only written, and the hash of that."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.hashing = Hashing()
-        self.tell, self.flush = stream.tell, stream.flush
-
-    def write(self, data: Any) -> int:
-        self.hashing.update(data)
-        return self._stream.write(data)
 
 
 @replaces(

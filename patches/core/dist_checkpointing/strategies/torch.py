@@ -49,8 +49,9 @@ def checking(reader_class: type[Any]) -> type[Any]:
                 return super().read_data(plan, planner)
 
         def _slice_file(self, file: Any, info: Any) -> Any:
-            if self.vtp_checks is not None:
-                self.vtp_checks.begin(Extent(info.relative_path, info.offset, info.length))
-            return super()._slice_file(file, info)
+            part = super()._slice_file(file, info)
+            if self.vtp_checks is None:
+                return part
+            return self.vtp_checks.watch(part, Extent(info.relative_path, info.offset, info.length))
 
     return Checking
