@@ -123,7 +123,7 @@ class _Watched(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return bool(self._file.seekable())
+        return True
 
     def tell(self) -> int:
         return self._file.tell()
