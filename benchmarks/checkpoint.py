@@ -79,8 +79,8 @@ def main() -> None:
                         figures[f"save {how}"].append(max(note["seconds"] for note in notes))
                         continue
                     _forget(folder)
-                    for name in (_COLD, _WARM):
-                        _note_load(name.format(how), _run(how, what, folder, options.hidden_size), figures)
+                    for label in (_COLD, _WARM):
+                        _note_load(label.format(how), _run(how, what, folder, options.hidden_size), figures)
                 if variant == "plugin" and not options.short:
                     _reshard(folder, figures)
                 if number == 0:
@@ -94,6 +94,7 @@ def _forget(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
+                os.fsync(file.fileno())  # what is not written yet is not forgotten
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

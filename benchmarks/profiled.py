@@ -3,7 +3,9 @@
     python -m benchmarks.profiled --rounds 5
 
 A small GPT is profiled and trained by turns, by megatron.training under the plugin on CPUs. What a step should take is
-what the parts take, times microbatches, and the optimizer. Printed are medians over the rounds, and their range.
+what the parts take, times microbatches, and the optimizer. As a control, two runs of one rank each that know nothing of
+each other train at once: by how much their steps are longer than those of one alone is what two busy cores cost on this
+machine. Printed are medians over the rounds, and their range.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,15 +50,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     ratios: dict[int, list[float]] = {1: [], 2: []}
+    crowded: list[float] = []
     with tempfile.TemporaryDirectory(prefix="vtp-profiled-") as folder:
         for _ in range(options.rounds):
             for tp, found in ratios.items():
                 predicted_s, real_s = _predicted_s(tp, Path(folder)), _real_s(tp, Path(folder))
                 found.append(predicted_s / real_s)
                 print(f"tp {tp}: profile {1e3 * predicted_s:7.1f} ms, step {1e3 * real_s:7.1f} ms", flush=True)
+            crowded.append(_crowded_s(Path(folder)) / _real_s(1, Path(folder) / "alone"))
+            print(f"two runs of one rank at once: {crowded[-1]:.3f} of a step of one alone", flush=True)
     for tp, found in ratios.items():
         spread = f"{min(found):.3f} to {max(found):.3f}"
         print(f"tp {tp}: profile / step less sums {statistics.median(found):.3f} ({spread}, {len(found)} rounds)")
+    print(f"two at once / one alone {statistics.median(crowded):.3f} ({min(crowded):.3f} to {max(crowded):.3f})")
 
 
 def _predicted_s(tp: int, folder: Path) -> float:
@@ -73,12 +80,19 @@ def _predicted_s(tp: int, folder: Path) -> float:
 
 
 def _real_s(tp: int, folder: Path) -> float:
+    folder.mkdir(exist_ok=True)
     number = str(NUM_WARM + NUM_STEPS + 1)
     words = [*MODEL.split(), *TRAINING.split(), "--train-iters", number, "--vtp-size-list", str(tp)]
     command = ["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words]
     marks = run_ranks([Seat(wait_s=0.0)] * tp, command, None, folder / "run")
     steps = [end - begin - (after - before) for (begin, before), (end, after) in pairwise(marks)]
     return statistics.median(steps[NUM_WARM:])
+
+
+def _crowded_s(folder: Path) -> float:
+    """Train two runs of one rank at once; return what a step takes."""
+    with ThreadPoolExecutor(2) as threads:
+        return statistics.mean(threads.map(lambda number: _real_s(1, folder / str(number)), range(2)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoints import QKV, SHAPES, Model, by_bucket, by_name, make_model, run_action
 from tests.hosts import PYTHON_PATH
+from tests.unit.test_published_bad_input import happens_in_writes
 from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.map_file import MAP
@@ -151,6 +154,29 @@ def test_what_was_stopped_goes_on(run: Run, tmp_path: Path, count: int, is_torn:
     assert (
         (whole / "__0_0.distcp").read_bytes().startswith(before if not is_torn else before[: -len("PK and some more")])
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, None], ids=["SIGINT", "SIGTERM", "full"])
+def test_what_stops_it_is_one_line_and_the_same_command_goes_on(run: Run, tmp_path: Path, number: int | None) -> None:
+    a = by_bucket(tmp_path / "a", make_model())
+    run("reshard", "--from", a, "--to", tmp_path / "whole")
+    left = [60]  # writes, of which the last is in the midst of an archive: torch makes another error of what is raised
+
+    def happen() -> None:
+        left[0] -= 1
+        if left[0] <= 0:
+            if number is None:
+                raise OSError(28, "No space left on device")
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        happens_in_writes(patch, happen)
+        code, (line,) = run("reshard", "--from", a, "--to", tmp_path / "b")
+    why = "cannot be written: No space left on device" if number is None else "was not written to its end: stopped"
+    assert code == 2 and why in line and line.count(";") == 1 and line.endswith("it goes on"), line
+    assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
+    whole, found = (_bytes_of(tmp_path / name / "iter_0000003") for name in ("whole", "b"))
+    assert whole == found
 
 
 def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -> None:

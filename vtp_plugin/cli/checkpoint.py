@@ -180,6 +180,7 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     refuse(check_source(contents))
+    from vtp_plugin.offline.beside import writing_to
     from vtp_plugin.offline.masters import require_masters
     from vtp_plugin.offline.reshard import reshard
 
@@ -190,7 +191,7 @@ def _reshard(options: argparse.Namespace) -> None:
     target = options.target / name
     work, ending = reshard(contents, target)
     found, total = work.find_written(), sum(piece.num_bytes for piece in work.pieces)
-    with progress(total, "reshard") as on_written:
+    with progress(total, "reshard") as on_written, writing_to(target):
         on_written(found)
         work.write(ending, on_written)
     if options.json:

@@ -49,32 +49,32 @@ def remover_of_new(target: Path) -> Callable[[], None]:
 
 
 @contextmanager
-def undone_if_it_fails(target: Path, undo: Callable[[], None]) -> Iterator[None]:
-    """Run what writes a folder; where it fails, or is stopped by Ctrl-C or SIGTERM, take away what it has written.
+def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator[None]:
+    """Run what writes a folder; where it fails, or is stopped by Ctrl-C or SIGTERM, say so in one line.
 
     A process that is killed takes nothing away.
 
     Args:
         target: the folder.
-        undo: what takes it away.
+        undo: what takes away what was written; None where the next attempt goes on with it.
 
     Raises:
         ConfigError: it cannot be written, or the process was told to stop.
     """
+    left = (
+        "nothing half-written is left; start the command again" if undo else "start the command again, and it goes on"
+    )
+    room = "make room, or give another folder" if undo else "make room, and start the command again: it goes on"
     with _stopped_once() as signals:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            undo()
+            if undo is not None:
+                undo()
             if signals:
-                raise ConfigError(
-                    f"{target} was not written to its end: stopped by a signal; nothing half-written is left; start "
-                    "the command again"
-                ) from None
+                raise ConfigError(f"{target} was not written to its end: stopped by a signal; {left}") from None
             if (cause := _failed_write(error)) is not None:
-                raise ConfigError(
-                    f"{target} cannot be written: {cause.strerror}; make room, or give another folder"
-                ) from error
+                raise ConfigError(f"{target} cannot be written: {cause.strerror}; {room}") from error
             raise
 
 
@@ -132,7 +132,7 @@ def written_beside(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         remove()
 
-    with undone_if_it_fails(target, undo):
+    with writing_to(target, undo):
         make_folder(partial)
         yield partial
         for file in partial.iterdir():

@@ -20,7 +20,7 @@ from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import make_folder, partial_of, sync
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
-from vtp_plugin.offline.beside import remover_of_new, require_new, undone_if_it_fails
+from vtp_plugin.offline.beside import remover_of_new, require_new, writing_to
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.published.carried import carried_files
@@ -161,7 +161,7 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
             shutil.rmtree(folder, ignore_errors=True)
         remove()
 
-    with undone_if_it_fails(target, undo):
+    with writing_to(target, undo):
         make_folder(carried)
         for file in carried_files(plan.folder):
             shutil.copyfile(file, carried / file.name)
