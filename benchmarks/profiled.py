@@ -74,7 +74,7 @@ def _predicted_s(tp: int, folder: Path) -> float:
     question = read_asked(MODEL.split(), cluster).question
     (shape,) = [shape for shape in question.shapes if shape.num_replicas == 1]
     kind = Kind((0,), tp)
-    choice = judge(question, shape, [kind], [work_of(kind, shape.pools)], [NUM_LAYERS])
+    choice = judge(question, shape, [kind], [work_of(kind, shape)], [NUM_LAYERS])
     assert choice is not None
     return choice.step_s
 

@@ -226,7 +226,7 @@ def _random_layouts(asked: Asked, chance: random.Random) -> Iterator[Choice | No
     question = asked.question
     while True:
         shape = chance.choice(question.shapes)
-        works = Works(shape.pools)
+        works = Works(shape)
         kinds: list[Kind] = []
         for place, pool in enumerate(shape.pools):
             for room in pool.rooms:

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -28,9 +29,12 @@ Nodes = list[tuple[Pool, int]]
 Stages = list[tuple[int, tuple[int, ...]]]
 
 
-def random_question(seed: int) -> Question:
-    """Make a small cluster of one or two kinds of cards, and a model whose layers may differ."""
-    chance = random.Random(seed)
+def random_question(seed: int) -> tuple[Question, list[int]]:
+    """Make a small cluster of one or two kinds of cards, and a model whose layers may differ; also the nodes' cards."""
+    chance, wider = random.Random(seed), random.Random(f"wider {seed}")
+    # Context parallelism, and so many ranks that have all experts once together.
+    cp, peers = wider.choice([1, 1, 2]), wider.choice([0, 0, 2, 4])
+    inside = Link(latency_s=wider.choice([0.0, 0.02]), bytes_per_s=wider.choice([math.inf, 200.0]))
     num_layers, batch = chance.randint(2, 5), chance.choice([2, 4, 6])
     layers = [chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers)]
     head = chance.choice([0.0, 0.7, 2.0])
@@ -47,30 +51,57 @@ def random_question(seed: int) -> Question:
             last_s=(cut(head), cut(2 * head)),
             update_s=tuple(0.1 * cut(time) for time in layers),
             gradient_bytes=tuple(round(8 * time / size) for time in layers),
+            expert_bytes=tuple(round(24 * time) for time in layers) if peers else (),
+            peers=peers or size,
+            peer_bytes=8,
+            peer_messages=tuple((2, 3) if number % 2 else (0, 0) for number in range(num_layers)) if peers else (),
         )
 
-    pools = []
+    pools, cards = [], []
     for number in range(chance.randint(1, 2)):
         pace = chance.choice([1.0, 1.3, 2.0, 3.0])
         sizes = [1, 2, 3] if chance.random() < 0.3 else [1, 2, 4]
+        rooms = [chance.randint(1, 3) for _ in range(chance.randint(1, 2))]
+        # A card too many in a node is of no use to pairs.
+        own = [cp * room + (wider.randint(0, 1) if cp > 1 else 0) for room in rooms]
+        cards += own
         pools.append(
             Pool(
                 name=f"kind {number}",
-                rooms=tuple(chance.randint(1, 3) for _ in range(chance.randint(1, 2))),
+                rooms=tuple(each // cp for each in own),
                 speeds={size: speed(size, pace) for size in sizes},
-                between=Link(latency_s=chance.choice([0.0, 0.1, 0.5]), bytes_per_s=chance.choice([math.inf, 40.0])),
+                inside=inside,
+                # No quicker than inside a node.
+                between=Link(
+                    latency_s=inside.latency_s + chance.choice([0.0, 0.1, 0.5]),
+                    bytes_per_s=min(inside.bytes_per_s, chance.choice([math.inf, 40.0])),
+                ),
                 memory_bytes=chance.choice([None, 3, 5]),
             )
         )
-    return Question(
+
+    def usable(replicas: int) -> tuple[Pool, ...]:
+        """Leave out sizes whose ranks cannot share the experts."""
+        return tuple(
+            replace(
+                pool,
+                speeds={
+                    size: one for size, one in pool.speeds.items() if not peers or size * cp * replicas % peers == 0
+                },
+            )
+            for pool in pools
+        )
+
+    question = Question(
         num_layers=num_layers,
         shapes=tuple(
             Shape(
                 num_replicas=replicas,
                 num_microbatches=batch // replicas,
                 micro_batch_size=1,
-                pools=tuple(pools),
+                pools=usable(replicas),
                 message_bytes=4,
+                cp=cp,
             )
             for replicas in (1, 2)
         ),
@@ -79,14 +110,16 @@ def random_question(seed: int) -> Question:
         held_bytes=lambda size, replicas, start, end, stage, stages: math.ceil((end - start) * 3 / size),
         tied_bytes=chance.choice([0, 0, 8]),
     )
+    return question, cards
 
 
-def brute(question: Question) -> float:
+def brute(question: Question, cards: list[int]) -> float:
     """Return the shortest step of all layouts."""
     best = math.inf
     for shape in question.shapes:
-        nodes = [(pool, room) for pool in shape.pools for room in pool.rooms]
-        for stages in stage_lists(shape, [room for _, room in nodes], nodes, question.most_stages):
+        pools = [pool for pool in shape.pools for _ in pool.rooms]
+        nodes = [*zip(pools, cards, strict=True)]
+        for stages in stage_lists(shape, cards, nodes, question.most_stages):
             if not stages or len(stages) > question.num_layers:
                 continue
             for cuts in itertools.combinations(range(1, question.num_layers), len(stages) - 1):
@@ -105,7 +138,7 @@ def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Itera
         for places in itertools.combinations_with_replacement(range(len(nodes)), shape.num_replicas):
             if any(size not in nodes[place][0].speeds for place in places):
                 continue
-            rest = [number - size * places.count(place) for place, number in enumerate(left)]
+            rest = [number - size * shape.cp * places.count(place) for place, number in enumerate(left)]
             if min(rest) >= 0:
                 for more in stage_lists(shape, rest, nodes, most - 1):
                     yield [(size, places), *more]
@@ -125,7 +158,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         part = slice(ends[stage], ends[stage + 1])
         own = [max(column) for column in zip(*(speed.forward_s for speed in speeds), strict=True)][part]
         back = [max(column) for column in zip(*(speed.backward_s for speed in speeds), strict=True)][part]
-        more = [(0.0, 0.0)]
+        more = [(0.0, 0.0), exchanged(shape, nodes, size, places, ends[stage], ends[stage + 1])]
         if stage == 0:
             more.append(max(speed.first_s for speed in speeds))
         if stage == len(stages) - 1:
@@ -133,12 +166,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         forward.append(sum(own) + sum(one[0] for one in more))
         backward.append(sum(back) + sum(one[1] for one in more))
         updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
-        size_bytes = sum(speeds[0].gradient_bytes[part])
-        if len(places) == 2:
-            link = between(nodes, *places)
-            sums.append(2 * (link.latency_s + size_bytes / 2 / link.bytes_per_s))
-        else:
-            sums.append(0.0)
+        sums.append(summed(shape, nodes, size, places, ends[stage], ends[stage + 1]))
         if stage:
             before = stages[stage - 1][1]
             pairs = [between(nodes, one, other) for one, other in zip(before, places, strict=True)]
@@ -167,6 +195,42 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
     return end
 
 
+def exchanged(
+    shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+) -> tuple[float, float]:
+    """What ranks that share experts wait for each other, forward and backward."""
+    speed = nodes[places[0]][0].speeds[size]
+    if not speed.peer_messages:
+        return 0.0, 0.0
+    ranks = [place for place in places for _ in range(size * shape.cp)]
+    slowest = 0.0
+    for first in range(0, len(ranks), speed.peers):
+        for pair in itertools.combinations(ranks[first : first + speed.peers], 2):
+            link = between(nodes, *pair)
+            slowest = max(slowest, link.latency_s + 8 / link.bytes_per_s)
+    numbers = speed.peer_messages[start:end]
+    return sum(one[0] for one in numbers) * slowest, sum(one[1] for one in numbers) * slowest
+
+
+def summed(shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int) -> float:
+    """How long rings of ranks sum gradients, and other rings those of experts."""
+    speed = nodes[places[0]][0].speeds[size]
+    ring = [place for place in places for _ in range(shape.cp)]
+    if len(ring) == 1:
+        return 0.0
+    slowest = 0.0
+    for one, other in itertools.pairwise([*ring, ring[0]]):
+        link = between(nodes, one, other)
+        time = 0.0
+        for num_bytes, number in (
+            (sum(speed.gradient_bytes[start:end]), len(ring)),
+            (sum(speed.expert_bytes[start:end]), len(ring) * size // speed.peers),
+        ):
+            time += 2 * (number - 1) * (link.latency_s + num_bytes / number / link.bytes_per_s)
+        slowest = max(slowest, time)
+    return slowest
+
+
 def between(nodes: Nodes, one: int, other: int) -> Link:
     if one == other:
         return nodes[one][0].inside
@@ -175,8 +239,8 @@ def between(nodes: Nodes, one: int, other: int) -> Link:
 
 
 def check(seed: int) -> float:
-    question = random_question(seed)
-    found, least = fastest(question), brute(question)
+    question, cards = random_question(seed)
+    found, least = fastest(question), brute(question, cards)
     assert found.is_complete
     if not found.best:
         assert least == math.inf

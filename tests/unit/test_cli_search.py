@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,55 @@ def test_the_flags_plan_as_they_say(capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads(capsys.readouterr().out)
     assert [stage["tp"] for stage in plan["stages"]] == best["sizes"]
     assert {stage["dp"] for stage in plan["stages"]} == {best["num_replicas"]}
+
+
+EXPERTS = ("--num-experts", "8", "--moe-ffn-hidden-size", "3584", "--moe-router-topk", "2", "--vocab-size", "32000")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--context-parallel-size", "2"),
+        ("--vtp-cp-list", "2,2,2"),
+        (*EXPERTS, "--expert-model-parallel-size", "2"),
+        (*EXPERTS, "--context-parallel-size", "2", "--expert-model-parallel-size", "4", "--vtp-etp-list", "1,1,1"),
+    ],
+)
+def test_other_sizes_are_those_of_all_stages(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of the flags has as many ranks, on nodes that have so many cards, and as much memory of weights."""
+    data = json.loads(found(capsys, "--cluster", CLUSTER, *words, "--vtp-stages", "3:3", "--json"))
+    best = data["best"][0]
+    cp = 2 if "2,2,2" in words or "--context-parallel-size" in words else 1
+    assert best["num_cards"] == cp * sum(best["sizes"]) * best["num_replicas"]
+    taken: dict[str, int] = {}
+    for size, nodes in zip(best["sizes"], best["nodes"], strict=True):
+        for node in nodes:
+            taken[node] = taken.get(node, 0) + cp * size
+    assert all(number <= {"new": 6}.get(node, 4) for node, number in taken.items())
+    main(["plan", *MODEL, *words, *best["flags"], "--world-size", str(best["num_cards"]), "--json"])
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [(stage["tp"], stage["cp"], stage["dp"]) for stage in stages] == [
+        (size, cp, best["num_replicas"]) for size in best["sizes"]
+    ]
+    assert best["source"] == "data sheet"
+
+
+def test_an_optimizer_that_counts_for_nothing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("[cards.one]\nteraflops = 100\n[[nodes]]\ncards = 'one'\ncards_per_node = 1\n[links]\n")
+    main(["search", *MODEL, "--cluster", str(path)])
+    assert "cards.one has no memory_tbyte_per_s: its optimizer counts as 0 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("plan", "--vtp-size-list", "1,2"), ("search", "--help")])
+def test_a_reader_that_leaves_ends_a_command_in_silence(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "vtp_plugin", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read()
+        # argparse takes no notice of who reads its help.
+        assert process.wait(60) in (128 + signal.SIGPIPE, 0 if "--help" in words else None) and not error, error
 
 
 def test_over_a_slow_line_a_planned_order_is_taken_where_it_gains(
@@ -131,7 +183,11 @@ def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: 
     ("words", "text"),
     [
         (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which is for all lists; leave it out"),
-        (["--context-parallel-size", "2"], "--context-parallel-size 2 with search, which does not know what it costs"),
+        (["--context-parallel-size", "8"], "--context-parallel-size 8: no node has so many cards"),
+        (["--vtp-cp-list", "1,2"], "--vtp-cp-list 1,2: search knows one size for all stages; give --context-parallel"),
+        (["--vtp-cp-list", "2,2", "--vtp-ep-list", "2,2,2"], "lists of different lengths: --vtp-cp-list 2, --vtp-ep"),
+        (["--vtp-cp-list", "2,2", "--context-parallel-size", "4"], "contradicts --context-parallel-size; leave one of"),
+        (["--vtp-cp-list", "2,2", "--vtp-stages", "1:4"], "--vtp-stages 1:4 with a list of 2 stages; leave one out"),
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
         (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
         (["--output", "search.png"], "--output search.png: the name must end in .svg (picture)"),

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.cluster.durations import Batch, speed_of
+from vtp_plugin.cluster.durations import speed_of
 from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.cluster.memory import held_bytes
 from vtp_plugin.cluster.read import parse_cluster, read_cluster
+from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.cluster.table import Table
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.activations import Microbatch
@@ -106,6 +107,48 @@ def test_recomputed_layers_run_forward_again_and_replicas_share_the_optimizer() 
     assert shared.update_s[1] == pytest.approx(speed_of(SHEET, Links(), MODEL, BATCH, 1, 3).update_s[1] / 3)
 
 
+def test_context_parallel_ranks_share_the_sequence_and_hand_on_keys_and_values() -> None:
+    links = Links(inside={"": Link(latency_s=0.25, bytes_per_s=1e4)})
+    alone, two = (speed_of(SHEET, links, MODEL, replace(BATCH, cp=cp), 1, 1) for cp in (1, 2))
+    # One hand-over of keys and values of two groups: 16 tokens of each rank, 2 x 6 channels each, 2 bytes.
+    ring = 0.25 + 16 * 2 * 12 * 2 / 1e4
+    assert two.forward_s[0] == pytest.approx(alone.forward_s[0] / 2 + ring)
+    # Backward keys and values go round again, and their gradients.
+    assert two.backward_s[0] == pytest.approx(alone.backward_s[0] / 2 + 2 * ring)
+    assert two.last_s[0] == pytest.approx(alone.last_s[0] / 2)
+    assert two.gradient_bytes == alone.gradient_bytes and two.update_s == alone.update_s
+    shared = speed_of(SHEET, links, MODEL, replace(BATCH, cp=2, shares_update=True), 1, 3)
+    assert shared.update_s[1] == pytest.approx(alone.update_s[1] / 6)
+    # What was measured on one card is fitted to a share of the sequence.
+    halved = speed_of(measured((1, 2, 3.0, 6.0)), links, MODEL, replace(BATCH, cp=2), 1, 1)
+    assert halved.source == "fitted" and halved.forward_s[0] == pytest.approx(1.5 + ring)
+
+
+def test_ranks_that_share_experts_send_tokens_and_keep_fewer_weights() -> None:
+    links = Links(inside={"": Link(latency_s=0.25, bytes_per_s=1e4)})
+    alone, two = (speed_of(SHEET, links, SPARSE, replace(BATCH, ep=ep), 1, 2) for ep in (1, 2))
+    # Routing is even, so experts have as much to do; a rank sends half of two rows a token, there and back.
+    assert two.forward_s == alone.forward_s and alone.peer_messages == ()
+    assert (two.peers, two.peer_bytes) == (2, 32 * 2 * 24 * 2 // 2)
+    assert [*two.peer_messages] == [(2, 2) if has else (0, 0) for has in SPARSE.experts.layers]  # type: ignore[union-attr]
+    again = speed_of(SHEET, links, SPARSE, replace(BATCH, ep=2, is_recomputed=True), 1, 2)
+    assert again.peer_messages[1] == (2, 4)
+    routed = 4 * 4 * 3 * 20 * 24
+    assert two.expert_bytes[1] == routed // 2 and two.expert_bytes[0] == 0
+    assert two.gradient_bytes[1] == alone.gradient_bytes[1] - routed
+    assert two.update_s[1] == pytest.approx(alone.update_s[1] - 28 * routed / 8 / 1e6)
+    gathered = speed_of(SHEET, links, SPARSE, replace(BATCH, ep=2, is_gathered=True), 1, 2)
+    assert (gathered.peer_bytes, gathered.peer_messages[1]) == (32 * 24 * 2, (2, 2))
+
+
+def test_ranks_that_share_an_expert_gather_its_rows() -> None:
+    links = Links(inside={"": Link(latency_s=0.25, bytes_per_s=1e4)})
+    whole, cut = (speed_of(SHEET, links, SPARSE, replace(BATCH, etp=etp, ep=2), 2, 1) for etp in (1, 2))
+    # Two rows of each of 32 tokens, half of them from each of two ranks: a ring of two.
+    assert cut.forward_s[1] == pytest.approx(whole.forward_s[1] + 2 * (0.25 + 2 * 32 * 24 * 2 / 2 / 1e4))
+    assert (whole.peers, cut.peers) == (2, 4)
+
+
 def test_a_card_that_says_nothing_of_a_part_is_refused() -> None:
     card = replace(measured((1, 2, 3.0, 6.0)), name="old")
     with pytest.raises(ConfigError, match="cards.old has no times of experts .it has dense, head, update"):
@@ -132,6 +175,17 @@ def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ..
         expected += (one.activation_bytes or 0) * in_flight
         assert held(2, 1, start, start + number, stage, len(layers)) == expected
         start += number
+
+
+def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan() -> None:
+    training = Training(
+        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None
+    )
+    held = held_bytes(SPARSE, training, None, cp=2, ep=4)
+    layout = PipelineLayout.from_sizes((2, 2), world_size=16, cp=2, ep=4)
+    planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)))
+    for stage, (start, end) in enumerate(((0, 2), (2, 6))):
+        assert held(2, 2, start, end, stage, 2) == planned[layout.leader(stage, 0, 0)].state_bytes
 
 
 SMALL: dict[str, Any] = {
@@ -167,6 +221,21 @@ def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], text: str) -> 
         top = Table({**SMALL, **change}, "the file")
         parse_cluster(top, Path())
         top.done()
+
+
+def test_what_the_file_says_goes_before_a_profile_of_links(tmp_path: Path) -> None:
+    """Also a link for all cards before one that was measured for one kind; what the file does not say stays."""
+    link = "latency_us = {}\ngbyte_per_s = 1\n"
+    (tmp_path / "links.toml").write_text(
+        "".join(f"[{name}]\n{link.format(7)}" for name in ("inside.old", "between", "sums.2", "sums.4", "sums.old.2"))
+    )
+    top = Table({**SMALL, "links": {"profile": "links.toml", "inside": {"latency_us": 5, "gbyte_per_s": 50}}}, "file")
+    links = parse_cluster(top, tmp_path).links
+    assert links.inside_of("old").latency_s == 5e-6 and links.between_of("").latency_s == 7e-6
+    top = Table({**SMALL, "links": {"profile": "links.toml", "sums": {"2": {"latency_us": 5, "gbyte_per_s": 50}}}}, "f")
+    links = parse_cluster(top, tmp_path).links
+    found = [links.sum_of("old", number) for number in (2, 4)]
+    assert [one and one.latency_s for one in found] == [5e-6, 7e-6] and links.inside_of("old").latency_s == 7e-6
 
 
 def test_a_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from vtp_plugin.cli import activation_flags, model_flags
-from vtp_plugin.cluster.durations import Batch, speed_of
+from vtp_plugin.cluster.durations import speed_of
 from vtp_plugin.cluster.machines import Cluster, Nodes
 from vtp_plugin.cluster.memory import held_bytes
 from vtp_plugin.cluster.profile import check_origins, features
+from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
@@ -21,10 +22,18 @@ from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import vocabulary_words
 from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Model
+from vtp_plugin.ground.values import parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.search.judge import Choice
 from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape
+
+# Sizes that are one for all stages, by the name of the plugin's list.
+_LISTS = {
+    "cp": ("--context-parallel-size", parse_cp_list),
+    "ep": ("--expert-model-parallel-size", parse_ep_list),
+    "etp": ("--expert-tensor-parallel-size", parse_etp_list),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,7 @@ class Asked:
         held_bytes: of a stage.
         about_memory: what the memory takes in.
         samples: of a step.
+        silent: what counts for nothing, since the file does not say it.
     """
 
     question: Question
@@ -46,6 +56,7 @@ class Asked:
     held_bytes: HeldBytes
     about_memory: str
     samples: int
+    silent: tuple[str, ...] = ()
 
     def fitted(self, choice: Choice) -> Fitted:
         """Give a layout as one that was fitted to the nodes, each by itself."""
@@ -66,7 +77,7 @@ class Asked:
             num_replicas=choice.shape.num_replicas,
             places=tuple(tuple(starts[pool] + room for pool, room in places) for places in choice.nodes),
             nodes=nodes,
-            cp=1,
+            cp=choice.shape.cp,
             step=choice.step_s,
         )
 
@@ -87,7 +98,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     one = PipelineLayout.from_sizes((1,), world_size=1)
     training = model_flags.read_training(args, one)
     microbatch = activation_flags.read_microbatch(args)
-    why_not = activation_flags.why_no_activations(args, one)
+    why_not = activation_flags.why_no_activations(args, PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp))
     if why_not:
         # Transformer Engine's attention keeps no probabilities; else its layers are taken for local ones.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
@@ -99,7 +110,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
             f"{', '.join(map(str, sizes))}; give another one"
         )
     # Activations grow with the size; the largest one is safe for all.
-    held = held_bytes(model, training, replace(microbatch, size=max(sizes)))
+    held = held_bytes(model, training, replace(microbatch, size=max(sizes)), cp=ask.cp, ep=ask.ep, etp=ask.etp)
     question = Question(
         num_layers=model.num_layers,
         shapes=shapes,
@@ -117,7 +128,17 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         held_bytes=held,
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         samples=args.global_batch_size,
+        silent=tuple(dict.fromkeys(_silent(cluster))),
     )
+
+
+def _silent(cluster: Cluster) -> Iterator[str]:
+    for group in cluster.nodes:
+        card = group.card
+        if card.memory_bytes_per_s is None and not any(time.part == "update" for time in card.times):
+            yield (
+                f"cards.{card.name} has no memory_tbyte_per_s: its optimizer counts as 0 s; give that, or profile it"
+            )
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
@@ -135,14 +156,44 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
     if args.vtp_size_list not in (None, "auto"):
         raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
     args.vtp_size_list = "auto"
+    stages = _read_lists(args)
     config = read_flags(args, VtpConfig())
-    ask = read_ask(args, config, config.stages or (1, args.num_layers or 1))
+    if stages is not None and config.stages not in (None, (stages, stages)):
+        raise ConfigError(
+            f"--vtp-stages {':'.join(map(str, config.stages or ()))} with a list of {stages} stages; leave one out"
+        )
+    ask = read_ask(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
     _check(args, command)
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
     if words := vocabulary_words((1,), ask):
         multiple = int(words[-1])
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     return ask, model
+
+
+def _read_lists(args: argparse.Namespace) -> int | None:
+    """Read lists of other sizes than that of tensor parallelism, which must be one size for all stages.
+
+    Returns:
+        How many stages they are for; None without a list.
+    """
+    found: dict[str, int] = {}
+    for name, (flag, parse) in _LISTS.items():
+        text = getattr(args, f"vtp_{name}_list")
+        if text is None:
+            continue
+        sizes = parse(text)
+        if len(set(sizes)) > 1:
+            raise ConfigError(f"--vtp-{name}-list {text}: search knows one size for all stages; give {flag} instead")
+        if (getattr(args, flag[2:].replace("-", "_")) or sizes[0]) != sizes[0]:
+            raise ConfigError(f"--vtp-{name}-list {text} contradicts {flag}; leave one of them out")
+        setattr(args, flag[2:].replace("-", "_"), sizes[0])
+        setattr(args, f"vtp_{name}_list", None)
+        found[name] = len(sizes)
+    if len(set(found.values())) > 1:
+        shown = ", ".join(f"--vtp-{name}-list {number}" for name, number in found.items())
+        raise ConfigError(f"lists of different lengths: {shown} stages; give one size for every stage")
+    return next(iter(found.values()), None)
 
 
 def features_of(args: argparse.Namespace, model: Model) -> dict[str, object]:
@@ -161,11 +212,10 @@ def _check(args: argparse.Namespace, command: str) -> None:
         raise ConfigError(
             f"--layerwise-disaggregated-training with {command}, which knows plain pipelines only; leave it out"
         )
-    for flag in ("context", "expert_model", "expert_tensor"):
-        size = getattr(args, f"{flag}_parallel_size")
-        if (size or 1) > 1:
-            name = flag.replace("_", "-")
-            raise ConfigError(f"--{name}-parallel-size {size} with {command}, which does not know what it costs; use 1")
+    for flag, _ in _LISTS.values():
+        size = getattr(args, flag[2:].replace("-", "_"))
+        if (size or 1) > 1 and command == "profile":
+            raise ConfigError(f"{flag} {size} with profile, which times a card that has no such peers; leave it out")
     if args.mtp_num_layers:
         raise ConfigError(f"--mtp-num-layers with {command}, which does not know what such a layer costs; leave it out")
     if reason := model_flags.why_unknown(args, lacks_parts=False):
@@ -183,12 +233,17 @@ def _shapes(
     sizes: Sequence[int],
 ) -> Iterator[Shape]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
-    largest = max(group.num_cards for group in cluster.nodes)
+    largest = max(group.num_cards for group in cluster.nodes) // ask.cp
+    if not largest:
+        raise ConfigError(
+            f"--context-parallel-size {ask.cp}: no node has so many cards; a replica of a stage is inside one node"
+        )
     parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
     if not parts:
         raise ConfigError(ask.problems_of_size(1)[0])
     microbatch = activation_flags.read_microbatch(args)
-    all_replicas = range(1, num_cards // ask.least_stages + 1) if ask.num_replicas is None else (ask.num_replicas,)
+    most = num_cards // (ask.cp * ask.least_stages)
+    all_replicas = range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,)
     for size in sizes:
         batch = Batch(
             size=size,
@@ -198,25 +253,32 @@ def _shapes(
             topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
+            cp=ask.cp,
+            ep=ask.ep,
+            etp=ask.etp,
+            is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
         for replicas in all_replicas:
-            if args.global_batch_size % (size * replicas):
+            # Experts need ranks that their sizes divide.
+            own = [tp for tp in parts if ask.layout((tp,), replicas) is not None]
+            if args.global_batch_size % (size * replicas) or not own:
                 continue
             yield Shape(
                 num_replicas=replicas,
                 num_microbatches=args.global_batch_size // (size * replicas),
                 micro_batch_size=size,
-                pools=tuple(_pool(group, cluster, model, batch, replicas, parts) for group in cluster.nodes),
+                pools=tuple(_pool(group, cluster, model, batch, replicas, own) for group in cluster.nodes),
                 message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
+                cp=ask.cp,
             )
 
 
 def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: int, parts: Sequence[int]) -> Pool:
-    links, num_cards = cluster.links, group.num_cards
+    links, room = cluster.links, group.num_cards // batch.cp
     return Pool(
         name=group.name,
-        rooms=(num_cards,) * group.num_nodes,
-        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= num_cards},
+        rooms=(room,) * group.num_nodes,
+        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= room},
         inside=links.inside_of(group.card.name),
         between=links.between_of(group.site),
         site=group.site,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -38,8 +40,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the words after the program's name; default: those of the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    options, unknown = parser.parse_known_args(words)
+    if words[:1] == ["run"]:
+        _obey(words)  # a script's broken pipe is its own affair
+        return
+    try:
+        try:
+            _obey(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read has gone, as `head` does. What is left in the buffer must not be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _obey(words: list[str]) -> None:
+    options, unknown = _parser().parse_known_args(words)
     options.words, options.unknown = words, unknown
     try:
         options.command(options)

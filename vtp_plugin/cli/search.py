@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace) -> None:
         options.micro_batch_size = options.micro_batch_sizes[0]
     check_ending(options.output, {".svg": "picture"})
     asked = read_question(options, read_cluster(options.cluster))
+    for text in asked.silent:
+        print(f"vtp_plugin: {text}", file=sys.stderr)
     found = _search(asked, options)
     if not found.best:
         raise LayoutError(_why_nothing(asked, found))
@@ -149,7 +152,8 @@ def _tokens_per_s(asked: Asked, choice: Choice) -> float:
 
 def _price(asked: Asked, choice: Choice) -> float | None:
     """Give what a million tokens cost; cards that stay idle cost nothing."""
-    prices = [(kind.tp, choice.shape.pools[place].card_price) for kind in choice.kinds for place in kind.places]
+    cp, pools = choice.shape.cp, choice.shape.pools
+    prices = [(kind.tp * cp, pools[place].card_price) for kind in choice.kinds for place in kind.places]
     if any(price is None for _, price in prices):
         return None
     per_hour = sum(number * (price or 0.0) for number, price in prices)
@@ -192,10 +196,10 @@ def _why_nothing(asked: Asked, found: Found) -> str:
     if not found.is_complete:
         return "the search ended before any layout was found; --limit-s gives it more time"
     ask, shape = asked.ask, asked.question.shapes[0]
-    cards = sum(sum(pool.rooms) for pool in shape.pools)
+    cards = sum(group.num_nodes * group.num_cards for group in asked.cluster.nodes)
     limits = [pool.memory_bytes for pool in shape.pools if pool.memory_bytes is not None]
     largest = max(size for pool in shape.pools for size in pool.speeds)
-    stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // largest))
+    stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // (largest * shape.cp)))
     layers = math.ceil(asked.question.num_layers / stages)
     needed = asked.held_bytes(largest, shape.num_replicas, 0, layers, 0, stages)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vtp_plugin.cluster.machines import Card, Links, Time
+from vtp_plugin.cluster.shares import Batch, Shares, count, part_parameters
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.model import Chunk, Model
-from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
-from vtp_plugin.layout.grids import ExpertGrid, StageGrid
+from vtp_plugin.footprint.model import Model
 from vtp_plugin.search.question import Source, Speed, least_sure
 from vtp_plugin.search.stage import sum_s
 
@@ -20,36 +18,10 @@ _LAYERS = ("dense", "experts")
 _NUM_LOSS_SUMS, _LOSS_BYTES = 3, 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A microbatch, and how its numbers are kept.
-
-    Attributes:
-        size: samples.
-        length: tokens of a sample.
-        itemsize_bytes: of an activation.
-        gradient_itemsize_bytes: of what replicas sum.
-        topk: experts of a token.
-        is_recomputed: whole layers run forward again before they run backward.
-        shares_update: replicas share the optimizer's work.
-    """
-
-    size: int
-    length: int
-    itemsize_bytes: int
-    gradient_itemsize_bytes: int
-    topk: int
-    is_recomputed: bool
-    shares_update: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.size * self.length
-
-
 def layer_flops(model: Model, batch: Batch, layer: int) -> float:
-    """Count the operations of a layer's forward pass: two for each weight and token, and causal attention.
+    """Count the operations of a layer's forward pass on a context-parallel rank, all ranks that share it together.
+
+    Two for each weight and token, and causal attention, whose scores context parallelism shares out evenly.
 
     >>> model = Model(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
     ...     num_positions=0, is_gated=False, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
@@ -60,7 +32,7 @@ def layer_flops(model: Model, batch: Batch, layer: int) -> float:
     True
     """
     weights = 0.0
-    for parameter in _parameters(model, layer):
+    for parameter in part_parameters(model, layer):
         share = batch.topk / model.experts.number if parameter.is_expert and model.experts is not None else 1
         weights += parameter.numel * share
     channels = float(model.kv_channels)
@@ -68,16 +40,6 @@ def layer_flops(model: Model, batch: Batch, layer: int) -> float:
         channels = (latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim) / 2
     # Scores and their sum take 2 S S channels of each head; causal, so half of it.
     return 2 * batch.num_tokens * weights + 2 * batch.num_tokens * batch.length * model.heads * channels
-
-
-def _parameters(model: Model, *layers: int, is_first: bool = False, is_last: bool = False) -> tuple[Parameter, ...]:
-    """List the parameters of some layers, and of an end of the model, on one rank."""
-    chunk = Chunk(layers=layers, is_first=is_first, is_last=is_last, is_whole=False)
-    return chunk_parameters(model, chunk, StageGrid(1), ExpertGrid(1, 1, 1))
-
-
-def _numel(parameters: Sequence[Parameter]) -> int:
-    return sum(parameter.numel for parameter in parameters)
 
 
 def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_replicas: int) -> Speed:
@@ -95,10 +57,14 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
         ConfigError: the card says nothing from which they follow.
     """
     sure: set[Source] = set()
+    shared = Shares.of(model, batch, tp, num_replicas)
     # Of activations [S, B, H], or of their slices, which takes as long; and of a number for each token.
-    exchange = _sum_s(card, links, batch.num_tokens * model.hidden * batch.itemsize_bytes, tp)
+    exchange = _sum_s(card, links, shared.activation_bytes, tp)
     of_tokens = _sum_s(card, links, batch.num_tokens * _LOSS_BYTES, tp)
-    if tp > 1 and links.sum_of(card.name, tp) is None:
+    # The ranks that share an expert gather the rows of all of them, and each sums its part of what comes out.
+    of_rows = _sum_s(card, links, shared.row_bytes, shared.etp)
+    ring = (batch.cp - 1) * links.inside_of(card.name).time_s(shared.key_bytes) if batch.cp > 1 else 0.0
+    if any(size > 1 and links.sum_of(card.name, size) is None for size in (tp, shared.etp)) or batch.cp > 1:
         sure.add("fitted")
 
     def part(name: str, flops: float) -> tuple[float, float]:
@@ -106,27 +72,37 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
         sure.add(source)
         return forward, backward
 
-    def update(numel: float) -> float:
-        seconds, source = _update_s(card, numel / num_replicas if batch.shares_update else numel)
+    def update(dense: float, routed: float) -> float:
+        if batch.shares_update:
+            dense, routed = dense / (num_replicas * batch.cp), routed / shared.num_copies
+        seconds, source = _update_s(card, dense + routed)
         sure.add(source)
         return seconds
 
-    layers, updates, sums = [], [], []
-    known: dict[bool, tuple[tuple[float, float], float, int]] = {}
+    layers, updates, sums, routed_sums, messages = [], [], [], [], []
+    known: dict[bool, tuple[tuple[float, float], float, int, int]] = {}
+    passes = 2 if batch.is_recomputed else 1
     for layer in range(model.num_layers):
         has_experts = model.experts is not None and model.experts.layers[layer]
         if has_experts not in known:
-            numel = _numel(_parameters(model, layer)) / tp
+            dense, routed = shared.layer(model, layer)
+            size = round(dense * batch.gradient_itemsize_bytes), round(routed * batch.gradient_itemsize_bytes)
             times = part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
-            known[has_experts] = times, update(numel), round(numel * batch.gradient_itemsize_bytes)
-        (forward, backward), update_s, size = known[has_experts]
-        layers.append((forward + 2 * exchange, backward + (4 if batch.is_recomputed else 2) * exchange))
+            known[has_experts] = times, update(dense, routed), *size
+        (forward, backward), update_s, size, routed_size = known[has_experts]
+        # Attention's sum, and that of what comes behind it.
+        own = exchange + exchange
+        if has_experts and model.experts is not None:
+            own = exchange + (exchange if model.experts.shared_ffn else 0.0) + of_rows
+        layers.append((forward + own + ring, backward + passes * (own + ring) + ring))
+        messages.append((shared.num_messages, passes * shared.num_messages) if has_experts else (0, 0))
         updates.append(update_s)
         sums.append(size)
+        routed_sums.append(routed_size)
     # Both ends of the model belong to the first and the last layer's stage.
-    for layer, parameters in ((0, _parameters(model, is_first=True)), (-1, _parameters(model, is_last=True))):
-        numel = _numel(parameters) / tp
-        updates[layer] += update(numel)
+    for layer, parameters in ((0, part_parameters(model, is_first=True)), (-1, part_parameters(model, is_last=True))):
+        numel = count(parameters) / tp
+        updates[layer] += update(numel, 0.0)
         sums[layer] += round(numel * batch.gradient_itemsize_bytes)
     embedding = part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
     head = part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
@@ -137,13 +113,17 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
         last_s=(head[0] + _NUM_LOSS_SUMS * of_tokens, head[1] + exchange),
         update_s=tuple(updates),
         gradient_bytes=tuple(sums),
+        expert_bytes=tuple(routed_sums) if any(routed_sums) else (),
         source=least_sure(sure),
+        peers=shared.peers,
+        peer_bytes=shared.peer_bytes,
+        peer_messages=tuple(messages) if shared.num_messages else (),
     )
 
 
 def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
     """Give the time in which the ranks of a stage sum a tensor: as it was measured, or else in a ring."""
-    if tp == 1:
+    if tp == 1 or not num_bytes:
         return 0.0
     measured = links.sum_of(card.name, tp)
     return sum_s(num_bytes, tp, links.inside_of(card.name)) if measured is None else measured.time_s(num_bytes)
@@ -152,10 +132,13 @@ def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
 def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:
     """Give forward and backward of a part, without messages."""
     rows = [time for time in card.times if time.part == name]
+    shares = batch.cp > 1 or (name == "experts" and (batch.ep > 1 or (batch.etp or tp) != tp))
     if rows:
         is_recomputed = batch.is_recomputed and name in _LAYERS
         if same := [time for time in rows if time.is_recomputed == is_recomputed]:
-            return _fitted(same, batch, tp)
+            forward, backward, source = _fitted(same, batch, tp)
+            # Timed on one card that has all experts, and the whole sequence.
+            return forward, backward, "fitted" if shares else source
         # Such a layer's backward begins with its forward.
         forward, backward, _ = _fitted(rows, batch, tp)
         return forward, backward + (forward if is_recomputed else -forward), "fitted"
@@ -171,7 +154,8 @@ def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple
 def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[float, float, Source]:
     """Give the times of a part from rows that were measured, those nearest to what is asked."""
     for time in rows:
-        if (time.tp, time.micro_batch_size, time.seq_length) == (tp, batch.size, batch.length):
+        is_whole = batch.cp == 1
+        if is_whole and (time.tp, time.micro_batch_size, time.seq_length) == (tp, batch.size, batch.length):
             return time.forward_s, time.backward_s, "measured"
 
     def of(time: Time) -> float:

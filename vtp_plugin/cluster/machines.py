@@ -140,13 +140,27 @@ class Links:
         return self.sums.get(kind, {}).get(number) or self.sums.get("", {}).get(number)
 
     def __or__(self, other: Links) -> Links:
-        """Add links; those of the other one go before."""
+        """Add links; those of the other one go before, its links for all also before ours for one kind or site.
+
+        >>> slow, quick = Link(latency_s=1.0), Link(latency_s=0.1)
+        >>> (Links(inside={"new": slow}) | Links(inside={"": quick})).inside_of("new").latency_s
+        0.1
+        >>> (Links(sums={"": {2: slow, 4: slow}}) | Links(sums={"": {2: quick}})).sum_of("new", 4).latency_s
+        1.0
+        """
+        for_all = other.sums.get("", {})
+        ours = {kind: {n: link for n, link in each.items() if n not in for_all} for kind, each in self.sums.items()}
         return Links(
-            inside={**self.inside, **other.inside},
-            between={**self.between, **other.between},
+            inside=_over(self.inside, other.inside),
+            between=_over(self.between, other.between),
             across={**self.across, **other.across},
-            sums={**self.sums, **other.sums},
+            sums={kind: {**ours.get(kind, {}), **other.sums.get(kind, {})} for kind in {**ours, **other.sums}},
         )
+
+
+def _over(ours: Mapping[str, Link], other: Mapping[str, Link]) -> dict[str, Link]:
+    """Put links before others; one for all leaves none of these."""
+    return dict(other) if "" in other else {**ours, **other}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, product
 
@@ -12,7 +13,15 @@ from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.search.question import HeldBytes
 
 
-def held_bytes(model: Model, training: Training, batch: Microbatch | None) -> HeldBytes:
+def held_bytes(
+    model: Model,
+    training: Training,
+    batch: Microbatch | None,
+    *,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+) -> HeldBytes:
     """Give what says how much the fullest rank of a stage of 1F1B holds.
 
     Stage i of p keeps the activations of p - i microbatches. What a layer adds is the difference between two layers of
@@ -22,14 +31,18 @@ def held_bytes(model: Model, training: Training, batch: Microbatch | None) -> He
         model: the whole model.
         training: how it is kept.
         batch: a microbatch; None where activations are not known.
+        cp: context-parallel size of every stage, which share the batch's sequences.
+        ep: expert-parallel size of every stage.
+        etp: tensor-parallel size of the experts; None for that of each stage.
     """
+    batch = None if batch is None else replace(batch, length=batch.length // cp)
 
     @cache
     def sums(
         tp: int, num_replicas: int
     ) -> tuple[tuple[tuple[int, int], ...], dict[tuple[bool, bool], tuple[int, int]]]:
         def held(layers: tuple[int, ...], is_first: bool, is_last: bool, is_whole: bool) -> tuple[int, int]:
-            layout = PipelineLayout.from_sizes((tp,), world_size=tp * num_replicas)
+            layout = PipelineLayout.from_sizes((tp,), world_size=tp * cp * num_replicas, cp=cp, ep=ep, etp=etp)
             chunk = Chunk(layers=layers, is_first=is_first, is_last=is_last, is_whole=is_whole)
             return _fullest(footprints(model, training, layout, ((chunk,),), batch))
 

@@ -69,7 +69,7 @@ class _Search:
         self.uniform: Choice | None = None
         self.is_complete = True
         self.num_judged = 0
-        self.works = [Works(shape.pools) for shape in question.shapes]
+        self.works = [Works(shape) for shape in question.shapes]
 
     @property
     def below_s(self) -> float:

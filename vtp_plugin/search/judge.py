@@ -15,7 +15,7 @@ from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.placement import Placement, plain_placement
 from vtp_plugin.search.put import Node, put
 from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
-from vtp_plugin.search.stage import Work, link_between, sum_s
+from vtp_plugin.search.stage import Work, gradients_s, link_between, peer_s
 
 # A planned order is taken where it is quicker by this share.
 _LEAST_GAIN = 0.01
@@ -66,7 +66,7 @@ class Choice:
     @property
     def num_cards(self) -> int:
         """Cards that work."""
-        return sum(self.sizes) * self.shape.num_replicas
+        return sum(self.sizes) * self.shape.cp * self.shape.num_replicas
 
 
 def judge(
@@ -93,11 +93,11 @@ def judge(
     # Ways to put stages into nodes often have the same links.
     known: dict[Costs, tuple[bool, tuple[float, tuple[float, ...]]]] = {}
     for nodes in put(question, shape, kinds):
-        costs = _costs(question, shape, works, ends, nodes)
+        costs = _costs(question, shape, kinds, works, ends, nodes)
         if costs not in known:
             known[costs] = _order(placement, costs, shape.num_microbatches, is_stock=is_stock)
         is_planned, (pipeline_s, ends_s) = known[costs]
-        sums_s = _sums_s(question, shape, works, ends, nodes)
+        sums_s = _sums_s(question, shape, kinds, works, ends, nodes)
         choices.append(
             Choice(
                 kinds=tuple(kinds),
@@ -208,13 +208,22 @@ def _order(
 
 
 def _costs(
-    question: Question, shape: Shape, works: Sequence[Work], ends: Sequence[int], nodes: Sequence[Sequence[Node]]
+    question: Question,
+    shape: Shape,
+    kinds: Sequence[Kind],
+    works: Sequence[Work],
+    ends: Sequence[int],
+    nodes: Sequence[Sequence[Node]],
 ) -> Costs:
     last = len(works) - 1
-    times = [
-        work.times_s(*part, is_first=not stage, is_last=stage == last)
-        for stage, (work, part) in enumerate(_parts(works, ends))
-    ]
+    times = []
+    for stage, (work, (start, end)) in enumerate(_parts(works, ends)):
+        forward, backward = work.times_s(start, end, is_first=not stage, is_last=stage == last)
+        if (numbers := [sums[end] - sums[start] for sums in work.messages]) != [0, 0]:
+            # The nodes may be farther apart than at best, which the times are for.
+            more_s = peer_s(question, shape, kinds[stage], work, nodes[stage]) - work.peer_s
+            forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
+        times.append((forward, backward))
     links = [
         max(
             (link_between(question, shape, *pair) for pair in zip(one, other, strict=True)),
@@ -232,12 +241,18 @@ def _costs(
 
 
 def _sums_s(
-    question: Question, shape: Shape, works: Sequence[Work], ends: Sequence[int], nodes: Sequence[Sequence[Node]]
+    question: Question,
+    shape: Shape,
+    kinds: Sequence[Kind],
+    works: Sequence[Work],
+    ends: Sequence[int],
+    nodes: Sequence[Sequence[Node]],
 ) -> list[float]:
     """Say of every stage how long its replicas sum their gradients, in a ring."""
     found = []
-    for (work, (start, end)), own in zip(_parts(works, ends), nodes, strict=True):
-        num_bytes = work.gradient_bytes[end] - work.gradient_bytes[start]
-        ring = (link_between(question, shape, node, own[i - 1]) for i, node in enumerate(own))
-        found.append(max(sum_s(num_bytes, len(own), link) for link in ring))
+    for kind, (work, part), own in zip(kinds, _parts(works, ends), nodes, strict=True):
+        ring = {link_between(question, shape, node, own[i - 1]) for i, node in enumerate(own)}
+        if shape.cp > 1:
+            ring |= {shape.pools[pool].inside for pool, _ in own}
+        found.append(max(gradients_s(shape, kind, work, part, link) for link in ring))
     return found

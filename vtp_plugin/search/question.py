@@ -33,7 +33,11 @@ class Speed:
         last_s: likewise of what the last stage has behind them.
         update_s: of every layer, the optimizer's time in a step.
         gradient_bytes: of every layer, what replicas sum.
+        expert_bytes: likewise, of experts that only some of a stage's ranks have copies of.
         source: of the time that is least sure.
+        peers: ranks that share experts, which send tokens to each other.
+        peer_bytes: of a message between two of them.
+        peer_messages: of every layer, such messages one after another, in the forward and in the backward pass.
     """
 
     forward_s: tuple[float, ...]
@@ -42,7 +46,11 @@ class Speed:
     last_s: tuple[float, float] = (0.0, 0.0)
     update_s: tuple[float, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    expert_bytes: tuple[int, ...] = ()
     source: Source = "measured"
+    peers: int = 1
+    peer_bytes: int = 0
+    peer_messages: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ class Pool:
 
     Attributes:
         name: for people.
-        rooms: cards of every node.
+        rooms: cards of every node; with context parallelism, how often its size goes into them.
         speeds: by tensor-parallel size; a size without one cannot be used.
         inside: between the cards of a node.
         between: between its nodes.
@@ -101,6 +109,7 @@ class Shape:
         micro_batch_size: samples of a microbatch.
         pools: of cards, with what a microbatch of this size costs.
         message_bytes: of an activation, and of its gradient.
+        cp: context-parallel size of every stage: cards that a replica has for each of its tensor-parallel ranks.
     """
 
     num_replicas: int
@@ -108,6 +117,7 @@ class Shape:
     micro_batch_size: int
     pools: tuple[Pool, ...]
     message_bytes: int = 0
+    cp: int = 1
 
 
 HeldBytes = Callable[[int, int, int, int, int, int], int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 
-from vtp_plugin.search.question import Kind, Link, Pool, Question, Shape
+from vtp_plugin.search.question import Kind, Link, Question, Shape, Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,11 @@ class Work:
         backward_s: likewise.
         update_s: likewise.
         gradient_bytes: likewise.
+        expert_bytes: likewise, of experts that only some ranks have copies of.
+        messages: likewise, of ranks that share experts: forward and backward.
+        peers: ranks that share experts.
+        peer_bytes: of a message between two of them.
+        peer_s: the time of such a message, at best: in the times above.
         first_s: forward and backward of what the first stage has before its layers.
         last_s: likewise of what the last stage has behind them.
         ends_s: of a stage without ends of the model, with what is before its layers, behind them, and with both:
@@ -31,6 +36,11 @@ class Work:
     backward_s: tuple[float, ...]
     update_s: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
+    expert_bytes: tuple[float, ...]
+    messages: tuple[tuple[float, ...], tuple[float, ...]]
+    peers: int
+    peer_bytes: int
+    peer_s: float
     first_s: tuple[float, float]
     last_s: tuple[float, float]
     ends_s: tuple[float, float, float, float]
@@ -47,15 +57,17 @@ class Work:
         return forward, backward
 
 
-def work_of(kind: Kind, pools: Sequence[Pool]) -> Work:
+def work_of(kind: Kind, shape: Shape) -> Work:
     """Give what a kind of stage costs: its replicas wait for the slowest of them.
 
     >>> from vtp_plugin.search.question import Speed
     >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
-    >>> pools = [Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds]
-    >>> work_of(Kind((0, 1), 1), pools).forward_s
+    >>> pools = tuple(Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
+    >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> work_of(Kind((0, 1), 1), shape).forward_s
     (0.0, 2.0, 4.0)
     """
+    pools = shape.pools
     speeds = [pools[place].speeds[kind.tp] for place in kind.pools]
     known = [pools[place].memory_bytes for place in kind.pools]
 
@@ -65,15 +77,27 @@ def work_of(kind: Kind, pools: Sequence[Pool]) -> Work:
     def slowest(ends: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return max(end[0] for end in ends), max(end[1] for end in ends)
 
-    forward, backward = sums([speed.forward_s for speed in speeds]), sums([speed.backward_s for speed in speeds])
-    num_layers = len(forward) - 1
+    one = speeds[0]
+    num_layers = len(one.forward_s)
     nothing = (0.0,) * num_layers
+    peer_s = _best_peer_s(kind, shape, one)
+    counts = one.peer_messages or ((0, 0),) * num_layers
+
+    def layers(rows: Sequence[Sequence[float]], way: int) -> tuple[float, ...]:
+        return sums([[time + number[way] * peer_s for time, number in zip(row, counts, strict=True)] for row in rows])
+
+    forward, backward = layers([each.forward_s for each in speeds], 0), layers([each.backward_s for each in speeds], 1)
     first, last = slowest([speed.first_s for speed in speeds]), slowest([speed.last_s for speed in speeds])
     return Work(
         forward_s=forward,
         backward_s=backward,
         update_s=sums([speed.update_s or nothing for speed in speeds]),
         gradient_bytes=sums([speed.gradient_bytes or nothing for speed in speeds]),
+        expert_bytes=sums([speed.expert_bytes or nothing for speed in speeds]),
+        messages=(sums([[number[0] for number in counts]]), sums([[number[1] for number in counts]])),
+        peers=one.peers,
+        peer_bytes=one.peer_bytes,
+        peer_s=peer_s,
         first_s=first,
         last_s=last,
         ends_s=(0.0, sum(first), sum(last), sum(first) + sum(last)),
@@ -82,15 +106,48 @@ def work_of(kind: Kind, pools: Sequence[Pool]) -> Work:
     )
 
 
+def _best_peer_s(kind: Kind, shape: Shape, speed: Speed) -> float:
+    """Give the time of a message between ranks that share experts, at best."""
+    if not any(map(any, speed.peer_messages)):
+        return 0.0
+    pools = [shape.pools[place] for place in kind.pools]
+    replicas = -(-speed.peers // (kind.tp * shape.cp))
+    if replicas == 1:
+        return max(pool.inside.time_s(speed.peer_bytes) for pool in pools)
+    # Several replicas share experts: they may all be in one node, where one has room for them.
+    links = [pool.between for pool in pools]
+    links += [pool.inside for pool in pools if max(pool.rooms) >= replicas * kind.tp]
+    return min(link.time_s(speed.peer_bytes) for link in links)
+
+
+def peer_s(question: Question, shape: Shape, kind: Kind, work: Work, nodes: Sequence[tuple[int, int]]) -> float:
+    """Give the time of a message between ranks that share experts, over the slowest link between any two of them.
+
+    Args:
+        question: what is asked.
+        shape: of the step.
+        kind: of the stage.
+        work: what it costs.
+        nodes: of its replicas.
+    """
+    ranks = kind.tp * shape.cp
+    slowest = 0.0
+    for start in range(0, ranks * len(nodes), work.peers):
+        own = nodes[start // ranks : -(-(start + work.peers) // ranks)]
+        for pair in combinations(own, 2) if len(own) > 1 else [(own[0], own[0])]:
+            slowest = max(slowest, link_between(question, shape, *pair).time_s(work.peer_bytes))
+    return slowest
+
+
 class Works(dict[Kind, Work]):
     """What kinds of stages cost, computed when it is first asked for."""
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.pools = pools
+        self.shape = shape
 
     def __missing__(self, kind: Kind) -> Work:
-        work = self[kind] = work_of(kind, self.pools)
+        work = self[kind] = work_of(kind, self.shape)
         return work
 
 
@@ -113,6 +170,7 @@ def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
 def link_between(question: Question, shape: Shape, one: tuple[int, int], other: tuple[int, int]) -> Link:
     """Give the link between two nodes, each the number of its pool and its own.
 
+    >>> from vtp_plugin.search.question import Pool
     >>> pools = (Pool(name="a", rooms=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
     >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> question = Question(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2)
@@ -140,17 +198,34 @@ def best_link(question: Question, shape: Shape, one: Kind, other: Kind) -> Link:
 
 def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: int) -> float:
     """Bound from below what the first stage does after its last backward: sum gradients, and step the optimizer."""
-    if shape.num_replicas == 1:
+    if shape.num_replicas * shape.cp == 1:
         return work.update_s[num_layers]
     first, last = kind.places[0], kind.places[-1]
     largest = max(shape.pools[first].rooms)
     is_one_node = first == last and largest >= shape.num_replicas * kind.tp
     link = link_between(question, shape, (first, 0), (last, 0 if is_one_node else 1))
-    return work.update_s[num_layers] + sum_s(work.gradient_bytes[num_layers], shape.num_replicas, link)
+    return work.update_s[num_layers] + gradients_s(shape, kind, work, (0, num_layers), link)
+
+
+def gradients_s(shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], link: Link) -> float:
+    """Say how long a stage sums its gradients, in rings of which a link is the slowest.
+
+    Args:
+        shape: of the step.
+        kind: of the stage.
+        work: what it costs.
+        layers: its first one, and the first one behind it.
+        link: of the rings.
+    """
+    start, end = layers
+    num_ranks = shape.num_replicas * shape.cp
+    dense = sum_s(work.gradient_bytes[end] - work.gradient_bytes[start], num_ranks, link)
+    copies = num_ranks * kind.tp // work.peers
+    return dense + (sum_s(work.expert_bytes[end] - work.expert_bytes[start], copies, link) if copies > 1 else 0.0)
 
 
 def sum_s(num_bytes: float, num_replicas: int, link: Link) -> float:
-    """Say how long replicas sum gradients, in a ring.
+    """Say how long ranks sum what each of them has, in a ring.
 
     >>> sum_s(8, 2, Link(latency_s=0.5, bytes_per_s=4.0)), sum_s(8, 1, Link())
     (3.0, 0.0)
