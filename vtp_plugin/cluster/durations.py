@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.cluster.shares import Batch, Shares, count, part_parameters
@@ -56,69 +57,94 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
     Raises:
         ConfigError: the card says nothing from which they follow.
     """
-    sure: set[Source] = set()
-    shared = Shares.of(model, batch, tp, num_replicas)
-    # Of activations [S, B, H], or of their slices, which takes as long; and of a number for each token.
-    exchange = _sum_s(card, links, shared.activation_bytes, tp)
-    of_tokens = _sum_s(card, links, batch.num_tokens * _LOSS_BYTES, tp)
-    # The ranks that share an expert gather the rows of all of them, and each sums its part of what comes out.
-    of_rows = _sum_s(card, links, shared.row_bytes, shared.etp)
-    ring = (batch.cp - 1) * links.inside_of(card.name).time_s(shared.key_bytes) if batch.cp > 1 else 0.0
-    if any(size > 1 and links.sum_of(card.name, size) is None for size in (tp, shared.etp)) or batch.cp > 1:
-        sure.add("fitted")
-
-    def part(name: str, flops: float) -> tuple[float, float]:
-        forward, backward, source = _part_s(card, name, flops, batch, tp)
-        sure.add(source)
-        return forward, backward
-
-    def update(dense: float, routed: float) -> float:
-        if batch.shares_update:
-            dense, routed = dense / (num_replicas * batch.cp), routed / shared.num_copies
-        seconds, source = _update_s(card, dense + routed)
-        sure.add(source)
-        return seconds
-
-    layers, updates, sums, routed_sums, messages = [], [], [], [], []
-    known: dict[bool, tuple[tuple[float, float], float, int, int]] = {}
-    passes = 2 if batch.is_recomputed else 1
-    for layer in range(model.num_layers):
-        has_experts = model.experts is not None and model.experts.layers[layer]
-        if has_experts not in known:
-            dense, routed = shared.layer(model, layer)
-            size = round(dense * batch.gradient_itemsize_bytes), round(routed * batch.gradient_itemsize_bytes)
-            times = part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
-            known[has_experts] = times, update(dense, routed), *size
-        (forward, backward), update_s, size, routed_size = known[has_experts]
-        # Attention's sum, and that of what comes behind it.
-        own = exchange + exchange
-        if has_experts and model.experts is not None:
-            own = exchange + (exchange if model.experts.shared_ffn else 0.0) + of_rows
-        layers.append((forward + own + ring, backward + passes * (own + ring) + ring))
-        messages.append((shared.num_messages, passes * shared.num_messages) if has_experts else (0, 0))
-        updates.append(update_s)
-        sums.append(size)
-        routed_sums.append(routed_size)
+    costs = _Costs(card, links, model, batch, tp, num_replicas)
+    shared, exchange = costs.shared, costs.exchange_s
+    kinds = [model.experts is not None and model.experts.layers[layer] for layer in range(model.num_layers)]
+    known = {kind: costs.layer(kinds.index(kind), has_experts=kind) for kind in sorted(set(kinds))}
+    layers = [known[kind] for kind in kinds]
+    updates, sums = [layer.update_s for layer in layers], [layer.gradient_bytes for layer in layers]
     # Both ends of the model belong to the first and the last layer's stage.
     for layer, parameters in ((0, part_parameters(model, is_first=True)), (-1, part_parameters(model, is_last=True))):
         numel = count(parameters) / tp
-        updates[layer] += update(numel, 0.0)
+        updates[layer] += costs.update_s(numel, 0.0)
         sums[layer] += round(numel * batch.gradient_itemsize_bytes)
-    embedding = part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
-    head = part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
+    embedding = costs.part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
+    head = costs.part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
+    of_tokens = _sum_s(card, links, batch.num_tokens * _LOSS_BYTES, tp)
+    routed = tuple(layer.expert_bytes for layer in layers)
     return Speed(
-        forward_s=tuple(forward for forward, _ in layers),
-        backward_s=tuple(backward for _, backward in layers),
+        forward_s=tuple(layer.forward_s for layer in layers),
+        backward_s=tuple(layer.backward_s for layer in layers),
         first_s=(embedding[0] + exchange, embedding[1]),
         last_s=(head[0] + _NUM_LOSS_SUMS * of_tokens, head[1] + exchange),
         update_s=tuple(updates),
         gradient_bytes=tuple(sums),
-        expert_bytes=tuple(routed_sums) if any(routed_sums) else (),
-        source=least_sure(sure),
+        expert_bytes=routed if any(routed) else (),
+        source=least_sure(costs.sure),
         peers=shared.peers,
         peer_bytes=shared.peer_bytes,
-        peer_messages=tuple(messages) if shared.num_messages else (),
+        peer_messages=tuple(layer.peer_messages for layer in layers) if shared.num_messages else (),
     )
+
+
+class _Layer(NamedTuple):
+    """What a layer costs; the names are those of Speed."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    gradient_bytes: int
+    expert_bytes: int
+    peer_messages: tuple[int, int]
+
+
+class _Costs:
+    """What parts of a model cost on a stage; ``sure`` collects where their times come from."""
+
+    def __init__(self, card: Card, links: Links, model: Model, batch: Batch, tp: int, num_replicas: int) -> None:
+        self.card, self.model, self.batch, self.tp, self.num_replicas = card, model, batch, tp, num_replicas
+        self.shared = shared = Shares.of(model, batch, tp, num_replicas)
+        # Of activations [S, B, H], or of their slices, which takes as long.
+        self.exchange_s = _sum_s(card, links, shared.activation_bytes, tp)
+        # The ranks that share an expert gather the rows of all of them, and each sums its part of what comes out.
+        self.rows_s = _sum_s(card, links, shared.row_bytes, shared.etp)
+        self.ring_s = (batch.cp - 1) * links.inside_of(card.name).time_s(shared.key_bytes) if batch.cp > 1 else 0.0
+        is_fitted = any(size > 1 and links.sum_of(card.name, size) is None for size in (tp, shared.etp))
+        self.sure: set[Source] = {"fitted"} if is_fitted or batch.cp > 1 else set()
+
+    def part(self, name: str, flops: float) -> tuple[float, float]:
+        """Give forward and backward of a part."""
+        forward, backward, source = _part_s(self.card, name, flops, self.batch, self.tp)
+        self.sure.add(source)
+        return forward, backward
+
+    def update_s(self, dense: float, routed: float) -> float:
+        """Give the optimizer's time for weights, and for those of experts that are apart."""
+        if self.batch.shares_update:
+            dense, routed = dense / (self.num_replicas * self.batch.cp), routed / self.shared.num_copies
+        seconds, source = _update_s(self.card, dense + routed)
+        self.sure.add(source)
+        return seconds
+
+    def layer(self, layer: int, *, has_experts: bool) -> _Layer:
+        """Give what a layer costs."""
+        batch, model, shared = self.batch, self.model, self.shared
+        dense, routed = shared.layer(model, layer)
+        forward, backward = self.part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
+        # The sum of attention, and that of what comes behind it.
+        own = 2 * self.exchange_s
+        if has_experts and model.experts is not None:
+            own = self.exchange_s * (2 if model.experts.shared_ffn else 1) + self.rows_s
+        passes = 2 if batch.is_recomputed else 1
+        # Backward keys and values go round, and their gradients.
+        return _Layer(
+            forward_s=forward + own + self.ring_s,
+            backward_s=backward + passes * (own + self.ring_s) + self.ring_s,
+            update_s=self.update_s(dense, routed),
+            gradient_bytes=round(dense * batch.gradient_itemsize_bytes),
+            expert_bytes=round(routed * batch.gradient_itemsize_bytes),
+            peer_messages=(shared.num_messages, passes * shared.num_messages) if has_experts else (0, 0),
+        )
 
 
 def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:

@@ -60,7 +60,7 @@ class Work:
 def work_of(kind: Kind, shape: Shape) -> Work:
     """Give what a kind of stage costs: its replicas wait for the slowest of them.
 
-    >>> from vtp_plugin.search.question import Speed
+    >>> from vtp_plugin.search.question import Pool, Speed
     >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
     >>> pools = tuple(Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
     >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
