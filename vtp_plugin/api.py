@@ -121,7 +121,7 @@ def apply(
         encoder_layer_list: of a U-shaped pipeline with two rings: layers of the encoder's parts, likewise; its last
             part is on the edge, in the chunk of the language model's first part.
         audit: file that records every message between stages; each rank adds its number to the name.
-        in_flight: of a U, or of modules in a planned order: most microbatches in flight, on all stages or on each.
+        in_flight: of a U or of a planned order: most microbatches in flight, on all stages or on each.
         costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;
             ``None`` measures it.
         replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see

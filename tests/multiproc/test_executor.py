@@ -121,6 +121,13 @@ def test_training_script(script_pool: Pool) -> None:
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
 
 
+def test_more_microbatches_in_flight_train_alike(script_pool: Pool) -> None:
+    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", "--vtp-in-flight", "4,1"])
+    stock = train(script_pool, "1,2")
+    assert ": 1f1b, microbatches: 4, lookahead: 8; kept activations by stage 4,1" in runs[0].output
+    assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
+
+
 def test_planned_schedule_without_stages_is_refused(script_pool: Pool) -> None:
     command = [*MODEL, "--global-batch-size", "8", "--train-iters", "1", "--vtp-schedule", "planned"]
     (run,) = launch(script_pool, 1, {"arguments": [*command, "--vtp-device", "cpu"]})

@@ -179,6 +179,7 @@ def test_flags_of_a_script(script_pool: Pool) -> None:
     [
         ([*U_SHAPE, "--vtp-in-flight", "4,0"], ["--vtp-in-flight 4,0", "no microbatch could ever start"]),
         (["--vtp-costs", "forward_ms=1,2,1"], ["--vtp-costs", "--layerwise-disaggregated-training"]),
+        (["--vtp-in-flight", "3,1"], ["--vtp-in-flight 3,1", "add --vtp-schedule planned"]),
         pytest.param(
             [*U_SHAPE, "--vtp-in-flight", "4,4,4"], ["--vtp-in-flight 4,4,4 has 3 entries"], marks=pytest.mark.full
         ),

@@ -21,7 +21,7 @@ from vtp_plugin.schedule.make.generate import one_f_one_b
 from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.placement import plain_placement
 from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.judge import pipeline_time
+from vtp_plugin.search.order import pipeline_time
 from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
 
 TOLERANCE = 1.01
@@ -34,6 +34,8 @@ def random_question(seed: int) -> tuple[Question, list[int]]:
     chance, wider = random.Random(seed), random.Random(f"wider {seed}")
     # Context parallelism, and so many ranks that have all experts once together.
     cp, peers = wider.choice([1, 1, 2]), wider.choice([0, 0, 2, 4])
+    kept, line = wider.choice([0, 0, 1]), Link(latency_s=wider.choice([0.1, 1.0, 4.0]), bytes_per_s=40.0)
+    sites = wider.choice([("", ""), ("", ""), ("a", "b")])
     inside = Link(latency_s=wider.choice([0.0, 0.02]), bytes_per_s=wider.choice([math.inf, 200.0]))
     num_layers, batch = chance.randint(2, 5), chance.choice([2, 4, 6])
     layers = [chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers)]
@@ -71,6 +73,7 @@ def random_question(seed: int) -> tuple[Question, list[int]]:
                 rooms=tuple(each // cp for each in own),
                 speeds={size: speed(size, pace) for size in sizes},
                 inside=inside,
+                site=sites[number],
                 # No quicker than inside a node.
                 between=Link(
                     latency_s=inside.latency_s + chance.choice([0.0, 0.1, 0.5]),
@@ -107,7 +110,11 @@ def random_question(seed: int) -> tuple[Question, list[int]]:
         ),
         least_stages=1,
         most_stages=4,
-        held_bytes=lambda size, replicas, start, end, stage, stages: math.ceil((end - start) * 3 / size),
+        # A microbatch in flight keeps something, too.
+        held_bytes=lambda size, replicas, start, end, stage, stages: (
+            math.ceil((end - start) * 3 / size) + kept * (stages - stage)
+        ),
+        across={("a", "b"): line},
         tied_bytes=chance.choice([0, 0, 8]),
     )
     return question, cards
@@ -120,13 +127,29 @@ def brute(question: Question, cards: list[int]) -> float:
         pools = [pool for pool in shape.pools for _ in pool.rooms]
         nodes = [*zip(pools, cards, strict=True)]
         for stages in stage_lists(shape, cards, nodes, question.most_stages):
-            if not stages or len(stages) > question.num_layers:
+            if not stages or len(stages) > question.num_layers or not are_together(stages, nodes):
                 continue
             for cuts in itertools.combinations(range(1, question.num_layers), len(stages) - 1):
                 ends = [0, *cuts, question.num_layers]
-                if all(holds(question, stages, ends, stage, nodes) for stage in range(len(stages))):
+                num_stages = len(stages)
+                usual = tuple(range(num_stages, 0, -1))
+                if all(holds(question, stages, ends, stage, nodes, usual) for stage in range(num_stages)):
                     best = min(best, step(question, shape, stages, ends, nodes, best))
     return best
+
+
+def are_together(stages: Stages, nodes: Nodes) -> bool:
+    """Whether the stages of a site are neighbours."""
+    sites = [nodes[places[0]][0].site for _, places in stages]
+    return len([*itertools.groupby(sites)]) == len(set(sites))
+
+
+def in_flights(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, ...]]:
+    """Yield all numbers of microbatches in flight with more than in 1F1B, none above that of the stage before."""
+    most = [range(num_stages - stage, max(num_microbatches, num_stages - stage) + 1) for stage in range(num_stages - 1)]
+    for numbers in itertools.product(*most):
+        if sorted(numbers, reverse=True) == [*numbers] and sum(numbers) > sum(one[0] for one in most):
+            yield (*numbers, 1)
 
 
 def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
@@ -138,16 +161,22 @@ def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Itera
         for places in itertools.combinations_with_replacement(range(len(nodes)), shape.num_replicas):
             if any(size not in nodes[place][0].speeds for place in places):
                 continue
+            if len({nodes[place][0].site for place in places}) > 1:
+                continue  # replicas of a stage are in one site
             rest = [number - size * shape.cp * places.count(place) for place, number in enumerate(left)]
             if min(rest) >= 0:
                 for more in stage_lists(shape, rest, nodes, most - 1):
                     yield [(size, places), *more]
 
 
-def holds(question: Question, stages: Stages, ends: list[int], stage: int, nodes: Nodes) -> bool:
+def holds(
+    question: Question, stages: Stages, ends: list[int], stage: int, nodes: Nodes, in_flight: tuple[int, ...]
+) -> bool:
     size, places = stages[stage]
     limits = [nodes[place][0].memory_bytes for place in places]
-    held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size)
+    assert question.held_bytes is not None
+    kept = question.held_bytes(1, 1, 0, 0, 0, 1)
+    held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size) + kept * in_flight[stage]
     return all(limit is None or held <= limit for limit in limits)
 
 
@@ -158,7 +187,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         part = slice(ends[stage], ends[stage + 1])
         own = [max(column) for column in zip(*(speed.forward_s for speed in speeds), strict=True)][part]
         back = [max(column) for column in zip(*(speed.backward_s for speed in speeds), strict=True)][part]
-        more = [(0.0, 0.0), exchanged(shape, nodes, size, places, ends[stage], ends[stage + 1])]
+        more = [(0.0, 0.0), exchanged(question, shape, nodes, size, places, ends[stage], ends[stage + 1])]
         if stage == 0:
             more.append(max(speed.first_s for speed in speeds))
         if stage == len(stages) - 1:
@@ -166,12 +195,20 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         forward.append(sum(own) + sum(one[0] for one in more))
         backward.append(sum(back) + sum(one[1] for one in more))
         updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
-        sums.append(summed(shape, nodes, size, places, ends[stage], ends[stage + 1]))
+        sums.append(summed(question, shape, nodes, size, places, ends[stage], ends[stage + 1]))
         if stage:
             before = stages[stage - 1][1]
-            pairs = [between(nodes, one, other) for one, other in zip(before, places, strict=True)]
+            pairs = [between(question, nodes, one, other) for one, other in zip(before, places, strict=True)]
             links.append(max(pairs, key=lambda link: link.latency_s + shape.message_bytes / link.bytes_per_s))
-    if shape.num_microbatches * max(map(sum, zip(forward, backward, strict=True))) >= best:
+    both = [*map(sum, zip(forward, backward, strict=True))]
+    tail = max(updates)
+    # The norm goes through all stages and back.
+    tail += sum(2 * link.latency_s for link in links)
+    if len(stages) > 1 and question.tied_bytes:
+        pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
+        tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
+    # Each stage computes all microbatches, after the first has come to it, and before the last has gone back from it.
+    if max(sum(both[:stage]) + shape.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
         return math.inf
     costs = Costs(
         forward=tuple(forward),
@@ -180,23 +217,25 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         bandwidth=tuple(link.bytes_per_s for link in links),
         message_bytes=(shape.message_bytes,) * len(links),
     )
-    placement = plain_placement(len(stages))
-    request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
-    # Megatron's order, or the planned one where that is 1 % quicker.
-    stock = simulate(lower(one_f_one_b(placement, shape.num_microbatches), lookahead=0), costs, mode="rendezvous")
-    planned = simulate(make_schedule(request)[0], costs, mode="rendezvous")
-    timeline = planned if planned.makespan * 1.01 < stock.makespan else stock
-    end = max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) + max(updates)
-    # The norm goes through all stages and back.
-    end += sum(2 * link.latency_s for link in links)
-    if len(stages) > 1 and question.tied_bytes:
-        pairs = [between(nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
-        end += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
-    return end
+    placement, number = plain_placement(len(stages)), shape.num_microbatches
+    # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
+    schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
+    request = ScheduleRequest(placement=placement, num_microbatches=number, costs=costs)
+    has_sites = len({pool.site for pool, _ in nodes}) > 1
+    requests = [request] + [
+        replace(request, in_flight=row)
+        for row in in_flights(len(stages), number)
+        if has_sites and all(holds(question, stages, ends, stage, nodes, row) for stage in range(len(stages)))
+    ]
+    schedules += [make_schedule(one)[0] for one in requests]
+    timelines = [simulate(schedule, costs, mode="rendezvous") for schedule in schedules]
+    return tail + min(
+        max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) for timeline in timelines
+    )
 
 
 def exchanged(
-    shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
 ) -> tuple[float, float]:
     """What ranks that share experts wait for each other, forward and backward."""
     speed = nodes[places[0]][0].speeds[size]
@@ -206,13 +245,15 @@ def exchanged(
     slowest = 0.0
     for first in range(0, len(ranks), speed.peers):
         for pair in itertools.combinations(ranks[first : first + speed.peers], 2):
-            link = between(nodes, *pair)
+            link = between(question, nodes, *pair)
             slowest = max(slowest, link.latency_s + 8 / link.bytes_per_s)
     numbers = speed.peer_messages[start:end]
     return sum(one[0] for one in numbers) * slowest, sum(one[1] for one in numbers) * slowest
 
 
-def summed(shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int) -> float:
+def summed(
+    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+) -> float:
     """How long rings of ranks sum gradients, and other rings those of experts."""
     speed = nodes[places[0]][0].speeds[size]
     ring = [place for place in places for _ in range(shape.cp)]
@@ -220,7 +261,7 @@ def summed(shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start
         return 0.0
     slowest = 0.0
     for one, other in itertools.pairwise([*ring, ring[0]]):
-        link = between(nodes, one, other)
+        link = between(question, nodes, one, other)
         time = 0.0
         for num_bytes, number in (
             (sum(speed.gradient_bytes[start:end]), len(ring)),
@@ -231,9 +272,12 @@ def summed(shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start
     return slowest
 
 
-def between(nodes: Nodes, one: int, other: int) -> Link:
+def between(question: Question, nodes: Nodes, one: int, other: int) -> Link:
     if one == other:
         return nodes[one][0].inside
+    if nodes[one][0].site != nodes[other][0].site:
+        (line,) = question.across.values()
+        return line
     first, second = nodes[one][0].between, nodes[other][0].between
     return max(first, second, key=lambda link: link.latency_s + 4 / link.bytes_per_s)
 
@@ -272,6 +316,12 @@ def test_a_long_step_is_as_long_as_its_first_part_says(latency: float, is_planne
         schedule = make_schedule(request)[0] if is_planned else lower(one_f_one_b(placement, 50), lookahead=0)
         whole = simulate(schedule, costs, mode="rendezvous").makespan
         assert pipeline_time(placement, costs, 50, is_planned=is_planned)[0] == pytest.approx(whole, rel=1e-2)
+        if is_planned and num_stages > 1:
+            in_flight = (num_stages + 2, *range(num_stages - 1, 0, -1))
+            schedule = make_schedule(replace(request, in_flight=in_flight))[0]
+            whole = simulate(schedule, costs, mode="rendezvous").makespan
+            found = pipeline_time(placement, costs, 50, in_flight=in_flight)
+            assert found.pipeline_s == pytest.approx(whole, rel=1e-2) and found.peaks == in_flight
 
 
 @pytest.mark.parametrize("seed", range(12))

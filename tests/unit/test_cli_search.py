@@ -13,8 +13,12 @@ import pytest
 
 from tests.import_rules import ROOT
 from vtp_plugin.cli.main import main
+from vtp_plugin.ground.values import parse_bytes
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.order.placement import plain_placement
 from vtp_plugin.search import fastest
 from vtp_plugin.search.judge import Choice, judge
+from vtp_plugin.search.order import pipeline_time
 
 CLUSTER = str(ROOT / "examples" / "clusters" / "unequal.toml")
 MODEL = [
@@ -116,7 +120,99 @@ def test_over_a_slow_line_a_planned_order_is_taken_where_it_gains(
             + f"[links.across.'a b']\nlatency_us = {latency_us}\ngbyte_per_s = 1000\n"
         )
         best = json.loads(found(capsys, *words))["best"][0]
-        assert (best["flags"][-4:-2] == ["--vtp-schedule", "planned"]) is is_planned, best["flags"]
+        assert ("--vtp-schedule" in best["flags"]) is is_planned, best["flags"]
+
+
+def test_over_a_slow_line_more_microbatches_are_in_flight_as_far_as_memory_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--vtp-stages", "2:2", "--json", "--cluster", str(tmp_path / "cluster.toml"))
+    found_s, rows = [], []
+    for memory in ("200GiB", "80GiB", "70GiB"):
+        (tmp_path / "cluster.toml").write_text(
+            f"[cards.one]\nteraflops = 1000\nmemory = '{memory}'\n"
+            "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+            + "".join(f"[[nodes]]\ncards = 'one'\ncards_per_node = 1\nsite = '{site}'\n" for site in ("a", "b"))
+            + "[links.across.'a b']\nlatency_us = 100_000\ngbyte_per_s = 1\n"
+        )
+        best = json.loads(found(capsys, *words))["best"][0]
+        found_s.append(best["step_s"])
+        rows.append(best["in_flight"])
+        assert max(best["memory_bytes"]) <= parse_bytes(memory)
+        flag = ["--vtp-in-flight", ",".join(map(str, best["in_flight"]))]
+        assert "planned" in best["flags"] and (flag[0] in best["flags"]) is (best["in_flight"] != [2, 1])
+        assert flag[0] not in best["flags"] or best["flags"][-4:-2] == flag
+    assert rows == [[4, 1], [3, 1], [2, 1]]
+    assert found_s == sorted(found_s) and found_s[0] < 0.7 * found_s[2], found_s
+
+
+def test_search_and_simulate_agree_on_microbatches_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--vtp-size-list", "1,1", "--vtp-force", "--vtp-schedule", "planned", "--num-microbatches", "24")
+    costs = ("--vtp-costs", "forward_ms=10,10", "backward_ms=20,20", "latency_ms=50")
+    steps = []
+    for in_flight in ((2, 1), (6, 1)):
+        main(["simulate", *words, *costs, "--vtp-in-flight", ",".join(map(str, in_flight)), "--json"])
+        steps.append(json.loads(capsys.readouterr().out)["step"])
+        given = Costs(forward=(10, 10), backward=(20, 20), latency=(50,), bandwidth=(float("inf"),), message_bytes=(0,))
+        assert steps[-1] == pipeline_time(plain_placement(2), given, 24, in_flight=in_flight)[0]
+    assert steps[1] < 0.6 * steps[0]
+
+
+U_SITES = """
+[cards.small]
+teraflops = 100
+memory = "40GiB"
+[cards.big]
+teraflops = 400
+memory = "80GiB"
+[links.inside]
+latency_us = 5
+gbyte_per_s = 100
+[links.between]
+latency_us = 10
+gbyte_per_s = 25
+[links.across."cloud edge"]
+latency_us = 20000
+gbyte_per_s = 1
+[[nodes]]
+cards = "small"
+cards_per_node = 2
+site = "edge"
+[[nodes]]
+cards = "big"
+cards_per_node = 2
+count = 2
+site = "cloud"
+"""
+
+
+def test_a_u_has_both_ends_of_the_model_on_the_edge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(U_SITES)
+    words = ("--layerwise-disaggregated-training", "--num-layer-list", "2,1,1", "--vtp-stages", "2:3")
+    data = json.loads(found(capsys, "--cluster", str(path), *words, "--json"))
+    best = data["best"][0]
+    assert data["uniform"] is None and data["is_complete"]
+    assert (best["layers"][0], best["layers"][-1], sum(best["layers"])) == (2, 1, 24)
+    # The edge, by far the slowest, is the bottleneck, and is never idle but for the start.
+    assert best["nodes"][0] == ["small 0"] * best["num_replicas"] and best["busy"][0] > 0.95
+    assert not any(node == "small 0" for nodes in best["nodes"][1:] for node in nodes)
+    main(["plan", *MODEL, *words[:1], *best["flags"], "--world-size", str(best["num_cards"]), "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert [(stage["tp"], stage["dp"]) for stage in plan["stages"]] == [
+        (size, best["num_replicas"]) for size in best["sizes"]
+    ]
+
+
+def test_a_u_without_an_edge_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        (["--num-layer-list", "1,3,1"], "which of the cluster's sites"),
+        (["--num-layer-list", "1,3,1", "--vtp-sites", "home,cloud"], "no nodes of the cluster are at cloud"),
+        (["--vtp-sites", "home,cloud"], "needs --num-layer-list for the edge's two parts"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["search", *MODEL, "--cluster", CLUSTER, "--layerwise-disaggregated-training", *words])
+        assert text in capsys.readouterr().err
 
 
 def test_the_best_and_the_uniform_step_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,10 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     Raises:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
+    _name_sites(args, cluster)
     ask, model = read_any_list(args, "search")
+    if unknown := set(ask.sites) - {group.site for group in cluster.nodes}:
+        raise ConfigError(f"--vtp-sites {','.join(ask.sites)}: no nodes of the cluster are at {sorted(unknown)[0]}")
     origins = [group.card.origin for group in cluster.nodes if group.card.origin is not None]
     check_origins(origins, features_of(args, model))
     one = PipelineLayout.from_sizes((1,), world_size=1)
@@ -118,6 +121,8 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         most_stages=ask.most_stages,
         across=cluster.links.across,
         held_bytes=held,
+        edge=ask.sites[0] if ask.ends else "",
+        around=ask.ends,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "activations" if not why_not else "and activations, estimated as those of local layers with flash attention"
@@ -139,6 +144,18 @@ def _silent(cluster: Cluster) -> Iterator[str]:
             yield (
                 f"cards.{card.name} has no memory_tbyte_per_s: its optimizer counts as 0 s; give that, or profile it"
             )
+
+
+def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
+    """Let the site that is called edge be that of a U, where no other was named."""
+    sites = sorted({group.site for group in cluster.nodes})
+    if args.layerwise_disaggregated_training and args.vtp_sites is None:
+        if "edge" not in sites or len(sites) < 2:
+            raise ConfigError(
+                f"--layerwise-disaggregated-training: which of the cluster's sites ({', '.join(sites)}) is the edge? "
+                "Give --vtp-sites, the edge first, or call one edge in the file"
+            )
+        args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
@@ -208,9 +225,9 @@ def _topk(microbatch: Microbatch) -> int:
 
 
 def _check(args: argparse.Namespace, command: str) -> None:
-    if args.layerwise_disaggregated_training:
+    if args.layerwise_disaggregated_training and command == "profile":
         raise ConfigError(
-            f"--layerwise-disaggregated-training with {command}, which knows plain pipelines only; leave it out"
+            "--layerwise-disaggregated-training with profile, which times parts of any pipeline; leave it"
         )
     for flag, _ in _LISTS.values():
         size = getattr(args, flag[2:].replace("-", "_"))

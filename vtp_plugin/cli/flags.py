@@ -171,7 +171,9 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         layout=layout,
         placement=placement,
         rules=transport_rules(config, tensor_bytes, is_sharded=args.sequence_parallel),
-        schedule_options=read_schedule_options(config, layout.num_stages, tensor_bytes, fixed=fixed),
+        schedule_options=read_schedule_options(
+            config, layout.num_stages, tensor_bytes, num_chunks=num_chunks, fixed=fixed
+        ),
         shape=shape,
         itemsize_bytes=itemsize_bytes,
         is_sharded=args.sequence_parallel,

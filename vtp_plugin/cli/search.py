@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 from vtp_plugin.cli.asked import Asked, read_question
@@ -29,9 +28,10 @@ Times of layers come from the cluster's file: measured by `profile`, fitted to t
 holds: docs/search.md."""
 _KEYS = """\
 Keys of --json: is_complete (false: the time was over, or Ctrl-C came), best and uniform (null without one): sizes,
-layers, num_replicas, micro_batch_size, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s
-(gradients), update_s, tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each
-stage computes), memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
+layers, num_replicas, micro_batch_size, in_flight (microbatches, of every part), nodes (of every stage, by replica),
+num_cards, step_s, pipeline_s, sums_s (gradients), update_s, tokens_per_s, price_per_million_tokens (null without
+prices), busy (share of the step that each stage computes), memory_bytes (of a rank, by stage), source (of the times:
+measured, fitted, data sheet), flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,13 +104,13 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
     yield (
         asked.about_memory
         + ": "
-        + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(_memory(asked, best)))
+        + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     )
     yield from _places(asked, best)
     yield f"bottleneck of 1: {_bottleneck(best)}"
     for number, choice in enumerate(found.best[1:], start=2):
         yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
-    yield from _compared(best, uniform)
+    yield from _compared(asked, best, uniform)
     yield "flags of 1: " + " ".join(flags(asked, best))
 
 
@@ -120,7 +120,10 @@ def _places(asked: Asked, choice: Choice) -> Iterator[str]:
     yield "nodes of 1: " + "; ".join(texts)
 
 
-def _compared(best: Choice, uniform: Choice | None) -> Iterator[str]:
+def _compared(asked: Asked, best: Choice, uniform: Choice | None) -> Iterator[str]:
+    if asked.ask.ends is not None:
+        yield "uniform: stock Megatron has no U-shape; without that flag other pipelines are searched"
+        return
     if uniform is None:
         yield "uniform: no layout with one size and equally many layers fits these cards"
         return
@@ -161,8 +164,15 @@ def _price(asked: Asked, choice: Choice) -> float | None:
 
 
 def _busy(choice: Choice) -> list[float]:
-    both = zip(choice.costs.forward, choice.costs.backward, strict=True)
-    return [choice.shape.num_microbatches * sum(times) / choice.step_s for times in both]
+    both = [*map(sum, zip(choice.costs.forward, choice.costs.backward, strict=True))]
+    placement = choice.placement
+    loads = [sum(both[vstage] for vstage in placement.vstages(stage)) for stage in range(placement.num_stages)]
+    return [choice.shape.num_microbatches * load / choice.step_s for load in loads]
+
+
+def _in_flight(choice: Choice) -> list[int]:
+    """Give the most microbatches of which each virtual stage keeps activations."""
+    return [*choice.order.peaks]
 
 
 def _bottleneck(choice: Choice) -> str:
@@ -175,20 +185,13 @@ def _bottleneck(choice: Choice) -> str:
     return text + f"; gradients and optimizer take {100 * tail / choice.step_s:.0f} %"
 
 
-def _memory(asked: Asked, choice: Choice) -> list[int]:
-    parts = pairwise(accumulate(choice.layers, initial=0))
-    num_stages = len(choice.kinds)
-    return [
-        asked.held_bytes(kind.tp, choice.shape.num_replicas, *part, stage, num_stages)
-        for stage, (kind, part) in enumerate(zip(choice.kinds, parts, strict=True))
-    ]
-
-
 def flags(asked: Asked, choice: Choice) -> Sequence[str]:
     """Give what a run takes to have a layout."""
     words = [*fitted_words(asked.fitted(choice), asked.ask)]
-    if choice.is_planned:
+    if choice.order.is_planned and asked.ask.ends is None:
         words += ["--vtp-schedule", "planned"]
+    if choice.order.in_flight:
+        words += ["--vtp-in-flight", format_value(choice.order.in_flight)]
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
 
 
@@ -224,16 +227,17 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
         "layers": list(choice.layers),
         "num_replicas": choice.shape.num_replicas,
         "micro_batch_size": choice.shape.micro_batch_size,
+        "in_flight": _in_flight(choice),
         "nodes": asked.fitted(choice).node_names,
         "num_cards": choice.num_cards,
         "step_s": choice.step_s,
-        "pipeline_s": choice.pipeline_s,
+        "pipeline_s": choice.order.pipeline_s,
         "sums_s": choice.sums_s,
         "update_s": choice.update_s,
         "tokens_per_s": _tokens_per_s(asked, choice),
         "price_per_million_tokens": _price(asked, choice),
         "busy": _busy(choice),
-        "memory_bytes": _memory(asked, choice),
+        "memory_bytes": list(choice.held_bytes),
         "source": choice.source,
         "flags": list(flags(asked, choice)),
     }

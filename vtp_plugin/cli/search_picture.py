@@ -9,9 +9,9 @@ from vtp_plugin.ground.values import format_value
 from vtp_plugin.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.schedule.cost.simulate import Timeline
 from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.schedule.order.placement import plain_placement
 from vtp_plugin.search.fastest import Found
-from vtp_plugin.search.judge import Choice, timeline_of
+from vtp_plugin.search.judge import Choice
+from vtp_plugin.search.order import timeline_of
 
 _COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
 _KINDS = {Op.F: "forward", Op.B: "backward"}
@@ -37,9 +37,11 @@ def _name(name: str, choice: Choice) -> str:
 
 
 def _rows(asked: Asked, choice: Choice) -> Iterator[tuple[str, list[Box]]]:
-    placement = plain_placement(len(choice.sizes))
     number = min(_MOST_MICROBATCHES, choice.shape.num_microbatches)
-    timeline = timeline_of(placement, choice.costs, number, is_planned=choice.is_planned)
+    order = choice.order
+    timeline = timeline_of(
+        choice.placement, choice.costs, number, is_planned=order.is_planned, in_flight=order.in_flight
+    )
     names = asked.fitted(choice).node_names
     for stage, spans in enumerate(timeline.spans):
         boxes = [

@@ -29,9 +29,10 @@ class When:
     in_flight: tuple[int, ...] | None = option(
         same("vtp_in_flight", none=""),
         None,
-        "U-shaped pipeline: most microbatches in flight on each stage, or one number for all. A stage keeps that many "
-        "activations of each of its chunks. Default: the number that keeps the busiest stage busy, plus two. Modules "
-        "in a planned order: on each stage of all modules, encoders first, to let an encoder run ahead",
+        "most microbatches in flight on each stage of a U-shape or of a plain planned order, or one number for all. A "
+        "stage keeps that many activations of each of its chunks. Default of a U: the number that keeps the busiest "
+        "stage busy, plus two; of a plain order: those of 1F1B, of which more hide slow links. Modules in a planned "
+        "order: on each stage of all modules, encoders first, to let an encoder run ahead",
         "8,4,4",
         parse=parse_in_flight,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
-from vtp_plugin.search.judge import pipeline_time
+from vtp_plugin.search.order import pipeline_time
 
 
 def step_costs(sizes: Sequence[int], layers: Sequence[int]) -> tuple[Placement, Costs]:

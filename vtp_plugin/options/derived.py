@@ -15,7 +15,7 @@ from vtp_plugin.layout.replicas import DpMode, ReplicaMap
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import parse_costs
-from vtp_plugin.schedule.make.limits import check_in_flight
+from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
@@ -23,7 +23,7 @@ _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What the user says about the order of a U-shaped pipeline, or of several modules; other orders are fixed.
+    """What the user says about a planned order.
 
     Attributes:
         costs: in ms; None lets the first steps measure them.
@@ -304,6 +304,7 @@ def read_schedule_options(
     num_stages: int,
     message_bytes: int | None,
     *,
+    num_chunks: int = 1,
     fixed: Placement | None = None,
     report_interval_steps: int = 100,
 ) -> ScheduleOptions:
@@ -313,27 +314,35 @@ def read_schedule_options(
         config: what was asked for.
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
+        num_chunks: model chunks of every stage.
         fixed: placement of a pipeline whose order is fixed, to read costs for it, too; by default they are refused.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
-    needs_choice = config.in_flight is not None or (config.costs is not None and fixed is None)
-    if needs_choice and not config.layerwise_disaggregated:
+    if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
         raise LayoutError(
-            "--vtp-in-flight and --vtp-costs choose the order of a U-shaped pipeline; other orders are fixed: "
-            "leave them out, or add --layerwise-disaggregated-training"
+            "--vtp-costs chooses the order of a U-shaped pipeline; others do not follow from costs: leave it out, or "
+            "add --layerwise-disaggregated-training"
         )
-    if config.in_flight is not None:
-        check_in_flight(config.in_flight, num_stages)
+    in_flight = config.in_flight
+    if in_flight is not None:
+        if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):
+            raise LayoutError(
+                f"--vtp-in-flight {','.join(map(str, in_flight))}: Megatron's own orders and interleaved ones hold "
+                "what they need; add --vtp-schedule planned, without interleaving, or leave it out"
+            )
+        check_in_flight(in_flight, num_stages)
+        if not config.layerwise_disaggregated:
+            in_flight = by_stage(in_flight, num_stages)
     costs = None
     if config.costs is not None:
         placement = fixed or u_placement(num_stages, num_rings=config.num_rings)
         costs = parse_costs(config.costs, placement, message_bytes=message_bytes)
     return ScheduleOptions(
         costs=costs,
-        in_flight=config.in_flight,
+        in_flight=in_flight,
         replan_share=config.replan_share,
         report_interval_steps=report_interval_steps,
     )

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from vtp_plugin.search.frame import Frame, frames
 from vtp_plugin.search.judge import Choice, judge
 from vtp_plugin.search.lists import Reach, Row, orders, rows
 from vtp_plugin.search.question import Kind, Question
 from vtp_plugin.search.split import bound, split
-from vtp_plugin.search.stage import Works
 from vtp_plugin.search.uniform import uniform_lists
 
 # A layout that is not shorter than the best one by this share is not looked at.
@@ -69,7 +70,7 @@ class _Search:
         self.uniform: Choice | None = None
         self.is_complete = True
         self.num_judged = 0
-        self.works = [Works(shape) for shape in question.shapes]
+        self.frames = [*frames(question)]
 
     @property
     def below_s(self) -> float:
@@ -85,56 +86,68 @@ class _Search:
                 found = [*self._rows(reach, seen)]
                 seen.update(found)
                 # The shortest bound first: what is good comes early, and shows that the others are no better.
-                for index, (shape, row) in enumerate(sorted(found, key=lambda one: one[1].bound_s)):
+                for index, (frame, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
                     self._say((number + index / len(found)) / len(_ROUNDS))
-                    if row.bound_s >= self.below_s:
+                    if self._bound_s(frame, row) >= self.below_s:
                         break
-                    self._try(shape, row)
+                    self._try(self.frames[frame], row)
         except (_TimeOverError, KeyboardInterrupt):
             # What was found so far is an answer, too.
             self.is_complete = False
 
+    def _bound_s(self, index: int, row: Row) -> float:
+        frame = self.frames[index]
+        return max(frame.before_s + row.bound_s, frame.least_s)
+
     def _rows(self, reach: Reach, seen: set[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-        for index, shape in enumerate(self.question.shapes):
-            for row in rows(self.question, shape, self.works[index], reach, lambda: self.below_s):
+        for index, frame in enumerate(self.frames):
+            if frame.least_s >= self.below_s:
+                continue
+            below_s = partial(self._below_s, frame)
+            for row in rows(frame.question, frame.shape, frame.works, reach, below_s):
                 self._check_time()
                 if (index, row) not in seen:
                     yield index, row
 
-    def _try(self, index: int, row: Row) -> None:
+    def _below_s(self, frame: Frame) -> float:
+        return self.below_s - frame.before_s
+
+    def _try(self, frame: Frame, row: Row) -> None:
         """Try a list in all orders."""
-        shape, works = self.question.shapes[index], self.works[index]
         found = []
-        for order in orders(shape, row):
+        for order in orders(frame.shape, row):
             self._check_time()
-            splits = split(self.question, shape, order, [works[kind] for kind in order], self.below_s)
+            works = [frame.works[kind] for kind in order]
+            splits = split(frame.question, frame.shape, order, works, self._below_s(frame))
             found += [(one.bound_s, one.layers, order) for one in splits]
         for bound_s, layers, order in sorted(found):
-            if bound_s >= self.below_s:
+            if bound_s >= self._below_s(frame):
                 break
-            self._judge(index, order, layers)
+            self._judge(frame, order, layers)
 
     def _try_uniform(self) -> None:
+        if self.question.around is not None:
+            return  # stock Megatron has no U
         found = []
-        for index, shape in enumerate(self.question.shapes):
-            works = self.works[index]
-            for order, layers in uniform_lists(self.question, shape, works):
-                bound_s = bound(self.question, shape, order, [works[kind] for kind in order], layers)
-                found.append((bound_s, index, order, layers))
+        for index, frame in enumerate(self.frames):
+            for order, layers in uniform_lists(self.question, frame.shape, frame.works):
+                works = [frame.works[kind] for kind in order]
+                found.append((bound(self.question, frame.shape, order, works, layers), index, order, layers))
         for bound_s, index, order, layers in sorted(found):
             if self.uniform is not None and bound_s >= self.uniform.step_s:
                 break
-            choice = self._judge(index, order, layers, is_stock=True)
+            choice = self._judge(self.frames[index], order, layers, is_stock=True)
             if choice is not None and (self.uniform is None or choice.step_s < self.uniform.step_s):
                 self.uniform = choice
 
     def _judge(
-        self, index: int, order: Sequence[Kind], layers: Sequence[int], *, is_stock: bool = False
+        self, frame: Frame, order: Sequence[Kind], layers: Sequence[int], *, is_stock: bool = False
     ) -> Choice | None:
         self._check_time()
         self.num_judged += 1
-        own = [self.works[index][kind] for kind in order]
-        choice = judge(self.question, self.question.shapes[index], order, own, layers, is_stock=is_stock)
+        kinds = frame.kinds(order)
+        own = [frame.whole_works[kind] for kind in kinds]
+        choice = judge(self.question, frame.whole, kinds, own, frame.layers(layers), is_stock=is_stock)
         if choice is not None:
             self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
         return choice

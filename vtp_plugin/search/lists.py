@@ -147,6 +147,11 @@ def _row(question: Question, shape: Shape, works: Works, chosen: Sequence[tuple[
     own, counts = [works[kind] for kind, _ in chosen], [count for _, count in chosen]
     rates = [1 / work.least_s for work in own]
     rate = sum(map(mul, counts, rates))
+    if question.runs_ahead:
+        any_s = _any_order_s(shape.num_microbatches, question.num_layers, own, counts)
+        if any_s < below_s:
+            any_s = max(any_s, shape.num_microbatches * _busiest(question.num_layers, counts, own))
+        return Row(tuple(chosen), any_s)
     bound = partial(_least_s, question, shape, sum(counts), rate, slowest=min(rates), quickest=max(rates))
     least_s = bound(question.num_layers / rate)
     if least_s < below_s:
@@ -208,6 +213,30 @@ def _least_s(
         return microbatches * busiest
     half = microbatches - 1 - (min(stages, microbatches) - 1) / 2
     return max(microbatches * busiest, layers / quickest + half * busiest)
+
+
+def _any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
+    """Bound a step from below, with any number of microbatches in flight, as if layers could be cut.
+
+    Let B be the bound of :mod:`~vtp_plugin.search.split`, without links: for each stage i, P_i + m t_i <= B, where P_i
+    is the sum of t before it. So B - P_(i+1) = B - P_i - t_i >= (1 - 1/m) (B - P_i), and
+    t_i <= B / m (1 - 1/m)^(i-1). In that time stages compute most layers where the quickest is the first; all together
+    must compute L.
+
+    Args:
+        num_microbatches: m, of a replica.
+        num_layers: L, of the model.
+        works: of the kinds of stages.
+        counts: stages of each.
+    """
+    left = 1 - 1 / num_microbatches
+    share, layers_s = 1.0, 0.0
+    for layer_s, count in sorted((work.least_s, count) for work, count in zip(works, counts, strict=True)):
+        rest = share * left**count
+        # The sum of a geometric series, times 1 - left.
+        layers_s += (share - rest) / layer_s
+        share = rest
+    return num_layers / layers_s
 
 
 def orders(shape: Shape, row: Row) -> Iterator[tuple[Kind, ...]]:

@@ -137,6 +137,9 @@ class Question:
         across: between two sites, by their names in order; where none is given, the slower of the pools' own.
         held_bytes: of a stage; None where memory does not count.
         tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
+        edge: of a U, the site of its first stage.
+        around: of a U, the layers of the edge's first and last part; None for others.
+        runs_ahead: stages may have more microbatches in flight than in 1F1B: between sites, whose links are slow.
     """
 
     num_layers: int
@@ -146,8 +149,13 @@ class Question:
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     held_bytes: HeldBytes | None = None
     tied_bytes: int = 0
+    edge: str = ""
+    around: tuple[int, int] | None = None
+    runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        sites = {pool.site for shape in self.shapes for pool in shape.pools}
+        object.__setattr__(self, "runs_ahead", len(sites) > 1)
         if not 1 <= self.least_stages <= self.most_stages:
             raise LayoutError(
                 f"stages {self.least_stages}:{self.most_stages}; the fewest must be at least 1 and not above the most"

@@ -8,6 +8,8 @@ idles at least R_i - (w_i - 1) b_i. With m > w_i both add up:
 
     step >= P_i + m t_i + max(0, R_i - (w_i - 1) f_i) + max(0, R_i - (w_i - 1) b_i)
 
+Between sites a planned order may have more in flight (:mod:`~vtp_plugin.search.ahead`): there w_i is m.
+
 The first stage is the last one to end, so what it does with its gradients then comes on top: P_1 begins with that.
 
 As stages are added, R_i grows and P_i stays: of all stages so far, four numbers say what the bound will be, and of two
@@ -98,6 +100,7 @@ def split(
     for stage, (kind, work) in enumerate(zip(kinds, works, strict=True)):
         grown: dict[int, list[_Begin]] = {}
         num_after = num_stages - stage - 1
+        in_flight = _in_flight(question, shape, num_after)
         for start, row in begins.items():
             ends = range(start + 1, num_layers - num_after + 1) if num_after else (num_layers,)
             for end in ends:
@@ -111,7 +114,7 @@ def split(
                 rest_s = shape.num_microbatches * left / rates[stage] if left else 0.0
                 tail_s = 0.0 if stage else tail(question, shape, kind, work, end)
                 for begin in row:
-                    new = _add(begin, times, hops_s[stage], num_after, shape.num_microbatches, end - start, tail_s)
+                    new = _add(begin, times, hops_s[stage], in_flight, shape.num_microbatches, end - start, tail_s)
                     if max(new.least_s(to_come_s), new.before_s + rest_s) < below_s:
                         _keep(grown.setdefault(end, []), new, _NEAR * below_s if below_s < math.inf else 0.0)
         begins = grown
@@ -136,7 +139,8 @@ def bound(
         start, num_after = sum(begin.layers), len(kinds) - stage - 1
         times = work.times_s(start, start + number, is_first=not stage, is_last=not num_after)
         tail_s = 0.0 if stage else tail(question, shape, kinds[0], work, number)
-        begin = _add(begin, times, hops_s[stage], num_after, shape.num_microbatches, number, tail_s)
+        in_flight = _in_flight(question, shape, num_after)
+        begin = _add(begin, times, hops_s[stage], in_flight, shape.num_microbatches, number, tail_s)
     return begin.least_s(0.0)
 
 
@@ -164,11 +168,16 @@ def has_room(
     return question.held_bytes(kind.tp, shape.num_replicas, *layers, *place) <= work.memory_bytes
 
 
+def _in_flight(question: Question, shape: Shape, num_after: int) -> int:
+    """Say how many microbatches a stage may have in flight at most, with so many stages behind it."""
+    return shape.num_microbatches if question.runs_ahead else min(num_after + 1, shape.num_microbatches)
+
+
 def _add(
     begin: _Begin,
     times_s: tuple[float, float],
     hop_s: float,
-    num_after: int,
+    in_flight: int,
     num_microbatches: int,
     num_layers: int,
     tail_s: float,
@@ -176,7 +185,6 @@ def _add(
     """Add a stage, and the link behind it."""
     forward, backward = times_s
     both = forward + backward
-    in_flight = min(num_after + 1, num_microbatches)
     before_s = begin.before_s + tail_s
     own = before_s + num_microbatches * both
     least, most = sorted(((in_flight - 1) * forward, (in_flight - 1) * backward))

@@ -204,24 +204,25 @@ def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: i
     largest = max(shape.pools[first].rooms)
     is_one_node = first == last and largest >= shape.num_replicas * kind.tp
     link = link_between(question, shape, (first, 0), (last, 0 if is_one_node else 1))
-    return work.update_s[num_layers] + gradients_s(shape, kind, work, (0, num_layers), link)
+    return work.update_s[num_layers] + gradients_s(shape, kind, work, [(0, num_layers)], link)
 
 
-def gradients_s(shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], link: Link) -> float:
+def gradients_s(shape: Shape, kind: Kind, work: Work, parts: Sequence[tuple[int, int]], link: Link) -> float:
     """Say how long a stage sums its gradients, in rings of which a link is the slowest.
 
     Args:
         shape: of the step.
         kind: of the stage.
         work: what it costs.
-        layers: its first one, and the first one behind it.
+        parts: the first layer of each of its virtual stages, and the first one behind it.
         link: of the rings.
     """
-    start, end = layers
     num_ranks = shape.num_replicas * shape.cp
-    dense = sum_s(work.gradient_bytes[end] - work.gradient_bytes[start], num_ranks, link)
+    dense, routed = (
+        sum(sums[end] - sums[start] for start, end in parts) for sums in (work.gradient_bytes, work.expert_bytes)
+    )
     copies = num_ranks * kind.tp // work.peers
-    return dense + (sum_s(work.expert_bytes[end] - work.expert_bytes[start], copies, link) if copies > 1 else 0.0)
+    return sum_s(dense, num_ranks, link) + (sum_s(routed, copies, link) if copies > 1 else 0.0)
 
 
 def sum_s(num_bytes: float, num_replicas: int, link: Link) -> float:

@@ -170,7 +170,9 @@ class PlannedRun:
         orders = None
         if self.is_active and config.has_planned_schedule and num_stages > 1:
             steps = self.log_interval_steps
-            orders = read_schedule_options(config, num_stages, self.tensor_bytes, report_interval_steps=steps)
+            orders = read_schedule_options(
+                config, num_stages, self.tensor_bytes, num_chunks=num_chunks, report_interval_steps=steps
+            )
         is_ring = placement.num_vstages > num_stages
         rules = self.transport_rules
         return PipelinePlan(

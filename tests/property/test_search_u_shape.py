@@ -1,0 +1,166 @@
+"""The search finds the shortest U: brute force of its own tries every edge, and every stage on every node."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from tests.property.test_search_properties import TOLERANCE, Nodes, Stages, between, stage_lists, summed
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.search.fastest import fastest
+from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+
+KEPT = 1
+
+
+def random_question(seed: int) -> Question:
+    """Make an edge of one or two cards, a cloud of one or two nodes, and a model of three to five layers."""
+    chance = random.Random(f"U {seed}")
+    num_layers, batch = chance.randint(3, 5), chance.choice([2, 4])
+    layers = [chance.choice([1.0, 1.5]) for _ in range(num_layers)]
+    head = chance.choice([0.0, 0.7])
+
+    def speed(size: int, pace: float) -> Speed:
+        times = [pace * time / size * (1.1 if size > 1 else 1) for time in layers]
+        return Speed(
+            forward_s=tuple(times),
+            backward_s=tuple(2 * time for time in times),
+            first_s=(0.1 * pace / size, 0.1 * pace / size),
+            last_s=(pace * head / size, 2 * pace * head / size),
+            update_s=tuple(0.1 * time for time in times),
+            gradient_bytes=tuple(round(8 * time / size) for time in layers),
+        )
+
+    def pool(site: str, rooms: tuple[int, ...]) -> Pool:
+        pace = chance.choice([0.3, 1.0, 2.0])
+        link = Link(latency_s=chance.choice([0.0, 0.2]), bytes_per_s=40.0)
+        return Pool(
+            name=site,
+            rooms=rooms,
+            speeds={size: speed(size, pace) for size in (1, 2)},
+            between=link,
+            site=site,
+            memory_bytes=chance.choice([None, 9, 14]),
+        )
+
+    pools = (
+        pool("home", (chance.randint(1, 2),)),
+        pool("cloud", tuple(chance.randint(1, 2) for _ in range(chance.randint(1, 2)))),
+    )
+    return Question(
+        num_layers=num_layers,
+        shapes=tuple(
+            Shape(
+                num_replicas=replicas,
+                num_microbatches=batch // replicas,
+                micro_batch_size=1,
+                pools=pools,
+                message_bytes=4,
+            )
+            for replicas in (1, 2)
+        ),
+        least_stages=2,
+        most_stages=3,
+        across={("cloud", "home"): Link(latency_s=chance.choice([0.1, 1.0, 3.0]), bytes_per_s=20.0)},
+        held_bytes=lambda size, replicas, start, end, stage, stages: (
+            math.ceil((end - start) * 3 / size) + KEPT * (stages - stage)
+        ),
+        edge="home",
+        around=(1, 1),
+    )
+
+
+def brute(question: Question) -> float:
+    """Return the shortest step of all layouts."""
+    best = math.inf
+    for shape in question.shapes:
+        nodes = [(pool, room) for pool in shape.pools for room in pool.rooms]
+        cards = [room for _, room in nodes]
+        for stages in stage_lists(shape, cards, nodes, question.most_stages):
+            sites = [{nodes[place][0].site for place in places} for _, places in stages]
+            if len(stages) < 2 or sites[0] != {"home"} or any(one != {"cloud"} for one in sites[1:]):
+                continue
+            middle = range(2, question.num_layers - 1)
+            for cuts in itertools.combinations(middle, len(stages) - 2):
+                ends = [0, 1, *cuts, question.num_layers - 1, question.num_layers]
+                best = min(best, step(question, shape, stages, ends, nodes))
+    return best
+
+
+def step(question: Question, shape: Shape, stages: Stages, ends: list[int], nodes: Nodes) -> float:
+    placement = u_placement(len(stages))
+    own = [stages[stage] for stage in placement.stages]
+    forward, backward, links = [], [], []
+    for part, (size, places) in enumerate(own):
+        speed = nodes[places[0]][0].speeds[size]
+        layers = slice(ends[part], ends[part + 1])
+        more = [speed.first_s] * (part == 0) + [speed.last_s] * (part == len(own) - 1)
+        forward.append(sum(speed.forward_s[layers]) + sum(one[0] for one in more))
+        backward.append(sum(speed.backward_s[layers]) + sum(one[1] for one in more))
+    for (_, one), (_, other) in itertools.pairwise(own):
+        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
+        links.append(max(pairs, key=lambda link: link.latency_s + 4 / link.bytes_per_s))
+    costs = Costs(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        latency=tuple(link.latency_s for link in links),
+        bandwidth=tuple(link.bytes_per_s for link in links),
+        message_bytes=(4,) * len(links),
+    )
+    sums, updates = [0.0] * len(stages), [0.0] * len(stages)
+    for part, stage in enumerate(placement.stages):
+        size, places = stages[stage]
+        sums[stage] += summed(question, shape, nodes, size, places, ends[part], ends[part + 1])
+        updates[stage] += sum(nodes[places[0]][0].speeds[size].update_s[ends[part] : ends[part + 1]])
+    if len(stages[0][1]) == 2:  # one message holds both parts of the edge
+        link = between(question, nodes, *stages[0][1])
+        sums[0] -= 2 * link.latency_s
+    best = math.inf
+    for most in (None, *range(1, shape.num_microbatches + 1)):
+        request = ScheduleRequest(
+            placement=placement,
+            num_microbatches=shape.num_microbatches,
+            costs=costs,
+            in_flight=None if most is None else (most,) * len(stages),
+        )
+        timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
+        held = [0] * len(stages)
+        for part, stage in enumerate(placement.stages):
+            size = stages[stage][0]
+            held[stage] += math.ceil((ends[part + 1] - ends[part]) * 3 / size) + KEPT * timeline.activations[part]
+        limits = [[nodes[place][0].memory_bytes for place in places] for _, places in stages]
+        if all(limit is None or number <= limit for number, row in zip(held, limits, strict=True) for limit in row):
+            end = max(spans[-1].end + one for spans, one in zip(timeline.spans, sums, strict=True))
+            best = min(best, end + max(updates))
+    # The norm goes through all stages and back.
+    return best + sum(2 * link.latency_s for link in links[: len(stages) - 1])
+
+
+def check(seed: int) -> None:
+    question = random_question(seed)
+    found, least = fastest(question), brute(question)
+    assert found.is_complete and found.uniform is None
+    if not found.best:
+        assert least == math.inf
+        return
+    best = found.best[0]
+    assert best.layers[0] == best.layers[-1] == 1 and len(best.layers) == len(best.kinds) + 1
+    assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.step_s, least)
+    assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_edges(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4, 100))
+def test_a_hundred_edges(seed: int) -> None:
+    check(seed)
