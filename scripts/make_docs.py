@@ -8,6 +8,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,7 @@ def render() -> dict[str, str]:
         "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
         "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
         "hugging-face.md": _filled("hugging-face.md", {"fields": _fields()}),
+        "memory.md": _filled("memory.md", {"rows": _kept()}),
         "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -372,6 +374,44 @@ def _fields() -> str:
         for (field, meaning), names in sorted(found.items())
     ]
     return _table(("field", "what becomes of it", "families"), rows)
+
+
+def _kept() -> str:
+    """Return what modules keep, in a model that has each of them."""
+    from vtp_plugin.cli.boundaries import format_bytes
+    from vtp_plugin.footprint.model import Experts, Latent, Model
+    from vtp_plugin.footprint.rows import ROWS, Row
+    from vtp_plugin.footprint.sizes import Microbatch, Recompute, Routing, Sizes
+
+    model = Model(
+        num_layers=2, num_predicting=1, hidden=4096, heads=32, groups=8, kv_channels=128, ffn=14336, vocab=128256,
+        num_positions=0, is_gated=True, has_bias=False, has_qkv_bias=False, has_norm_bias=False, has_query_norm=True,
+        is_tied=False, experts=Experts(number=8, ffn=14336, shared_ffn=14336, layers=(False, True)),
+    )  # fmt: skip
+    batch = Microbatch(
+        length=4096, size=1, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, has_hidden_dropout=True,
+        has_attention_dropout=True, routing=Routing(topk=2),
+    )  # fmt: skip
+    latent = Latent(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    again = replace(batch, recompute=Recompute(core_attention=True))
+
+    def kept(row: Row, batch: Microbatch) -> str:
+        dense = Sizes(model=model, batch=batch, tp=2)
+        kinds = (dense, replace(dense, has_experts=True), replace(dense, num_again=1, num_layers=1))
+        kinds += (Sizes(model=replace(model, latent=latent), batch=batch, tp=2),)
+        found = next((size for size in map(row.size_bytes, kinds) if size), 0)
+        return format_bytes(found) if found else "-"
+
+    def cells(row: Row) -> tuple[str, str]:
+        for one in (batch, again):
+            local = kept(row, one)
+            engine = kept(row, replace(one, is_engine=True, has_fused_rope=True))
+            if (local, engine) != ("-", "-"):
+                return local, engine
+        raise ValueError(f"no example has {row.module}: {row.kept}")
+
+    rows = [(f"`{row.module}`", row.kept, *cells(row), row.source) for place in ROWS.values() for row in place]
+    return _table(("module", "what it keeps", "local", "Transformer Engine", "source"), rows)
 
 
 def _patches() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,8 +11,35 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import router
 
 
+class Held:
+    """Counts, while it is entered, the bytes of the storages that autograd saves, each once, and no weights."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> Held:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._hooks.__exit__(*failure)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that was saved so far."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            self._kept.setdefault(storage.data_ptr(), tensor)
+        return tensor
+
+
 def note_activations(facts: dict[str, Any]) -> None:
-    """Count, for every chunk's first microbatch, the bytes of the storages that are saved and no weights."""
+    """Count what every chunk's first microbatch saves."""
     original = DistributedDataParallel.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -19,18 +47,9 @@ def note_activations(facts: dict[str, Any]) -> None:
         if getattr(self, "_was_counted", False):
             return original(self, *args, **kwargs)
         self._was_counted = True
-        weights = {weight.untyped_storage().data_ptr() for weight in self.parameters()}
-        kept: dict[int, torch.Tensor] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept.setdefault(storage.data_ptr(), tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with Held(self.parameters()) as held:
             output = original(self, *args, **kwargs)
-        known.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+        known.append(held.num_bytes)
         return output
 
     DistributedDataParallel.forward = forward

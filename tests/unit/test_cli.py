@@ -173,9 +173,9 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     model += ["--normalization", "RMSNorm", "--disable-bias-linear", "--bf16"]
     lines = output_of("plan", "--vtp-size-list", "1,2", *model).splitlines()
     assert lines[4:7] == [
-        "memory of a rank  parameters    weights  gradients  optimizer  activations",
-        "stage 0                  528  1.031 KiB  2.062 KiB  6.188 KiB            -",
-        "stage 1                  280  560 bytes  1.094 KiB  3.281 KiB            -",
+        "memory of a rank  parameters    weights  gradients  optimizer   overhead  activations",
+        "stage 0                  528  1.031 KiB  2.062 KiB  6.188 KiB  519.4 MiB            -",
+        "stage 1                  280  560 bytes  1.094 KiB  3.281 KiB  739.9 MiB            -",
     ]
     memory = json.loads(output_of("plan", "--vtp-size-list", "1,2", *model, "--json"))["memory"]
     assert memory[2] == {
@@ -184,19 +184,37 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
         "weight_bytes": 560,
         "gradient_bytes": 1120,
         "optimizer_bytes": 3360,
+        "overhead_bytes": (28 + 32) * 2**20 + (3 * 24 + 2) * (9 * 2**20 + 3 * 2**16),
         "activation_bytes": None,
+        "kept_bytes": {},
     }
-    assert lines[7].startswith(
-        "activations: give --seq-length, --micro-batch-size, --transformer-impl local, --attention"
+    assert lines[7] == "activations: give --seq-length, --micro-batch-size to see them"
+    known = [*model, "--seq-length", "4", "--micro-batch-size", "1"]
+    assert "\nactivations: estimated, of one microbatch" in output_of("plan", "--vtp-size-list", "1,2", *known)
+    odd = {
+        "context parallelism and --transformer-impl local": "--context-parallel-size 2 --transformer-impl local",
+        "--cp-comm-type a2a+p2p": "--cp-comm-type a2a+p2p",
+        "--transformer-impl inference_optimized": "--transformer-impl inference_optimized",
+        "--attention-backend unfused": "--attention-backend unfused",
+        "--fp8-recipe custom": "--fp8-format e4m3 --fp8-recipe custom",
+        "--fp8-format and --transformer-impl local": "--fp8-format e4m3 --transformer-impl local",
+    }
+    for what, words in odd.items():
+        assert f"activations: not known with {what}\n" in output_of(
+            "plan", "--vtp-size-list", "1,2", *known, *words.split()
+        )
+    full = [word for word in known if word != "--bf16"]
+    assert "activations: give --bf16 or --fp16, or --transformer-impl local to" in output_of(
+        "plan", "--vtp-size-list", "1,2", *full
     )
     again = ["--num-experts", "4", "--recompute-granularity"]
     experts = output_of("plan", "--vtp-size-list", "1,1", *model, *again, "selective", "--recompute-modules", "moe")
     assert "activations: not known with --recompute-modules moe\n" in experts
     layers = output_of("plan", "--vtp-size-list", "1,1", *model, *again, "full", "--recompute-method", "block")
-    assert "activations: give --seq-length, --micro-batch-size, --recompute-num-layers, --transformer-impl" in layers
-    odd = ["--optimizer", "lion", "--pipeline-model-parallel-layout", "Et|tL"]
+    assert "activations: give --seq-length, --micro-batch-size, --recompute-num-layers" in layers
+    other = ["--optimizer", "lion", "--pipeline-model-parallel-layout", "Et|tL"]
     assert "memory of a rank: not known with --pipeline-model-parallel-layout, --optimizer lion" in output_of(
-        "plan", "--vtp-size-list", "1,2", *model, *odd
+        "plan", "--vtp-size-list", "1,2", *model, *other
     )
 
 

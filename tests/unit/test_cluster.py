@@ -15,9 +15,10 @@ from vtp_plugin.cluster.read import parse_cluster, read_cluster
 from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.cluster.table import Table
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.activations import Microbatch
-from vtp_plugin.footprint.model import Experts, Model, plain_chunks
+from vtp_plugin.footprint.model import Experts, Model
+from vtp_plugin.footprint.sizes import Microbatch, Routing
 from vtp_plugin.footprint.state import Training, footprints
+from vtp_plugin.layout.chunks import plain_chunks
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.search.question import Link
 
@@ -157,35 +158,41 @@ def test_a_card_that_says_nothing_of_a_part_is_refused() -> None:
 
 @pytest.mark.parametrize("model", [MODEL, SPARSE], ids=["dense", "experts"])
 @pytest.mark.parametrize("layers", [(6,), (2, 4), (1, 3, 2)])
-def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("is_engine", [False, True], ids=["local", "engine"])
+def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ...], is_engine: bool) -> None:
     training = Training(
-        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None
-    )
-    batch = Microbatch(length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, routing=None)
-    held = held_bytes(model, training, None if model is SPARSE else batch)
+        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None,
+        backend="nccl" if is_engine else "gloo",
+    )  # fmt: skip
+    batch = Microbatch(
+        length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, is_engine=is_engine,
+        has_fused_rope=is_engine, has_hidden_dropout=is_engine, eight_bits="tensor" if is_engine else "",
+        routing=Routing(topk=2) if model is SPARSE else None,
+    )  # fmt: skip
+    held = held_bytes(model, training, batch)
     layout = PipelineLayout.from_sizes((2,) * len(layers), world_size=2 * len(layers))
-    planned = footprints(
-        model, training, layout, plain_chunks(6, len(layers), layers=layers), None if model is SPARSE else batch
-    )
+    planned = footprints(model, training, layout, plain_chunks(6, len(layers), layers=layers), batch)
     start = 0
     for stage, number in enumerate(layers):
-        one = planned[layout.leader(stage, 0, 0)]
-        in_flight = len(layers) - stage
-        expected = one.weight_bytes + one.gradient_bytes + one.optimizer_bytes
-        expected += (one.activation_bytes or 0) * in_flight
+        expected = planned[layout.leader(stage, 0, 0)].held_bytes(len(layers) - stage)
         assert held(2, 1, start, start + number, stage, len(layers)) == expected
         start += number
 
 
 def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan() -> None:
     training = Training(
-        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None
-    )
-    held = held_bytes(SPARSE, training, None, cp=2, ep=4)
+        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None,
+        backend="hccl",
+    )  # fmt: skip
+    batch = Microbatch(
+        length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, is_engine=True,
+        routing=Routing(topk=2),
+    )  # fmt: skip
+    held = held_bytes(SPARSE, training, batch, cp=2, ep=4)
     layout = PipelineLayout.from_sizes((2, 2), world_size=16, cp=2, ep=4)
-    planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)))
+    planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)), batch)
     for stage, (start, end) in enumerate(((0, 2), (2, 6))):
-        assert held(2, 2, start, end, stage, 2) == planned[layout.leader(stage, 0, 0)].state_bytes
+        assert held(2, 2, start, end, stage, 2) == planned[layout.leader(stage, 0, 0)].held_bytes(2 - stage)
 
 
 SMALL: dict[str, Any] = {

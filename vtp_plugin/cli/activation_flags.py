@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from vtp_plugin.footprint.activations import Microbatch, Recompute
-from vtp_plugin.footprint.routing import Routing
+from vtp_plugin.footprint.sizes import Microbatch, Recompute, Routing
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 NUMBERS = {
@@ -16,10 +16,15 @@ NUMBERS = {
     "--recompute-num-layers": "of a group, or how many are computed again",
 }
 SWITCHES = {
+    "--moe-grouped-gemm": "the experts' products are computed together, and keep as much",
+    "--no-rope-fusion": "with Transformer Engine's layers: each layer keeps cosines and sines",
     "--moe-router-pre-softmax": "a softmax over all experts, before the best are chosen",
     "--recompute-activations": "as --recompute-granularity selective",
 }
 TEXTS = {
+    "--attention-backend": "auto, flash or fused, for activations; others of Transformer Engine keep probabilities",
+    "--fp8-format": "e4m3 or hybrid: inputs of linear layers are kept in 8 bits, as are copies of weights",
+    "--fp8-recipe": "delayed, the default, tensorwise, mxfp8 or blockwise",
     "--moe-token-dispatcher-type": "alltoall or allgather, for activations; those of flex are not known",
     "--moe-router-score-function": "softmax, the default, or sigmoid",
     "--moe-router-dtype": "fp32, or as the model; for activations not fp64",
@@ -27,14 +32,17 @@ TEXTS = {
     "--recompute-method": "uniform or block, of whole layers",
 }
 LISTS = {
+    "--cp-comm-type": "p2p, the default, a2a or all_gather, which keep the attention's output twice",
     "--moe-router-load-balancing-type": "aux_loss, the default, seq_aux_loss, global_aux_loss or none",
     "--moe-aux-loss-coeff": "0, the default, keeps nothing for such a loss",
     "--recompute-modules": "core_attn, the default, and mlp; activations with others are not known",
 }
 _DISPATCHERS = ("alltoall", "allgather")
+_SCALED_BLOCKS = ("mxfp8", "blockwise")
+_BACKENDS = (None, "auto", "flash", "fused")
 DROPOUTS = ("--attention-dropout", "--hidden-dropout")
 _OF_EXPERTS = (
-    *("--moe-grouped-gemm", "--moe-expert-capacity-factor", "--moe-router-fusion", "--moe-permute-fusion"),
+    *("--moe-expert-capacity-factor", "--moe-router-fusion", "--moe-permute-fusion"),
     *("--moe-z-loss-coeff", "--moe-input-jitter-eps", "--moe-shared-expert-overlap", "--moe-layer-recompute"),
     *("--moe-apply-probs-on-input", "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"),
     *("--moe-pad-expert-input-to-capacity", "--moe-enable-deepep", "--overlap-moe-expert-parallel-comm"),
@@ -43,7 +51,8 @@ _OF_EXPERTS = (
 OTHER_ACTIVATIONS = (
     *("--attention-softmax-in-fp32", "--fp32-residual-connection", "--distribute-saved-activations"),
     *("--apply-query-key-layer-scaling", "--cpu-offloading", "--fine-grained-activation-offloading", "--squared-relu"),
-    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp8-format"),
+    *("--rotary-percent", "--rotary-interleaved", "--window-size", "--qk-l2-norm", "--fp4-format"),
+    *("--first-last-layers-bf16", "--use-transformer-engine-op-fuser", "--use-te-activation-func", "--tp-comm-overlap"),
     *("--variable-seq-lengths", "--cross-entropy-loss-fusion", "--attention-output-gate", "--quick-geglu"),
     *("--mla-down-proj-fusion", *_OF_EXPERTS),
 )
@@ -51,26 +60,33 @@ OTHER_ACTIVATIONS = (
 
 def add_activation_flags(parser: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    for name, text in NUMBERS.items():
-        parser.add_argument(name, type=int, metavar="N", help=text)
-    for name, text in SWITCHES.items():
-        parser.add_argument(name, action="store_true", help=text)
-    for name, text in TEXTS.items():
-        parser.add_argument(name, metavar="TEXT", help=text)
-    for name, text in LISTS.items():
-        parser.add_argument(name, nargs="+", metavar="VALUE", help=text)
-    for name in DROPOUTS:
-        parser.add_argument(name, type=float, metavar="SHARE", help="default 0.1; activations are known with 0 only")
+    kinds: list[tuple[dict[str, str], dict[str, Any]]] = [
+        (NUMBERS, {"type": int, "metavar": "N"}),
+        (SWITCHES, {"action": "store_true"}),
+        (TEXTS, {"metavar": "TEXT"}),
+        (LISTS, {"nargs": "+", "metavar": "VALUE"}),
+        (dict.fromkeys(DROPOUTS, "default 0.1; 0 keeps no mask"), {"type": float, "metavar": "SHARE"}),
+    ]
+    for texts, options in kinds:
+        for name, text in texts.items():
+            parser.add_argument(name, help=text, **options)
+    text = "whose buffers are counted; nccl by default; hccl for what runs as nccl on an NPU"
+    parser.add_argument("--distributed-backend", choices=("nccl", "hccl", "gloo"), default="nccl", help=text)
 
 
 def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     """Say why the activations of a rank are not known; empty if they are."""
     given = {word.partition("=")[0] for word in args.unknown}
     odd = [flag for flag in OTHER_ACTIVATIONS if flag in given]
-    balanced_by = args.moe_router_load_balancing_type or []
-    kind, whole = args.position_embedding_type, args.recompute_granularity == "full"
+    balanced_by, exchanges = args.moe_router_load_balancing_type or [], args.cp_comm_type or ["p2p"]
+    kind, is_local = args.position_embedding_type, args.transformer_impl == "local"
     modelled = {
-        "context parallelism": max(layout.cp_sizes) == 1,
+        "context parallelism and --transformer-impl local": max(layout.cp_sizes) == 1 or not is_local,
+        f"--cp-comm-type {' '.join(exchanges)}": exchanges in (["p2p"], ["a2a"], ["all_gather"]),
+        f"--transformer-impl {args.transformer_impl}": is_local or _is_engine(args),
+        f"--attention-backend {args.attention_backend}": is_local or args.attention_backend in _BACKENDS,
+        f"--fp8-recipe {args.fp8_recipe}": args.fp8_recipe in (None, "delayed", "tensorwise", *_SCALED_BLOCKS),
+        "--fp8-format and --transformer-impl local": not (args.fp8_format and is_local),
         f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
         f"--recompute-modules {' '.join(args.recompute_modules or ())}": set(_again(args)) <= {"core_attn", "mlp"},
         f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
@@ -84,37 +100,63 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     if odd:
         return f"not known with {', '.join(odd)}"
     needed = {"--seq-length": args.seq_length, "--micro-batch-size": args.micro_batch_size}
-    if whole:
+    if args.recompute_granularity == "full":
         needed["--recompute-method"] = args.recompute_method
         needed["--recompute-num-layers"] = args.recompute_num_layers
-    needed["--transformer-impl local"] = args.transformer_impl == "local"
+    if not is_local:  # flash attention takes no others
+        needed["--bf16 or --fp16, or --transformer-impl local"] = args.bf16 or args.fp16
     if _has_experts(args):
         needed["--moe-token-dispatcher-type alltoall or allgather"] = args.moe_token_dispatcher_type in _DISPATCHERS
         needed["--disable-bias-linear"] = args.disable_bias_linear
-        needed["--no-bias-swiglu-fusion"] = args.no_bias_swiglu_fusion or not args.swiglu
-    needed |= {f"{name} 0": getattr(args, name[2:].replace("-", "_")) == 0 for name in DROPOUTS}
     missing = [flag for flag, value in needed.items() if not value]
     return f"give {', '.join(missing)} to see them" if missing else ""
 
 
 def about_activations(args: argparse.Namespace) -> str:
     """Say what the activations are, where they are known."""
+    estimated = "estimated, " if read_microbatch(args).is_estimated else ""
     routing = ", with balanced routing" if _has_experts(args) else ""
-    return f"of one microbatch, for as long as it is in flight on the stage{routing}"
+    return f"{estimated}of one microbatch, for as long as it is in flight on the stage{routing}"
 
 
 def read_microbatch(args: argparse.Namespace) -> Microbatch:
     """Give the microbatch that the flags describe."""
+    again, is_whole, has_rope = (
+        _again(args),
+        args.recompute_granularity == "full",
+        args.position_embedding_type == "rope",
+    )
     return Microbatch(
         length=args.seq_length,
         size=args.micro_batch_size,
         itemsize_bytes=2 if args.bf16 or args.fp16 else 4,
         is_sharded=args.sequence_parallel,
-        has_rope=args.position_embedding_type == "rope",
+        has_rope=has_rope,
         is_fused=not args.no_bias_swiglu_fusion,
+        is_engine=_is_engine(args),
+        has_fused_rope=has_rope and _is_engine(args) and not args.no_rope_fusion,
+        has_hidden_dropout=args.hidden_dropout != 0,
+        has_attention_dropout=args.attention_dropout != 0,
+        eight_bits=_eight_bits(args),
+        has_own_output=args.cp_comm_type in (["a2a"], ["all_gather"]),
         routing=_routing(args) if _has_experts(args) else None,
-        recompute=_recompute(args),
+        recompute=Recompute(
+            core_attention="core_attn" in again,
+            feed_forward="mlp" in again,
+            method=args.recompute_method if is_whole else "",
+            num_layers=args.recompute_num_layers if is_whole else 0,
+        ),
     )
+
+
+def _is_engine(args: argparse.Namespace) -> bool:
+    return args.transformer_impl in (None, "transformer_engine")
+
+
+def _eight_bits(args: argparse.Namespace) -> Literal["", "tensor", "block"]:
+    if not args.fp8_format:
+        return ""
+    return "block" if args.fp8_recipe in _SCALED_BLOCKS else "tensor"
 
 
 def _again(args: argparse.Namespace) -> Sequence[str]:
@@ -122,16 +164,6 @@ def _again(args: argparse.Namespace) -> Sequence[str]:
     if args.recompute_granularity != "selective" and not args.recompute_activations:
         return ()
     return args.recompute_modules or ("core_attn",)
-
-
-def _recompute(args: argparse.Namespace) -> Recompute:
-    modules, is_whole = _again(args), args.recompute_granularity == "full"
-    return Recompute(
-        core_attention="core_attn" in modules,
-        feed_forward="mlp" in modules,
-        method=args.recompute_method if is_whole else "",
-        num_layers=args.recompute_num_layers if is_whole else 0,
-    )
 
 
 def _has_experts(args: argparse.Namespace) -> bool:

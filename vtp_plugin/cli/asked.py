@@ -20,8 +20,8 @@ from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.read import read_ask
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import vocabulary_words
-from vtp_plugin.footprint.activations import Microbatch
 from vtp_plugin.footprint.model import Model
+from vtp_plugin.footprint.sizes import Microbatch
 from vtp_plugin.ground.values import parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.flags import read_flags
@@ -102,8 +102,8 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     training = model_flags.read_training(args, one)
     microbatch = activation_flags.read_microbatch(args)
     why_not = activation_flags.why_no_activations(args, PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp))
-    if why_not:
-        # Transformer Engine's attention keeps no probabilities; else its layers are taken for local ones.
+    if why_not and not microbatch.is_engine:
+        # What is not known is left out, and the attention taken for one that keeps no probabilities.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
     shapes = tuple(_shapes(args, ask, cluster, model, training.gradient_itemsize_bytes, sizes))
@@ -125,7 +125,8 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         around=ask.ends,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
-    about = "activations" if not why_not else "and activations, estimated as those of local layers with flash attention"
+    about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
+    about += f" ({why_not})" if why_not else ""
     return Asked(
         question=question,
         ask=ask,

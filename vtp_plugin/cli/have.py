@@ -14,7 +14,6 @@ from vtp_plugin.fit.choose import fit
 from vtp_plugin.fit.read import read_ask, write_fitted
 from vtp_plugin.fit.reasons import describe
 from vtp_plugin.fit.search import Fitted
-from vtp_plugin.footprint.state import Footprint
 from vtp_plugin.ground.values import parse_bytes
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.schedule.make.generate import one_f_one_b_limits
@@ -72,11 +71,6 @@ def _held_bytes(args: argparse.Namespace, layout: PipelineLayout, layers: tuple[
     )
     in_flight = one_f_one_b_limits(plain_placement(layout.num_stages))
     return [
-        max(_bytes(held[rank], in_flight[stage]) for rank in layout.stage_ranks(stage))
+        max(held[rank].held_bytes(in_flight[stage]) for rank in layout.stage_ranks(stage))
         for stage in range(layout.num_stages)
     ]
-
-
-def _bytes(held: Footprint, in_flight: int) -> int:
-    kept = 0 if held.activation_bytes is None else held.activation_bytes * in_flight
-    return held.state_bytes + kept

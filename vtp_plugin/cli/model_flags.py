@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from vtp_plugin.cli.activation_flags import add_activation_flags, read_microbatch
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.model import Chunk, Experts, Latent, Model, plain_chunks, u_chunks
+from vtp_plugin.footprint.model import Experts, Latent, Model
 from vtp_plugin.footprint.state import Footprint, Training, footprints
+from vtp_plugin.layout.chunks import Chunk, plain_chunks, u_chunks
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.checks.sizes import feed_forward_size
 
@@ -54,7 +55,7 @@ TEXTS = {
     "--position-embedding-type": "learned_absolute, the default, has weights",
     "--moe-layer-freq": "which layers have experts: every N-th, or a pattern such as ([0]*1+[1]*3)",
     "--optimizer": "adam, the default, or sgd",
-    "--transformer-impl": "local, for activations; those of Transformer Engine are not known",
+    "--transformer-impl": "transformer_engine, the default, or local",
     "--vocab-file": "of the tokenizer; not read, give --vocab-size",
 }
 # Weights, buffers or optimizer state are others with these.
@@ -157,6 +158,7 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
         num_moments=_NUM_MOMENTS[args.optimizer or "adam"],
         is_distributed=args.use_distributed_optimizer,
         bucket_size=bucket_size if args.overlap_grad_reduce else None,
+        backend=args.distributed_backend,
     )
 
 

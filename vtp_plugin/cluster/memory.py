@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate, product
 
-from vtp_plugin.footprint.activations import Microbatch
-from vtp_plugin.footprint.model import Chunk, Model
+from vtp_plugin.footprint.model import Model
+from vtp_plugin.footprint.sizes import Microbatch
 from vtp_plugin.footprint.state import Footprint, Training, footprints
+from vtp_plugin.layout.chunks import Chunk
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.search.question import HeldBytes
 
@@ -35,7 +35,6 @@ def held_bytes(
         ep: expert-parallel size of every stage.
         etp: tensor-parallel size of the experts; None for that of each stage.
     """
-    batch = None if batch is None else replace(batch, length=batch.length // cp)
 
     @cache
     def sums(
@@ -69,5 +68,5 @@ def held_bytes(
 
 
 def _fullest(held: tuple[Footprint, ...]) -> tuple[int, int]:
-    """Give the bytes of weights, gradients and optimizer of the fullest rank, and of a microbatch's activations."""
-    return max(one.state_bytes for one in held), max(one.activation_bytes or 0 for one in held)
+    """Give the bytes that the fullest rank holds without activations, and of a microbatch's activations."""
+    return max(one.held_bytes(0) for one in held), max(one.activation_bytes or 0 for one in held)

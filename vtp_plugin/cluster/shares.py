@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.footprint.model import Chunk, Model
+from vtp_plugin.footprint.model import Model
 from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
+from vtp_plugin.layout.chunks import Chunk
 from vtp_plugin.layout.grids import ExpertGrid, StageGrid
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.model import Chunk, Latent, Model
+from vtp_plugin.footprint.model import Latent, Model
+from vtp_plugin.layout.chunks import Chunk
 from vtp_plugin.layout.grids import ExpertGrid, StageGrid
 
 

@@ -9,12 +9,15 @@ megatron/core of 0.19: ``distributed/param_and_grad_buffer.py`` and ``optimizer/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.footprint.activations import Microbatch, activation_bytes
-from vtp_plugin.footprint.model import Chunk, Model
+from vtp_plugin.footprint.activations import kept_by_module
+from vtp_plugin.footprint.model import Model
+from vtp_plugin.footprint.overhead import overhead_bytes
 from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
+from vtp_plugin.footprint.sizes import Microbatch, Sizes
+from vtp_plugin.layout.chunks import Chunk
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 _START, _END = 64, 128
@@ -31,6 +34,7 @@ class Training:
         num_moments: numbers of 4 bytes that the optimizer keeps for each weight: 2 for Adam.
         is_distributed: replicas share the optimizer state.
         bucket_size: elements from which on a bucket of the first stage's first chunk is closed; None for one bucket.
+        backend: of collectives, as for :func:`~vtp_plugin.footprint.overhead.overhead_bytes`.
     """
 
     weight_itemsize_bytes: int
@@ -38,6 +42,7 @@ class Training:
     num_moments: int
     is_distributed: bool
     bucket_size: int | None
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +54,23 @@ class Footprint:
         weight_bytes: of its weights, with the gaps of their buffers.
         gradient_bytes: of its gradient buffers.
         optimizer_bytes: of moments and of weights in full precision, without the counters of steps.
+        overhead_bytes: on a device, of what is no tensor of the model.
         activation_bytes: kept of one microbatch between its forward and its backward pass; None if not known.
+        kept_bytes: the same by module.
     """
 
     num_parameters: int
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    overhead_bytes: int
     activation_bytes: int | None
+    kept_bytes: Mapping[str, int]
 
-    @property
-    def state_bytes(self) -> int:
-        """What stays from step to step: all but activations."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+    def held_bytes(self, in_flight: int) -> int:
+        """Give all that it holds with the activations, where they are known, of so many microbatches."""
+        steady = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.overhead_bytes
+        return steady + (self.activation_bytes or 0) * in_flight
 
 
 def footprints(
@@ -91,9 +100,12 @@ def footprints(
     for rank in range(layout.world_size):
         place = _place(layout, rank)
         if place not in known:
-            tp, etp = layout.stages[place.stage].tp, layout.experts[place.stage].tp
-            kept = None if batch is None else activation_bytes(model, batch, chunks[place.stage], tp, etp)
-            known[place] = _footprint(training, held[place.stage], place, kept)
+            grid, experts, own = layout.stages[place.stage], layout.experts[place.stage], chunks[place.stage]
+            sizes = batch and Sizes(model=model, batch=batch, tp=grid.tp, cp=grid.cp, etp=experts.tp)
+            kept = sizes and kept_by_module(sizes, own)
+            flat = [parameter for parameters in held[place.stage] for parameter in parameters]
+            overhead = overhead_bytes(training.backend, sizes, flat, own, grid, experts if model.experts else None)
+            known[place] = _footprint(training, held[place.stage], place, kept, overhead)
     return tuple(known[_place(layout, rank)] for rank in range(layout.world_size))
 
 
@@ -120,7 +132,11 @@ def _place(layout: PipelineLayout, rank: int) -> _Place:
 
 
 def _footprint(
-    training: Training, held: Sequence[Sequence[Parameter]], place: _Place, kept_bytes: int | None
+    training: Training,
+    held: Sequence[Sequence[Parameter]],
+    place: _Place,
+    kept: Mapping[str, int] | None,
+    overhead: int,
 ) -> Footprint:
     num_parameters = num_buffered = num_owned = 0
     for number, parameters in enumerate(held):
@@ -139,7 +155,9 @@ def _footprint(
         weight_bytes=num_buffered * training.weight_itemsize_bytes,
         gradient_bytes=num_buffered * training.gradient_itemsize_bytes,
         optimizer_bytes=num_owned * (_MASTER_BYTES * training.num_moments + masters),
-        activation_bytes=kept_bytes,
+        overhead_bytes=overhead,
+        activation_bytes=None if kept is None else sum(kept.values()),
+        kept_bytes=kept or {},
     )
 
 
