@@ -201,7 +201,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     }
     for what, words in odd.items():
         assert f"activations: not known with {what}\n" in output_of(
-            "plan", "--vtp-size-list", "1,2", *known, *words.split()
+            "plan", "--vtp-size-list", "1,1", *known, *words.split()
         )
     full = [word for word in known if word != "--bf16"]
     assert "activations: give --bf16 or --fp16, or --transformer-impl local to" in output_of(

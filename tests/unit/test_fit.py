@@ -196,8 +196,12 @@ def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[s
     free = json.loads(capsys.readouterr().out)
 
     def held(plan: Any) -> list[int]:
-        keys = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
-        return [sum(rank[key] for key in keys) for rank in plan["memory"]]
+        keys = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes")
+        in_flight = [2] * 4 + [1] * 2
+        return [
+            sum(rank[key] for key in keys) + (rank["activation_bytes"] or 0) * number
+            for rank, number in zip(plan["memory"], in_flight, strict=True)
+        ]
 
     assert free["fit"]["layers"] == [16, 8]
     limit = max(held(free)) - 1
