@@ -26,8 +26,7 @@ _MIB = 2**20
 _NCCL_CONNECTION = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * _MIB
 _RING_CHANNELS, _PEER_CHANNELS = 24, 2
 _HCCL_COMMUNICATOR = 2 * 200 * _MIB
-_WORKSPACE = 32 * _MIB
-_GROUPED_WORKSPACES = 4
+_WORKSPACE, _GROUPED_WORKSPACES = 32 * _MIB, 4
 # What may be left of one block of each kind, and of the last one of weights, gradients and optimizer.
 _ALLOCATOR = (2 + 20 + 3 * 2) * _MIB
 

@@ -9,7 +9,6 @@ from typing import Literal
 from vtp_plugin.footprint.model import Model
 
 FULL_BYTES, INDEX_BYTES = 4, 8
-_BLOCK = 32  # numbers of 8 bits for which there is a byte of scale: mxfp8; blockwise has 4 for 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,4 +157,5 @@ class Sizes:
         """Give the bytes of so many numbers that a linear layer keeps of its input."""
         if not self.batch.eight_bits:
             return self.numbers(numel)
-        return numel + (numel // _BLOCK if self.batch.eight_bits == "block" else 0)
+        # mxfp8 has a byte of scale for 32 numbers, blockwise 4 for 128.
+        return numel + (numel // 32 if self.batch.eight_bits == "block" else 0)
