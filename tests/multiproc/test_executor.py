@@ -9,7 +9,7 @@ import pytest
 
 from tests.lines import error_line
 from tests.multiproc.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
-from tests.multiproc.script_cases import MODEL, grad_norms, launch, losses, train
+from tests.multiproc.script_cases import MODEL, assert_same_training, grad_norms, launch, losses, train
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
 from tests.ordering.check import check
@@ -126,6 +126,15 @@ def test_more_microbatches_in_flight_train_alike(script_pool: Pool) -> None:
     stock = train(script_pool, "1,2")
     assert ": 1f1b, microbatches: 4, lookahead: 8; kept activations by stage 4,1" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
+
+
+@pytest.mark.full
+def test_a_script_in_virtual_stages(script_pool: Pool) -> None:
+    """As `search --virtual-stages 2` prints it."""
+    words = ["--num-virtual-stages-per-pipeline-rank", "2"]
+    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", *words])
+    assert ": interleaved-1f1b, microbatches: 4, lookahead: 1" in runs[0].output
+    assert_same_training(runs, train(script_pool, "1,1", words))
 
 
 def test_planned_schedule_without_stages_is_refused(script_pool: Pool) -> None:

@@ -29,7 +29,7 @@ Nodes = list[tuple[Pool, int]]
 Stages = list[tuple[int, tuple[int, ...]]]
 
 
-def random_question(seed: int) -> tuple[Question, list[int]]:
+def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[int]]:
     """Make a small cluster of one or two kinds of cards, and a model whose layers may differ; also the nodes' cards."""
     chance, wider = random.Random(seed), random.Random(f"wider {seed}")
     # Context parallelism, and so many ranks that have all experts once together.
@@ -38,6 +38,7 @@ def random_question(seed: int) -> tuple[Question, list[int]]:
     sites = wider.choice([("", ""), ("", ""), ("a", "b")])
     inside = Link(latency_s=wider.choice([0.0, 0.02]), bytes_per_s=wider.choice([math.inf, 200.0]))
     num_layers, batch = chance.randint(2, 5), chance.choice([2, 4, 6])
+    num_layers = given_layers or num_layers
     layers = [chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers)]
     head = chance.choice([0.0, 0.7, 2.0])
     loss_of_a_cut = chance.choice([0.0, 0.1, 0.4])

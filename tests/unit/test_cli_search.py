@@ -158,6 +158,24 @@ def test_search_and_simulate_agree_on_microbatches_in_flight(capsys: pytest.Capt
     assert steps[1] < 0.6 * steps[0]
 
 
+def test_virtual_stages_are_taken_where_they_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four cards that each hold a quarter of the model, and few microbatches: much of the step is filling it."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 100\nmemory = '60GiB'\n[[nodes]]\ncards = 'one'\ncards_per_node = 1\ncount = 4\n"
+        "[links.between]\nlatency_us = 10\ngbyte_per_s = 25\n"
+    )
+    words = ("--cluster", str(path), "--vtp-stages", "4:4", "--global-batch-size", "8", "--json")
+    plain = json.loads(found(capsys, *words))["best"][0]
+    best = json.loads(found(capsys, *words, "--virtual-stages", "2,3"))["best"][0]
+    assert best["step_s"] < 0.9 * plain["step_s"] and best["num_chunks"] in (2, 3) and plain["num_chunks"] == 1
+    assert max(plain["memory_bytes"]) < max(best["memory_bytes"]) <= 60 << 30
+    flag = ["--num-virtual-stages-per-pipeline-rank", str(best["num_chunks"])]
+    assert flag[0] in best["flags"] and best["flags"][best["flags"].index(flag[0]) + 1] == flag[1]
+    main(["plan", *MODEL, *best["flags"], "--world-size", "4", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 4
+
+
 U_SITES = """
 [cards.small]
 teraflops = 100
@@ -302,10 +320,10 @@ def test_what_cannot_be_answered_is_refused(words: list[str], text: str, capsys:
 def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
-    def interrupted(*words: Any, is_stock: bool) -> Choice | None:
+    def interrupted(*words: Any, **options: Any) -> Choice | None:
         if len(judged) == 3:
             raise KeyboardInterrupt
-        judged.append(judge(*words, is_stock=is_stock))
+        judged.append(judge(*words, **options))
         return judged[-1]
 
     monkeypatch.setattr(fastest, "judge", interrupted)

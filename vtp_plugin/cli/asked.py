@@ -123,6 +123,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         held_bytes=held,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
+        chunks=tuple(args.virtual_stages or ()),
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")

@@ -28,10 +28,10 @@ Times of layers come from the cluster's file: measured by `profile`, fitted to t
 holds: docs/search.md."""
 _KEYS = """\
 Keys of --json: is_complete (false: the time was over, or Ctrl-C came), best and uniform (null without one): sizes,
-layers, num_replicas, micro_batch_size, in_flight (microbatches, of every part), nodes (of every stage, by replica),
-num_cards, step_s, pipeline_s, sums_s (gradients), update_s, tokens_per_s, price_per_million_tokens (null without
-prices), busy (share of the step that each stage computes), memory_bytes (of a rank, by stage), source (of the times:
-measured, fitted, data sheet), flags."""
+layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of every
+part), nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s, tokens_per_s,
+price_per_million_tokens (null without prices), busy (share of the step that each stage computes), memory_bytes (of a
+rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_sizes,
         metavar="1,2,4",
         help="to choose from, instead of --micro-batch-size",
+    )
+    group.add_argument(
+        "--virtual-stages",
+        type=read_sizes,
+        metavar="2,4",
+        help="of every stage, to choose from beside one, where all stages have equally many layers (interleaving)",
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
     group.add_argument("--output", type=Path, metavar="FILE.svg", help="picture of the best and the uniform step")
@@ -138,7 +144,7 @@ def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
     return (
         name,
         format_value(choice.sizes),
-        format_value(choice.layers),
+        format_value(choice.layers) + (f" in {choice.num_chunks} parts each" if choice.num_chunks > 1 else ""),
         str(choice.shape.num_replicas),
         str(choice.shape.micro_batch_size),
         str(choice.num_cards),
@@ -190,6 +196,8 @@ def flags(asked: Asked, choice: Choice) -> Sequence[str]:
     words = [*fitted_words(asked.fitted(choice), asked.ask)]
     if choice.order.is_planned and asked.ask.ends is None:
         words += ["--vtp-schedule", "planned"]
+    if choice.num_chunks > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(choice.num_chunks)]
     if choice.order.in_flight:
         words += ["--vtp-in-flight", format_value(choice.order.in_flight)]
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
@@ -225,6 +233,7 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
     return {
         "sizes": list(choice.sizes),
         "layers": list(choice.layers),
+        "num_chunks": choice.num_chunks,
         "num_replicas": choice.shape.num_replicas,
         "micro_batch_size": choice.shape.micro_batch_size,
         "in_flight": _in_flight(choice),

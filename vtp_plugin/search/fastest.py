@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vtp_plugin.search.frame import Frame, frames
+from vtp_plugin.search.interleave import busiest_s, interleaved_lists
 from vtp_plugin.search.judge import Choice, judge
 from vtp_plugin.search.lists import Reach, Row, orders, rows
 from vtp_plugin.search.question import Kind, Question
@@ -91,6 +92,7 @@ class _Search:
                     if self._bound_s(frame, row) >= self.below_s:
                         break
                     self._try(self.frames[frame], row)
+            self._try_interleaved()
         except (_TimeOverError, KeyboardInterrupt):
             # What was found so far is an answer, too.
             self.is_complete = False
@@ -125,6 +127,19 @@ class _Search:
                 break
             self._judge(frame, order, layers)
 
+    def _try_interleaved(self) -> None:
+        if not self.question.chunks or self.question.around is not None:
+            return
+        found = []
+        for index, frame in enumerate(self.frames):
+            for one in interleaved_lists(self.question, frame.shape, frame.works, lambda: self.below_s):
+                self._check_time()
+                found.append((one, index))
+        for one, index in sorted(found):
+            if one.bound_s >= self.below_s:
+                break
+            self._judge(self.frames[index], one.order, one.layers, num_chunks=one.num_chunks)
+
     def _try_uniform(self) -> None:
         if self.question.around is not None:
             return  # stock Megatron has no U
@@ -132,22 +147,40 @@ class _Search:
         for index, frame in enumerate(self.frames):
             for order, layers in uniform_lists(self.question, frame.shape, frame.works):
                 works = [frame.works[kind] for kind in order]
-                found.append((bound(self.question, frame.shape, order, works, layers), index, order, layers))
-        for bound_s, index, order, layers in sorted(found):
+                found.append((bound(self.question, frame.shape, order, works, layers), 1, index, order, layers))
+                least_s = busiest_s(frame.shape, frame.works, order, layers)
+                fit = len(order) > 1 and not frame.shape.num_microbatches % len(order)
+                counts = (count for count in self.question.chunks if fit and count > 1 and not layers[0] % count)
+                found += [(least_s, count, index, order, layers) for count in counts]
+        for bound_s, num_chunks, index, order, layers in sorted(found):
             if self.uniform is not None and bound_s >= self.uniform.step_s:
                 break
-            choice = self._judge(self.frames[index], order, layers, is_stock=True)
+            choice = self._judge(self.frames[index], order, layers, is_stock=num_chunks == 1, num_chunks=num_chunks)
             if choice is not None and (self.uniform is None or choice.step_s < self.uniform.step_s):
                 self.uniform = choice
 
     def _judge(
-        self, frame: Frame, order: Sequence[Kind], layers: Sequence[int], *, is_stock: bool = False
+        self,
+        frame: Frame,
+        order: Sequence[Kind],
+        layers: Sequence[int],
+        *,
+        is_stock: bool = False,
+        num_chunks: int = 1,
     ) -> Choice | None:
         self._check_time()
         self.num_judged += 1
         kinds = frame.kinds(order)
         own = [frame.whole_works[kind] for kind in kinds]
-        choice = judge(self.question, frame.whole, kinds, own, frame.layers(layers), is_stock=is_stock)
+        choice = judge(
+            self.question,
+            frame.whole,
+            kinds,
+            own,
+            frame.layers(layers),
+            is_stock=is_stock,
+            num_chunks=num_chunks,
+        )
         if choice is not None:
             self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
         return choice

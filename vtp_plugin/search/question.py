@@ -139,6 +139,7 @@ class Question:
         tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
         edge: of a U, the site of its first stage.
         around: of a U, the layers of the edge's first and last part; None for others.
+        chunks: virtual stages that every stage may have, beside one; not for a U.
         runs_ahead: stages may have more microbatches in flight than in 1F1B: between sites, whose links are slow.
     """
 
@@ -151,6 +152,7 @@ class Question:
     tied_bytes: int = 0
     edge: str = ""
     around: tuple[int, int] | None = None
+    chunks: tuple[int, ...] = ()
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:

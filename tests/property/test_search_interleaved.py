@@ -1,0 +1,143 @@
+"""The search finds the shortest interleaved step: brute force of its own cuts the layers of all lists of stages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.property.test_search_properties import (
+    TOLERANCE,
+    Nodes,
+    Stages,
+    are_together,
+    between,
+    brute,
+    exchanged,
+    random_question,
+    stage_lists,
+    summed,
+)
+from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.simulate import simulate
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.schedule.order.placement import interleaved_placement
+from vtp_plugin.search.fastest import fastest
+from vtp_plugin.search.question import Question, Shape
+
+CHUNKS = (2, 3)
+
+
+def brute_interleaved(question: Question, cards: list[int]) -> float:
+    """Return the shortest step of all interleaved layouts."""
+    best = math.inf
+    for shape in question.shapes:
+        nodes = [*zip([pool for pool in shape.pools for _ in pool.rooms], cards, strict=True)]
+        for stages in stage_lists(shape, cards, nodes, question.most_stages):
+            number, rest = divmod(question.num_layers, len(stages) or 1)
+            if len(stages) < 2 or rest or shape.num_microbatches % len(stages) or not are_together(stages, nodes):
+                continue
+            for chunks in CHUNKS:
+                if number % chunks == 0:
+                    best = min(best, step(question, shape, stages, nodes, number // chunks, chunks))
+    return best
+
+
+def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
+    """Virtual stage v has ``number`` layers from number v on, and lies on stage v mod p."""
+    own = stages * chunks
+    forward, backward, links = [], [], []
+    sums, updates, held = [0.0] * len(stages), [0.0] * len(stages), [0] * len(stages)
+    for part, (size, places) in enumerate(own):
+        start, end = part * number, (part + 1) * number
+        speeds = [nodes[place][0].speeds[size] for place in places]
+        forwards = zip(*(speed.forward_s[start:end] for speed in speeds), strict=True)
+        backwards = zip(*(speed.backward_s[start:end] for speed in speeds), strict=True)
+        more = [exchanged(question, shape, nodes, size, places, start, end)]
+        more += [max(speed.first_s for speed in speeds)] * (part == 0)
+        more += [max(speed.last_s for speed in speeds)] * (part == len(own) - 1)
+        forward.append(sum(map(max, forwards)) + sum(one[0] for one in more))
+        backward.append(sum(map(max, backwards)) + sum(one[1] for one in more))
+        stage = part % len(stages)
+        updates[stage] += sum(max(each) for each in zip(*(speed.update_s[start:end] for speed in speeds), strict=True))
+    for (_, one), (_, other) in itertools.pairwise(own):
+        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
+        links.append(max(pairs, key=lambda link: link.latency_s + 4 / link.bytes_per_s))
+    costs = Costs(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        latency=tuple(link.latency_s for link in links),
+        bandwidth=tuple(link.bytes_per_s for link in links),
+        message_bytes=(4,) * len(links),
+    )
+    placement = interleaved_placement(len(stages), chunks)
+    request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
+    timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
+    assert question.held_bytes is not None
+    kept = question.held_bytes(1, 1, 0, 0, 0, 1)
+    for part, (size, _) in enumerate(own):
+        held[part % len(stages)] += math.ceil(number * 3 / size) + kept * timeline.activations[part]
+    for stage, (size, places) in enumerate(stages):
+        limits = [nodes[place][0].memory_bytes for place in places]
+        if any(limit is not None and held[stage] > limit for limit in limits):
+            return math.inf
+        # All chunks are summed at once.
+        parts = [(part * number, (part + 1) * number) for part in range(stage, len(own), len(stages))]
+        sums[stage] = joined(question, shape, nodes, size, places, parts)
+    tail = max(updates) + sum(2 * link.latency_s for link in links[: len(stages) - 1])
+    if question.tied_bytes:
+        pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
+        tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
+    return tail + max(spans[-1].end + own_s for spans, own_s in zip(timeline.spans, sums, strict=True))
+
+
+def joined(
+    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], parts: list[tuple[int, int]]
+) -> float:
+    """Move the layers of all chunks behind each other, and sum them."""
+    order = [layer for part in parts for layer in range(*part)]
+
+    def moved(index: int) -> Nodes:
+        pool, number = nodes[index]
+        speed = pool.speeds[size]
+        speed = replace(
+            speed,
+            gradient_bytes=tuple(speed.gradient_bytes[layer] for layer in order),
+            expert_bytes=tuple(speed.expert_bytes[layer] for layer in order) if speed.expert_bytes else (),
+        )
+        return [(replace(pool, speeds={size: speed}), number)]
+
+    there = [moved(place)[0] if place in places else node for place, node in enumerate(nodes)]
+    return summed(question, shape, there, size, places, 0, len(order))
+
+
+def check(seed: int) -> bool:
+    """Whether the best is interleaved; every other seed has one replica and size 1, so that stages are many."""
+    question, cards = random_question(seed, (4, 4, 6)[seed % 3])
+    shapes = question.shapes
+    if seed % 2:
+        pools = (replace(p, speeds={1: one} if (one := p.speeds.get(1)) else {}) for p in shapes[0].pools)
+        shapes = (replace(shapes[0], pools=tuple(pools)),)
+    question = replace(question, chunks=CHUNKS, shapes=shapes)
+    found, least = fastest(question), min(brute(question, cards), brute_interleaved(question, cards))
+    assert found.is_complete
+    if not found.best:
+        assert least == math.inf
+        return False
+    best = found.best[0]
+    assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.num_chunks, best.step_s, least)
+    assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
+    assert found.uniform is None or best.step_s <= found.uniform.step_s
+    return best.num_chunks > 1
+
+
+def test_a_few_clusters() -> None:
+    assert [check(seed) for seed in (0, 1, 27, 56)] == [False, False, True, True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100))
+def test_a_hundred_clusters(seed: int) -> None:
+    check(seed)
