@@ -19,7 +19,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.training.arguments import (  # noqa: E402
     add_megatron_arguments,
     core_transformer_config_from_args,
@@ -66,13 +69,16 @@ def _count(words: list[str]) -> int:
 
 
 def _model(args: Any, config: Any) -> torch.nn.Module:
+    is_engine = args.transformer_impl == "transformer_engine"
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=is_engine)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=args.transformer_impl == "transformer_engine"),
+        layers,
         args.vocab_size,
         args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, is_engine) if args.mtp_num_layers else None,
     )
     with torch.no_grad():
         for weight in model.parameters():

@@ -50,6 +50,12 @@ CASES = {
     "experts-grouped": f"{EXPERTS} --moe-grouped-gemm",
     "experts-unfused": f"{EXPERTS} --moe-grouped-gemm --no-bias-swiglu-fusion",
     "experts-shared": f"{EXPERTS} --moe-grouped-gemm --moe-shared-expert-intermediate-size 32",
+    "prediction": f"{GATED} --mtp-num-layers 2",
+    "prediction-dropped": "--position-embedding-type rope --mtp-num-layers 1 --micro-batch-size 2",
+    "prediction-again": f"{GATED} --mtp-num-layers 1 {WHOLE} 1 --recompute-method uniform",
+    "prediction-dropped-again": f"""--position-embedding-type rope --mtp-num-layers 1 --disable-bias-linear
+        --no-bias-gelu-fusion {WHOLE} 1 --recompute-method uniform""",
+    "prediction-eight-bits": f"{GATED} --mtp-num-layers 1 --fp8-format hybrid",
     "latent": f"{LATENT} --qk-layernorm",
     "latent-unnormed": f"{LATENT} --micro-batch-size 2",
     "latent-experts": f"{LATENT} --qk-layernorm {EXPERTS.removeprefix(GROUPED)} --moe-grouped-gemm",

@@ -285,6 +285,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         # Where ranks share the vocabulary, also whose the words are; and which of the targets count.
         Row("mtp", "next words and targets", _MTP,
             lambda s: s.positions * (2 * INDEX_BYTES + (1 if s.tp > 1 else 0) + FULL_BYTES)),
+        Row("mtp", "mask of dropout", _WORDS, lambda s: s.slices * s.model.hidden * s.batch.has_hidden_dropout),
         Row("mtp", "input of eh_proj", _MTP, lambda s: 2 * _hidden(s), lambda s: 2 * _hidden_inputs(s)),
         Row("mtp", "output, beside the model's", _MTP, _hidden),
         Row("mtp", "inputs and scales of three norms", _NORMS, lambda s: 3 * _norm(s),
