@@ -105,11 +105,14 @@ class _Search:
         for index, frame in enumerate(self.frames):
             if frame.least_s >= self.below_s:
                 continue
-            below_s = partial(self._below_s, frame)
+            below_s = partial(self._timely_below_s, frame)
             for row in rows(frame.question, frame.shape, frame.works, reach, below_s):
-                self._check_time()
                 if (index, row) not in seen:
                     yield index, row
+
+    def _timely_below_s(self, frame: Frame) -> float:
+        self._check_time()
+        return self._below_s(frame)
 
     def _below_s(self, frame: Frame) -> float:
         return self.below_s - frame.before_s

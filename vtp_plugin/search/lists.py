@@ -15,6 +15,8 @@ from vtp_plugin.search.stage import Work, Works, most_held
 
 # So many orders of a list are all tried; of more, those in which stages of a kind are neighbours.
 _MOST_ORDERS = 60
+# So much of a layer is no time.
+_ROUNDING = 1e-9
 # Replicas of a stage are in several pools only if there are at most so many of them.
 _MOST_MIXED = 8
 
@@ -66,15 +68,15 @@ def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
     return tuple(sorted(kinds, key=lambda kind: (len(kind.pools) > 1, kind.places, -kind.tp)))
 
 
-def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]) -> Iterator[Row]:
-    """Yield what the cards allow, if a step may be short enough.
+def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]) -> list[Row]:
+    """List what the cards allow, if a step may be short enough.
 
     Args:
         question: what is asked.
         shape: of the step.
         works: what every kind costs.
         reach: which lists are looked at.
-        below_s: gives what a step must be shorter than; it may fall meanwhile.
+        below_s: gives what a step must be shorter than; it ends a walk that takes too long by an error of its own.
     """
     kinds = kinds_of(shape, is_mixing=reach.is_mixing)
     most_stages = min(question.most_stages, question.num_layers)
@@ -88,6 +90,7 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
                 (n / one.tp for n, one in zip(most_layers[i:], kinds[i:], strict=True) if place in one.places),
                 default=0,
             )
+            / shape.num_replicas
             for place in pools
         ]
         for i in range(len(kinds) + 1)
@@ -98,24 +101,28 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
     )
     needed = question.num_layers + (_lost([works[kind] for kind in kinds], most_s) if is_by_time else 0)
 
-    def go(first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]) -> Iterator[Row]:
-        if first == len(kinds):
-            yield _row(question, shape, works, chosen, below_s())
-            return
-        kind = kinds[first]
-        for count in _counts(kind, reach, chosen, left, most_stages - stages if most_layers[first] else 0):
-            rest = [number - count * kind.tp * kind.places.count(place) for place, number in enumerate(left)]
-            now = layers + count * most_layers[first]
-            to_come = sum(share * number for share, number in zip(best[first + 1], rest, strict=True))
-            if now + to_come / shape.num_replicas >= needed:
-                yield from go(first + 1, rest, stages + count, now, chosen + [(kind, count)] * (count > 0))
+    takes = [[kind.tp * kind.places.count(place) for place in pools] for kind in kinds]
+    found: list[Row] = []
 
-    for row in go(0, [sum(pool.rooms) for pool in shape.pools], 0, 0, []):
-        num_stages = sum(count for _, count in row.counts)
-        if num_stages < question.least_stages or row.bound_s >= below_s():
-            continue
-        if has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)]):
-            yield row
+    def go(first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]) -> None:
+        if first == len(kinds):
+            row = _row(question, shape, works, chosen, below_s())
+            if stages >= question.least_stages and row.bound_s < below_s():
+                found.append(row)
+            return
+        kind, own, take, share = kinds[first], most_layers[first], takes[first], best[first + 1]
+        for count in _counts(kind, reach, chosen, left, most_stages - stages if own else 0):
+            rest = [number - count * each for number, each in zip(left, take, strict=True)] if count else left
+            now = layers + count * own
+            # Without a function call: this is asked millions of times.
+            to_come = 0.0
+            for place in pools:
+                to_come += share[place] * rest[place]
+            if now + to_come >= needed:
+                go(first + 1, rest, stages + count, now, [*chosen, (kind, count)] if count else chosen)
+
+    go(0, [sum(pool.rooms) for pool in shape.pools], 0, 0, [])
+    return [row for row in found if has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])]
 
 
 def _most_layers(question: Question, shape: Shape, kind: Kind, work: Work, most_s: float) -> int:
@@ -161,29 +168,39 @@ def _row(question: Question, shape: Shape, works: Works, chosen: Sequence[tuple[
 
 def _busiest(num_layers: int, counts: Sequence[int], works: Sequence[Work]) -> float:
     """Bound the time of the busiest stage: the shortest in which whole layers and both ends of the model have room."""
-    time = num_layers / sum(count / work.least_s for count, work in zip(counts, works, strict=True))
+    layers_s = [work.least_s for work in works]
+    # Asked for each of many lists: no calls inside.
+    events = {(more, work.least_s) for work in works for more in work.ends_s}
+    time = num_layers / sum(count / layer_s for count, layer_s in zip(counts, layers_s, strict=True))
     while True:
-        layers = [_whole(time, work.least_s) for work in works]
-        room = sum(map(mul, counts, layers))
+        room = sum([count * int(time / layer_s + _ROUNDING) for count, layer_s in zip(counts, layers_s, strict=True)])
         if room >= num_layers and room >= num_layers + _lost(works, time):
             return time
         time = min(
-            more + (_whole(time - more, work.least_s) + 1) * work.least_s for work in works for more in work.ends_s
+            [
+                more + (int((time - more) / layer_s + _ROUNDING) + 1) * layer_s if time > more else more + layer_s
+                for more, layer_s in events
+            ]
         )
 
 
 def _whole(time: float, layer_s: float) -> int:
     """Count the layers that a stage computes in a time."""
-    return int(time / layer_s + 1e-9) if time > 0 else 0
+    return int(time / layer_s + _ROUNDING) if time > 0 else 0
 
 
 def _lost(works: Sequence[Work], time: float) -> int:
     """Count the layers that have no room, since the first and the last stage have more to do than layers."""
-    lost = [
-        min((_whole(time, work.least_s) - _whole(time - work.ends_s[end], work.least_s) for work in works), default=0)
-        for end in (1, 2, 3)
-    ]
-    return min(lost[0] + lost[1], lost[2])
+    if not works:
+        return 0
+
+    def lost(end: int) -> int:
+        return min(_whole(time, work.least_s) - _whole(time - work.ends_s[end], work.least_s) for work in works)
+
+    # Often there is nothing before the layers.
+    first = lost(1) if any(work.ends_s[1] for work in works) else 0
+    last = lost(2)
+    return min(first + last, lost(3)) if first else last
 
 
 def _least_s(

@@ -48,6 +48,7 @@ class Placement:
     num_replicas: tuple[int, ...] = ()
     successors: tuple[int, ...] = ()
     _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the fields, and give every stage one replica by default."""
@@ -65,6 +66,10 @@ class Placement:
                 f"successors {successors} of {self.num_vstages} virtual stages: each but the last needs a later one"
             )
         object.__setattr__(self, "successors", successors)
+        predecessors: list[list[int]] = [[] for _ in self.stages]
+        for v, after in enumerate(successors):
+            predecessors[after].append(v)
+        object.__setattr__(self, "_predecessors", tuple(map(tuple, predecessors)))
         num_replicas = self.num_replicas or (1,) * self.num_stages
         if len(num_replicas) != self.num_stages or min(num_replicas) < 1:
             raise ConfigError(f"replicas {num_replicas} of {self.num_stages} stages: each stage needs at least 1")
@@ -107,7 +112,7 @@ class Placement:
 
     def predecessors(self, vstage: int) -> tuple[int, ...]:
         """List the virtual stages whose outputs a virtual stage takes; none if it takes only samples."""
-        return tuple(v for v, after in enumerate(self.successors) if after == vstage)
+        return self._predecessors[vstage]
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
