@@ -45,8 +45,9 @@ def require_same(cluster: Cluster, first: str, num_replicas: int = 1) -> None:
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
 def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
-    if optimizer == "distributed":
-        flags += ["--use-distributed-optimizer"]
+    # Megatron 0.12 has no place for a tied embedding in the distributed optimizer of so narrow a model.
+    untied = ["--untie-embeddings-and-output-weights"] if optimizer == "distributed" else []
+    flags += [*untied, "--use-distributed-optimizer"] if untied else []
     with Cluster(tmp_path, flags) as cluster:
         cluster.start("b", 2)
         cluster.start("a", 2)
@@ -58,7 +59,7 @@ def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
         cluster.lose("b")
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,2", "2,1", "2"]
-        require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_same(cluster, shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied]))
 
 
 @pytest.mark.full
