@@ -38,11 +38,18 @@ def write_cluster(path: Path, seed: int) -> None:
 
 def check(pool: Pool, path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
     write_cluster(path, seed)
-    flags = [*MODEL, "--global-batch-size", "8", "--vtp-stages", f"{1 + seed % 2}:4", "--cluster", str(path)]
+    trains(pool, path, capsys, ["--vtp-stages", f"{1 + seed % 2}:4"])
+
+
+def trains(
+    pool: Pool, path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], given: tuple[str, ...] = ()
+) -> list[int]:
+    """Search, train what was found, and stages of one rank each; flags that were given are for both."""
+    flags = [*MODEL, "--global-batch-size", "8", *asked, *given, "--cluster", str(path)]
     main(["search", *flags, "--json"])
     best = json.loads(capsys.readouterr().out)["best"][0]
     sizes, replicas = best["sizes"], best["num_replicas"]
-    words = [*best["flags"], "--global-batch-size", "8"]
+    words = [*given, *best["flags"], "--global-batch-size", "8"]
     runs = train(pool, ",".join(map(str, sizes)), words, dp=replicas)
     # One rank a stage, with the same layers and the same padding of the vocabulary.
     ones = ",".join("1" for _ in sizes)
@@ -50,6 +57,22 @@ def check(pool: Pool, path: Path, capsys: pytest.CaptureFixture[str], seed: int)
     words[words.index("--vtp-size-list") + 1] = ones
     words += ["--make-vocab-size-divisible-by", str(divisor)]
     assert_same_training(runs, train(pool, ones, words))
+    return [*sizes]
+
+
+@pytest.mark.full
+def test_a_u_that_was_found_trains_as_uniform_stages_do(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 0.01\n[links.inside]\nlatency_us = 1\ngbyte_per_s = 200\n"
+        "[links.across.'cloud edge']\nlatency_us = 1000\ngbyte_per_s = 1\n"
+        "[[nodes]]\ncards = 'one'\ncards_per_node = 1\nsite = 'edge'\n"
+        "[[nodes]]\ncards = 'one'\ncards_per_node = 2\nsite = 'cloud'\n"
+    )
+    asked = ["--num-layer-list", "1,2,1", "--vtp-stages", "2:2"]
+    assert trains(pool, path, capsys, asked, ("--layerwise-disaggregated-training",)) == [1, 2]
 
 
 def test_a_winner_trains_as_uniform_stages_do(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
