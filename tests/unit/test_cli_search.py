@@ -224,7 +224,7 @@ def test_a_u_has_both_ends_of_the_model_on_the_edge(tmp_path: Path, capsys: pyte
 
 def test_a_u_without_an_edge_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
-        (["--num-layer-list", "1,3,1"], "which of the cluster's sites"),
+        (["--num-layer-list", "1,3,1"], "a U-shape needs an edge"),
         (["--num-layer-list", "1,3,1", "--vtp-sites", "home,cloud"], "no nodes of the cluster are at cloud"),
         (["--vtp-sites", "home,cloud"], "needs --num-layer-list for the edge's two parts"),
     ):

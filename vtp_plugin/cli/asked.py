@@ -154,8 +154,8 @@ def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
     if args.layerwise_disaggregated_training and args.vtp_sites is None:
         if "edge" not in sites or len(sites) < 2:
             raise ConfigError(
-                f"--layerwise-disaggregated-training: which of the cluster's sites ({', '.join(sites)}) is the edge? "
-                "Give --vtp-sites, the edge first, or call one edge in the file"
+                f"sites {', '.join(filter(None, sites)) or 'none'} in the cluster; a U-shape needs an edge and another "
+                "site; name the edge first in --vtp-sites, or call a site edge in the file"
             )
         args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
 
