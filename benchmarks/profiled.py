@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.emulated import ROOT, Seat, run_ranks
@@ -91,8 +92,8 @@ def _real_s(tp: int, folder: Path) -> float:
 
 def _crowded_s(folder: Path) -> float:
     """Train two runs of one rank at once; return what a step takes."""
-    with ThreadPoolExecutor(2) as threads:
-        return statistics.mean(threads.map(lambda number: _real_s(1, folder / str(number)), range(2)))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        return statistics.mean(processes.map(_real_s, (1, 1), (folder / "a", folder / "b")))
 
 
 if __name__ == "__main__":
