@@ -153,9 +153,10 @@ def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
     sites = sorted({group.site for group in cluster.nodes})
     if args.layerwise_disaggregated_training and args.vtp_sites is None:
         if "edge" not in sites or len(sites) < 2:
+            named = ", ".join(site for site in sites if site) or "none"
             raise ConfigError(
-                f"sites {', '.join(filter(None, sites)) or 'none'} in the cluster; a U-shape needs an edge and another "
-                "site; name the edge first in --vtp-sites, or call a site edge in the file"
+                f"sites {named} in the cluster; a U-shape needs an edge and another site; name the edge first in "
+                "--vtp-sites, or call a site edge in the file"
             )
         args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
 
