@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -15,12 +14,13 @@ from tests.property.test_search_properties import (
     are_together,
     between,
     brute,
+    costs_of,
     exchanged,
+    links_along,
     random_question,
     stage_lists,
     summed,
 )
-from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import interleaved_placement
@@ -48,7 +48,7 @@ def brute_interleaved(question: Question, cards: list[int]) -> float:
 def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
     """Virtual stage v has ``number`` layers from number v on, and lies on stage v mod p."""
     own = stages * chunks
-    forward, backward, links = [], [], []
+    forward, backward = [], []
     sums, updates, held = [0.0] * len(stages), [0.0] * len(stages), [0] * len(stages)
     for part, (size, places) in enumerate(own):
         start, end = part * number, (part + 1) * number
@@ -62,21 +62,13 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
         backward.append(sum(map(max, backwards)) + sum(one[1] for one in more))
         stage = part % len(stages)
         updates[stage] += sum(max(each) for each in zip(*(speed.update_s[start:end] for speed in speeds), strict=True))
-    for (_, one), (_, other) in itertools.pairwise(own):
-        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
-        links.append(max(pairs, key=lambda link: link.latency_s + 4 / link.bytes_per_s))
-    costs = Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
-        latency=tuple(link.latency_s for link in links),
-        bandwidth=tuple(link.bytes_per_s for link in links),
-        message_bytes=(4,) * len(links),
-    )
+    links = links_along(question, shape, nodes, own)
+    costs = costs_of(shape, forward, backward, links)
     placement = interleaved_placement(len(stages), chunks)
     request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
     timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
     assert question.held_bytes is not None
-    kept = question.held_bytes(1, 1, 0, 0, 0, 1)
+    kept = question.held_bytes(1, 1, 0, 0, True, True, 1)
     for part, (size, _) in enumerate(own):
         held[part % len(stages)] += math.ceil(number * 3 / size) + kept * timeline.activations[part]
     for stage, (size, places) in enumerate(stages):

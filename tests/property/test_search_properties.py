@@ -112,8 +112,8 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
         least_stages=1,
         most_stages=4,
         # A microbatch in flight keeps something, too.
-        held_bytes=lambda size, replicas, start, end, stage, stages: (
-            math.ceil((end - start) * 3 / size) + kept * (stages - stage)
+        held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
+            math.ceil((end - start) * 3 / size) + kept * in_flight
         ),
         across={("a", "b"): line},
         tied_bytes=chance.choice([0, 0, 8]),
@@ -176,13 +176,13 @@ def holds(
     size, places = stages[stage]
     limits = [nodes[place][0].memory_bytes for place in places]
     assert question.held_bytes is not None
-    kept = question.held_bytes(1, 1, 0, 0, 0, 1)
+    kept = question.held_bytes(1, 1, 0, 0, True, True, 1)
     held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size) + kept * in_flight[stage]
     return all(limit is None or held <= limit for limit in limits)
 
 
 def step(question: Question, shape: Shape, stages: Stages, ends: list[int], nodes: Nodes, best: float) -> float:
-    forward, backward, sums, updates, links = [], [], [], [], []
+    forward, backward, sums, updates = [], [], [], []
     for stage, (size, places) in enumerate(stages):
         speeds = [nodes[place][0].speeds[size] for place in places]
         part = slice(ends[stage], ends[stage + 1])
@@ -197,10 +197,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         backward.append(sum(back) + sum(one[1] for one in more))
         updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
         sums.append(summed(question, shape, nodes, size, places, ends[stage], ends[stage + 1]))
-        if stage:
-            before = stages[stage - 1][1]
-            pairs = [between(question, nodes, one, other) for one, other in zip(before, places, strict=True)]
-            links.append(max(pairs, key=lambda link: link.latency_s + shape.message_bytes / link.bytes_per_s))
+    links = links_along(question, shape, nodes, stages)
     both = [*map(sum, zip(forward, backward, strict=True))]
     tail = max(updates)
     # The norm goes through all stages and back.
@@ -211,13 +208,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
     # Each stage computes all microbatches, after the first has come to it, and before the last has gone back from it.
     if max(sum(both[:stage]) + shape.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
         return math.inf
-    costs = Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
-        latency=tuple(link.latency_s for link in links),
-        bandwidth=tuple(link.bytes_per_s for link in links),
-        message_bytes=(shape.message_bytes,) * len(links),
-    )
+    costs = costs_of(shape, forward, backward, links)
     placement, number = plain_placement(len(stages)), shape.num_microbatches
     # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
     schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
@@ -281,6 +272,25 @@ def between(question: Question, nodes: Nodes, one: int, other: int) -> Link:
         return line
     first, second = nodes[one][0].between, nodes[other][0].between
     return max(first, second, key=lambda link: link.latency_s + 4 / link.bytes_per_s)
+
+
+def links_along(question: Question, shape: Shape, nodes: Nodes, stages: Stages) -> list[Link]:
+    """The slowest link of any replica between each two that follow one another."""
+    found = []
+    for (_, one), (_, other) in itertools.pairwise(stages):
+        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
+        found.append(max(pairs, key=lambda link: link.latency_s + shape.message_bytes / link.bytes_per_s))
+    return found
+
+
+def costs_of(shape: Shape, forward: list[float], backward: list[float], links: list[Link]) -> Costs:
+    return Costs(
+        forward=tuple(forward),
+        backward=tuple(backward),
+        latency=tuple(link.latency_s for link in links),
+        bandwidth=tuple(link.bytes_per_s for link in links),
+        message_bytes=(shape.message_bytes,) * len(links),
+    )
 
 
 def check(seed: int) -> float:

@@ -8,8 +8,16 @@ import random
 
 import pytest
 
-from tests.property.test_search_properties import TOLERANCE, Nodes, Stages, between, stage_lists, summed
-from vtp_plugin.schedule.cost.costs import Costs
+from tests.property.test_search_properties import (
+    TOLERANCE,
+    Nodes,
+    Stages,
+    between,
+    costs_of,
+    links_along,
+    stage_lists,
+    summed,
+)
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import u_placement
@@ -68,8 +76,8 @@ def random_question(seed: int) -> Question:
         least_stages=2,
         most_stages=3,
         across={("cloud", "home"): Link(latency_s=chance.choice([0.1, 1.0, 3.0]), bytes_per_s=20.0)},
-        held_bytes=lambda size, replicas, start, end, stage, stages: (
-            math.ceil((end - start) * 3 / size) + KEPT * (stages - stage)
+        held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
+            math.ceil((end - start) * 3 / size) + KEPT * in_flight
         ),
         edge="home",
         around=(1, 1),
@@ -96,23 +104,15 @@ def brute(question: Question) -> float:
 def step(question: Question, shape: Shape, stages: Stages, ends: list[int], nodes: Nodes) -> float:
     placement = u_placement(len(stages))
     own = [stages[stage] for stage in placement.stages]
-    forward, backward, links = [], [], []
+    forward, backward = [], []
     for part, (size, places) in enumerate(own):
         speed = nodes[places[0]][0].speeds[size]
         layers = slice(ends[part], ends[part + 1])
         more = [speed.first_s] * (part == 0) + [speed.last_s] * (part == len(own) - 1)
         forward.append(sum(speed.forward_s[layers]) + sum(one[0] for one in more))
         backward.append(sum(speed.backward_s[layers]) + sum(one[1] for one in more))
-    for (_, one), (_, other) in itertools.pairwise(own):
-        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
-        links.append(max(pairs, key=lambda link: link.latency_s + 4 / link.bytes_per_s))
-    costs = Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
-        latency=tuple(link.latency_s for link in links),
-        bandwidth=tuple(link.bytes_per_s for link in links),
-        message_bytes=(4,) * len(links),
-    )
+    links = links_along(question, shape, nodes, own)
+    costs = costs_of(shape, forward, backward, links)
     sums, updates = [0.0] * len(stages), [0.0] * len(stages)
     for part, stage in enumerate(placement.stages):
         size, places = stages[stage]

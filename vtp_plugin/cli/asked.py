@@ -106,7 +106,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         # What is not known is left out, and the attention taken for one that keeps no probabilities.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
-    shapes = tuple(_shapes(args, ask, cluster, model, training.gradient_itemsize_bytes, sizes))
+    shapes = tuple(_shapes(args, ask, cluster, model, microbatch, training.gradient_itemsize_bytes, sizes))
     if not shapes:
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
@@ -249,6 +249,7 @@ def _shapes(
     ask: Ask,
     cluster: Cluster,
     model: Model,
+    microbatch: Microbatch,
     gradient_itemsize_bytes: int,
     sizes: Sequence[int],
 ) -> Iterator[Shape]:
@@ -261,7 +262,6 @@ def _shapes(
     parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
     if not parts:
         raise ConfigError(ask.problems_of_size(1)[0])
-    microbatch = activation_flags.read_microbatch(args)
     most = num_cards // (ask.cp * ask.least_stages)
     all_replicas = range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,)
     for size in sizes:

@@ -212,7 +212,7 @@ def _why_nothing(asked: Asked, found: Found) -> str:
     largest = max(size for pool in shape.pools for size in pool.speeds)
     stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // (largest * shape.cp)))
     layers = math.ceil(asked.question.num_layers / stages)
-    needed = asked.held_bytes(largest, shape.num_replicas, 0, layers, 0, stages)
+    needed = asked.held_bytes(largest, shape.num_replicas, 0, layers, True, stages == 1, stages)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
         f"no layout of {ask.least_stages} to {ask.most_stages} stages fits the {cards} cards: {layers} layers of the "

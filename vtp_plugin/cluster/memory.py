@@ -22,10 +22,9 @@ def held_bytes(
     ep: int = 1,
     etp: int | None = None,
 ) -> HeldBytes:
-    """Give what says how much the fullest rank of a stage of 1F1B holds.
+    """Give what says how much the fullest rank of a stage holds.
 
-    Stage i of p keeps the activations of p - i microbatches. What a layer adds is the difference between two layers of
-    its kind and one.
+    What a layer adds is the difference between two layers of its kind and one.
 
     Args:
         model: the whole model.
@@ -57,12 +56,14 @@ def held_bytes(
             ends[is_first, is_last] = (own[0] - added[0][0], own[1] - added[0][1])
         return tuple((state, kept) for state, kept in rows), ends
 
-    def of_stage(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
+    def of_stage(
+        tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
+    ) -> int:
         rows, ends = sums(tp, num_replicas)
-        state, kept = ends[stage == 0, stage == num_stages - 1]
+        state, kept = ends[is_first, is_last]
         state += rows[end][0] - rows[start][0]
         kept += rows[end][1] - rows[start][1]
-        return state + kept * (num_stages - stage)
+        return state + kept * in_flight
 
     return of_stage
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from vtp_plugin.checkpoint.archive import Extent, check_archive, itemsize
 from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.index import INDEX
-from vtp_plugin.checkpoint.whole import InParts, partial_of, whole_folder
+from vtp_plugin.checkpoint.whole import PART_BYTES, InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
 from vtp_plugin.offline.elements import SLAB_BYTES, typed
@@ -36,7 +36,6 @@ from vtp_plugin.offline.elements import SLAB_BYTES, typed
 JOURNAL: Final = "vtp_journal.jsonl"
 """The name of the file that says what is written, while not all is."""
 _FILE_BYTES: Final = 1 << 30
-_COPY_BYTES: Final = 1 << 20
 
 
 class Part(Protocol):
@@ -321,7 +320,7 @@ def _copy(folder: Path, extent: Extent, file: BinaryIO) -> None:
         source.seek(extent.offset)
         left = extent.length or 0
         while left:
-            data = source.read(min(left, _COPY_BYTES))
+            data = source.read(min(left, PART_BYTES))
             if not data:
                 raise ConfigError(
                     f"{folder / extent.file} is cut off; without it this checkpoint cannot be read; copy it again"

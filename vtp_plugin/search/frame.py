@@ -125,7 +125,9 @@ def _between_ends(speed: Speed, start: int, end: int) -> Speed:
 def _between(held: HeldBytes, first: int) -> HeldBytes:
     """Count layers from the cloud's first on, with as few microbatches in flight as are asked for here: two."""
 
-    def of_stage(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
-        return held(tp, num_replicas, first + start, first + end, 1, 3)
+    def of_stage(
+        tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
+    ) -> int:
+        return held(tp, num_replicas, first + start, first + end, False, False, 2)
 
     return of_stage

@@ -120,9 +120,9 @@ class Shape:
     cp: int = 1
 
 
-HeldBytes = Callable[[int, int, int, int, int, int], int]
+HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
 """Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
-it, the stage's number, the number of stages."""
+it, whether it has the embedding, whether it has the head, the microbatches of which it keeps activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,16 +50,6 @@ def held_by(
         is_first: it has the embedding.
         is_last: it has the head.
     """
-    held = question.held_bytes
-    if held is None:
+    if question.held_bytes is None:
         return 0
-    size = (kind.tp, shape.num_replicas, *part)
-    # In 1F1B a stage keeps as many microbatches as there are stages from it on: two are asked for, and one more.
-    if is_last:
-        place, known = ((0, 1) if is_first else (1, 2)), 1
-    else:
-        place, known = ((0, 2) if is_first else (1, 3)), 2
-    one_more = (
-        held(*size, 1, 4) - held(*size, 1, 3) if is_last else held(*size, place[0], place[1] + 1) - held(*size, *place)
-    )
-    return held(*size, *place) + (peak - known) * one_more
+    return question.held_bytes(kind.tp, shape.num_replicas, *part, is_first, is_last, peak)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vtp_plugin.search.question import Kind, Question, Shape
+from vtp_plugin.search.room import held_by
 from vtp_plugin.search.stage import Work, best_link, tail
 
 # Beginnings nearer to each other than this are taken for one.
@@ -163,9 +164,11 @@ def has_room(
         layers: its first one, and the first one behind it.
         place: the stage's number, and the number of stages.
     """
-    if question.held_bytes is None or work.memory_bytes is None:
+    if work.memory_bytes is None:
         return True
-    return question.held_bytes(kind.tp, shape.num_replicas, *layers, *place) <= work.memory_bytes
+    stage, num_stages = place
+    ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1}
+    return held_by(question, shape, kind, layers, num_stages - stage, **ends) <= work.memory_bytes
 
 
 def _in_flight(question: Question, shape: Shape, num_after: int) -> int:

@@ -156,8 +156,8 @@ def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
     held, limit = question.held_bytes, work.memory_bytes
     if held is None or limit is None:
         return question.num_layers
-    # Between others a stage has no ends of the model; the last one keeps one microbatch.
-    places = ((1, 3), (1, 2))
+    # Between others a stage has no ends of the model, and keeps two microbatches at least; the last one keeps one.
+    places = ((False, False, 2), (False, True, 1))
 
     def fits(number: int) -> bool:
         starts = range(question.num_layers - number + 1)
