@@ -64,9 +64,11 @@ def question(num_nodes: int, *, is_mixed: bool) -> Question:
         for replicas in (1, 2, 4, 8, 16, 32, 64)
     )
 
-    def held_bytes(tp: int, num_replicas: int, start: int, end: int, stage: int, num_stages: int) -> int:
+    def held_bytes(
+        tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
+    ) -> int:
         state = (end - start) * 400_000_000 * 6 // tp + (end - start) * 400_000_000 * 12 // tp // num_replicas
-        return state + (num_stages - stage) * (end - start) * (1 << 30) // tp
+        return state + in_flight * (end - start) * (1 << 30) // tp
 
     return Question(
         num_layers=_NUM_LAYERS, shapes=shapes, least_stages=1, most_stages=_NUM_LAYERS, held_bytes=held_bytes
