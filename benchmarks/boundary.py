@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from benchmarks.exchanges import Exchange, build_exchanges
 from benchmarks.finish import time_finishes
 from benchmarks.links import LinksUnavailableError
 from benchmarks.ranks import Stages, run_ranks
+from benchmarks.turns import measure_in_turn
 
 GOODPUT_BYTES = (256 * KIB, 16 * MIB)
 
@@ -77,6 +79,9 @@ QUICK = Extent(
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = _options()
+    if options.turns:
+        run_ranks(options.sizes, None, partial(_measure_in_turn, address=options.turns))
+        return
     results = load(options.source) if options.source else _measure(QUICK if options.quick else FULL, options)
     print(report(results))
     if options.output:
@@ -90,10 +95,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two pairs, small tensors, three rounds")
     parser.add_argument("--mbit", type=float, default=200.0, help="rate of a limited link, each way")
     parser.add_argument("--only", choices=("boundaries", "finishes"), help="measure one of the two parts")
+    parser.add_argument("--turns", help="measure on loopback when told so over this address, see turns.py")
+    parser.add_argument("--sizes", type=_pair, default=(1, 4), help="of both stages, with --turns")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--plot", type=Path, help="write the picture as SVG")
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing: read results written before")
     return parser.parse_args()
+
+
+def _pair(text: str) -> tuple[int, int]:
+    upstream, downstream = map(int, text.split(","))
+    return upstream, downstream
 
 
 def _measure(extent: Extent, options: argparse.Namespace) -> Results:
@@ -143,6 +155,24 @@ def _time_boundary(stages: Stages, network: str, extent: Extent) -> list[Record]
         Record(network=network, sizes=stages.sizes, name=name, num_bytes=num_bytes, times_s=tuple(values))
         for (num_bytes, name), values in times_s.items()
     ]
+
+
+def _measure_in_turn(stages: Stages, address: str) -> None:
+    """Time the plugin's own exchanges whenever the other program does not. Collective."""
+    exchanges = {name: each for name, each in build_exchanges(stages).items() if name in ("rank0", "sliced")}
+    _warm_up(stages, exchanges)
+
+    def measure() -> dict[str, float]:
+        figures = {}
+        for num_bytes in (MIB, 4 * MIB):
+            tensor = torch.ones(shape_of(num_bytes)) if stages.is_src else None
+            for name, exchange in exchanges.items():
+                act = partial(exchange, tensor, shape_of(num_bytes))
+                times_s = [stages.time(act) for _ in range(_num_repeats("loopback", num_bytes))]
+                figures[f"{name}, {num_bytes // MIB} MiB, ms"] = statistics.median(times_s) * 1e3
+        return figures
+
+    measure_in_turn(address, measure)
 
 
 def _num_repeats(network: str, num_bytes: int) -> int:

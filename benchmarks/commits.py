@@ -5,16 +5,17 @@
 
 Every benchmark runs in a copy of its own commit, with this interpreter. Of each figure the ratio (this tree over the
 commit) is taken pair by pair, which run goes first changes from pair to pair, and printed are the geometric mean of the
-ratios with its 95 % interval. What ``--most`` asks for (1.03) is met if the upper bound is below; on a machine that is
-not quiet the interval gets wide, and says so.
+ratios with its 95 % interval. Where processes differ from start to start by more than is looked for, the two of a pair
+are alive at once and measure in turn (see ``turns.py``), with this tree's scripts. What ``--most`` asks for (1.03) is
+met if the upper bound is below; on a machine that is not quiet the interval gets wide, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.step_time import mean_with_interval
+from benchmarks.turns import environment_of, in_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,27 +38,28 @@ class Measure(NamedTuple):
     Attributes:
         words: how it is started.
         figure: matches a printed line; its groups are the name of the figure and the figure.
+        num_turns: of each of a pair; 0 if one runs after the other.
     """
 
     words: tuple[str, ...]
-    figure: str
+    figure: str = ""
+    num_turns: int = 0
 
 
-_STEP = r"^((?:time|CPU) +(?:plugin, rank0|plugin)) +([\d.]+)"
+_STEP = ("step_time", "--steps", "3")
+_SCRIPTS = "boundary*.py", "ranks.py", "startup_world.py", "step_time.py", "turns.py"
+"""What measures in turn; how the product is asked (``exchanges.py``) is each tree's own."""
 MEASURES: Mapping[str, Measure] = {
-    "step": Measure(("step_time", "--rounds", "1", "--steps", "20"), _STEP),
-    "moe": Measure(("step_time", "--model", "moe", "--rounds", "1", "--steps", "20"), _STEP),
+    "step": Measure((*_STEP, "--variant", "plugin"), num_turns=16),
+    "rank0": Measure((*_STEP, "--variant", "plugin, rank0"), num_turns=16),
+    "moe": Measure((*_STEP, "--model", "moe", "--variant", "plugin"), num_turns=16),
     "apply": Measure(("apply_time", "--repeat", "1"), r"^(apply\(\)).*; CPU ([\d.]+) s"),
     "planning": Measure(
         ("startup", "--planned-sizes", "4096", "--world-sizes", "512"), r"^( *\d+ \S.*?) {2,}\d+ +([\d.]+) +[\d.]+$"
     ),
-    "start-up": Measure(
-        ("startup", "--planned-sizes", "64", "--world-sizes", *["4096"] * 5),
-        r"^( *\d+ plugin.*? \d+) +\d+ +\d+ +\d+ +([\d.]+) +\d+ +\d+$",
-    ),
-    "boundary": Measure(
-        ("boundary", "--quick", "--only", "boundaries"), r"^ *((?:1|4) MiB(?= +[\d.]+ +[\d.]+ +[\d.]+)) +([\d.]+)"
-    ),
+    "start-up": Measure(("startup_world",), num_turns=5),
+    "boundary 1 -> 4": Measure(("boundary", "--sizes", "1,4"), num_turns=60),
+    "boundary 2 -> 3": Measure(("boundary", "--sizes", "2,3"), num_turns=60),
     "bridge": Measure(("bridge", "--quick"), r"^\| (.+? \| [\d.]+) \| [\d.]+ \| \S+ \| (\d+) "),
     "colocated": Measure(("bridge", "--colocated", "--quick"), r"^\| ([\d.]+) \| [\d.]+ \| ([\d.]+) "),
 }
@@ -104,6 +107,11 @@ def main() -> None:
 
 
 def _pair(measure: Measure, old: Path, number: int) -> tuple[dict[str, float], dict[str, float]]:
+    if measure.num_turns:
+        name, *words = measure.words
+        command = [sys.executable, "-m", f"benchmarks.{name}", *words]
+        before, after = in_turn([(old, command), (ROOT, command)], measure.num_turns)
+        return dict(before), dict(after)
     order = (old, ROOT) if number % 2 else (ROOT, old)
     found = {tree: figures(measure, _run(measure, tree)) for tree in order}
     return found[old], found[ROOT]
@@ -111,9 +119,10 @@ def _pair(measure: Measure, old: Path, number: int) -> tuple[dict[str, float], d
 
 def _run(measure: Measure, tree: Path) -> str:
     name, *words = measure.words
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"benchmarks.{name}", *words]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        command, cwd=tree, env=environment_of(tree), capture_output=True, text=True, timeout=1800, check=False
+    )
     if done.returncode:
         sys.exit(f"benchmarks.{name} in {tree} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout
@@ -121,10 +130,13 @@ def _run(measure: Measure, tree: Path) -> str:
 
 @contextmanager
 def _checked_out(commit: str) -> Iterator[Path]:
-    """Give a folder with the files of a commit."""
+    """Give a folder with the files of a commit, and this tree's scripts over it."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        for pattern in _SCRIPTS:
+            for script in (ROOT / "benchmarks").glob(pattern):
+                shutil.copy(script, f"{folder}/benchmarks")
         yield Path(folder)
 
 

@@ -82,7 +82,7 @@ def slow_down(wait_s: float) -> None:
 
 
 Mark = tuple[float, float]
-"""When a step began, and how long sums over tensor-parallel ranks took until then, in seconds."""
+"""When a step began, and how long collectives had taken until then, in seconds."""
 
 
 def run_ranks(seats: Sequence[Seat], words: Sequence[str], link: WanLink | None, log: Path) -> list[Mark]:
@@ -171,22 +171,22 @@ def _note_steps(marks: list[Mark]) -> None:
     import torch.distributed as dist
     from megatron.training import training
 
-    step, all_reduce = training.train_step, dist.all_reduce
-    summing_s = 0.0
+    step = training.train_step
+    talking_s = 0.0
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        marks.append((time.perf_counter(), summing_s))
+        marks.append((time.perf_counter(), talking_s))
         return step(*args, **kwargs)
 
     def timed(act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal summing_s
+        nonlocal talking_s
         begin_s = time.perf_counter()
         result = act(*args, **kwargs)
-        summing_s += time.perf_counter() - begin_s
+        talking_s += time.perf_counter() - begin_s
         return result
 
     class Handle:
-        """Of a sum that goes on while its rank computes; what is waited for counts."""
+        """Of a collective that goes on while its rank computes; what is waited for counts."""
 
         def __init__(self, work: dist.Work) -> None:
             self._work = work
@@ -194,8 +194,14 @@ def _note_steps(marks: list[Mark]) -> None:
         def wait(self) -> object:
             return timed(self._work.wait)
 
-    def timed_all_reduce(*args: Any, **kwargs: Any) -> Any:
-        work = timed(all_reduce, *args, **kwargs)
-        return None if work is None else Handle(work)
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            work = timed(collective, *args, **kwargs)
+            return None if work is None else Handle(work)
 
-    training.train_step, dist.all_reduce = noting, timed_all_reduce
+        return act
+
+    training.train_step = noting
+    # A batch is broadcast to the ranks of a stage, too.
+    for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, counted(getattr(dist, name)))

@@ -10,7 +10,7 @@ worked out before the fault. A trial is passed if a log that the script writes, 
 phase, and a step was finished afterwards in that list. At the end of a run every loss and every sample is compared
 with a run that nothing happened to, each attempt must have said how the one before had ended, and processes and files
 that were left are looked for. Results go to ``FOLDER/results.jsonl``; a run that is there is not run again.
-``--report`` prints the table.
+``--report`` prints the table, ``--soak`` one of what a long run holds. ``lost_stock.py`` times a restart by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,18 +43,18 @@ from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.choose import fit
 from vtp_plugin.ground.values import format_value
 
-_SCRIPT = "tests/multiproc/faulty_gpt.py"
+SCRIPT = "tests/multiproc/faulty_gpt.py"
 _CARDS = (("a", 0), ("a", 1), ("b", 0))
-_FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1")
-_FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
+FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1")
+FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
 _NUM_STEPS = 200
 _FAULTS_PER_RUN = 4
 _EVERY_APART = 5
 _LIMIT_S = 300.0
-_NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
-_BEGUN, _STEP = "this attempt has", r"iteration +\d+/"
+NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
+_BEGUN, STEP = "this attempt has", r"iteration +\d+/"
 _ALL_KINDS = (*KINDS, CABLE)
-_MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
+MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +155,12 @@ class Watcher:
         return next(found, None)
 
 
-def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float]) -> None:
+def run_once(
+    seed: int, folder: Path, results: Path, expected: dict[int, float], num_faults: int = _FAULTS_PER_RUN
+) -> None:
     """Run a run and append its trials to the results."""
-    faults, is_apart = draw(seed), _is_apart(seed)
-    flags = [*_FLAGS, "--train-iters", str(_NUM_STEPS), "--vtp-timeout-s", "40"]
+    faults, is_apart = draw(seed)[:num_faults], _is_apart(seed)
+    flags = [*FLAGS, "--train-iters", str(_NUM_STEPS), "--vtp-timeout-s", "40"]
     trials: list[dict[str, Any]] = []
     with (
         Network() if is_apart else contextlib.nullcontext() as network,
@@ -166,7 +168,7 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
             folder,
             flags,
             nodes="1:2" if is_apart else "2",
-            script=_SCRIPT,
+            script=SCRIPT,
             max_restarts=20,
             pause_s=0.05,
             network=network,
@@ -178,12 +180,12 @@ def run_once(seed: int, folder: Path, results: Path, expected: dict[int, float])
         cluster.start("b", 1)
         watcher = Watcher(cluster)
         for fault in faults:
-            trials.append({"seed": seed, **asdict(fault), **_strike(cluster, watcher, fault)})
+            trials.append({"seed": seed, **asdict(fault), **strike(cluster, watcher, fault)})
             if trials[-1]["outcome"] != "went on":
                 break
         # Each step that an earlier attempt had begun is read to its end.
         if trials[-1]["outcome"] == "went on":
-            _wait(cluster, watcher, lambda: _is_ahead(cluster))
+            wait_until(cluster, watcher, lambda: _is_ahead(cluster))
         steps, entries = cluster.steps(), read_log(folder / "faults.jsonl")
         entries = [entry for entry in entries if steps and entry.get("step", 0) <= steps[-1].iteration]
         text = "".join(cluster.log(name).read_text(errors="replace") for name in cluster.agents)
@@ -225,25 +227,25 @@ def _arm(folder: Path, faults: Sequence[Fault]) -> None:
     own.replace(folder / "armed.json")
 
 
-def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
+def strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     """Let a fault strike, and wait until the run goes on."""
     armed, is_start = [fault], fault.phase in ("start-up", "restart")
     bad = "".join(f"{node} {local} absent\n" for node, local in fault.bad)
-    if fault.phase != "start-up" and _wait(cluster, watcher, lambda: _is_saved(cluster)) is None:
+    if fault.phase != "start-up" and wait_until(cluster, watcher, lambda: is_saved(cluster)) is None:
         return {"outcome": "no first step"}
     if fault.phase == "restart":
         # What it strikes is the start after this kill.
         armed.append(Fault(**{**asdict(fault), "id": f"{fault.id}-before", "phase": "forward", "kind": "SIGKILL"}))
     cluster.faults.write_text("" if is_start else bad)
     _arm(cluster.folder, armed)
-    strike = _wait(cluster, watcher, lambda: _struck(cluster, fault.id))
-    if strike is None:
+    entry = wait_until(cluster, watcher, lambda: _struck(cluster, fault.id))
+    if entry is None:
         return {"outcome": "never struck"}
     if fault.kind == CABLE:
         assert cluster.network is not None
         cluster.network.plug(fault.node, is_in=False)
     cluster.faults.write_text(bad)
-    at_s = strike["at_s"]
+    at_s = entry["at_s"]
     ranks = [e["pid"] for e in read_log(cluster.folder / "faults.jsonl") if e["event"] == "begin" and e["at_s"] <= at_s]
     ended: list[float] = []
 
@@ -252,25 +254,25 @@ def _strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
             ended.append(time.time())
         # A step that is logged behind the list of a later attempt.
         lists = [(at, line) for at, line in watcher.lines if "fitted: --vtp-size-list" in line and at > at_s]
-        step = watcher.first(_STEP, lists[-1][0]) if lists else None
+        step = watcher.first(STEP, lists[-1][0]) if lists else None
         return True if step is not None else None
 
-    if _wait(cluster, watcher, goes_on) is None:
+    if wait_until(cluster, watcher, goes_on) is None:
         return {"outcome": "hangs" if any(a.poll() is None for a in cluster.agents.values()) else "ended"}
     last = cluster.steps()[-1].sizes
     started = watcher.first(_BEGUN, at_s) or at_s
     moments = {
-        "noticing": watcher.first(_NOTICED, at_s),
+        "noticing": watcher.first(NOTICED, at_s),
         "ending": ended[0] if ended else None,
         "starting": watcher.first("fitted: --vtp-size-list", at_s),
         "loading": watcher.first("successfully loaded checkpoint", started),
-        "first step": watcher.first(_STEP, started),
+        "first step": watcher.first(STEP, started),
     }
     seconds = {name: None if at is None else round(at - at_s, 2) for name, at in moments.items()}
     outcome = "went on" if last == fault.expected else f"went on in {last}"
     if fault.kind == CABLE and not _bring_back(cluster, watcher, fault.node):
         outcome += ", and the node did not come back"
-    return {"outcome": outcome, "seconds": seconds, "struck": strike["phase"]}
+    return {"outcome": outcome, "seconds": seconds, "struck": entry["phase"]}
 
 
 def _bring_back(cluster: Cluster, watcher: Watcher, node: str) -> bool:
@@ -284,12 +286,12 @@ def _bring_back(cluster: Cluster, watcher: Watcher, node: str) -> bool:
 
     def is_whole() -> bool | None:
         fitted = watcher.first(rf"fitted: --vtp-size-list {whole}, ", begin_s)
-        return fitted and watcher.first(_STEP, fitted) and True
+        return fitted and watcher.first(STEP, fitted) and True
 
-    return bool(_wait(cluster, watcher, is_whole))
+    return bool(wait_until(cluster, watcher, is_whole))
 
 
-def _is_saved(cluster: Cluster) -> bool | None:
+def is_saved(cluster: Cluster) -> bool | None:
     return (cluster.folder / "ck" / "latest_checkpointed_iteration.txt").is_file() or None
 
 
@@ -298,7 +300,7 @@ def _struck(cluster: Cluster, name: str) -> dict[str, Any] | None:
     return next((entry for entry in entries if entry["event"] == "strike" and entry["id"] == name), None)
 
 
-def _wait(cluster: Cluster, watcher: Watcher, look: Any) -> Any:
+def wait_until(cluster: Cluster, watcher: Watcher, look: Any) -> Any:
     deadline_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline_s:
         watcher.look()
@@ -324,10 +326,10 @@ def _orphans(folder: Path) -> list[int]:
 
 def soak(folder: Path, num_steps: int, every: int) -> str:
     """Train many steps with a kill now and then; return a table of what agents, ranks and the store hold."""
-    flags = [*_FLAGS, "--train-iters", str(num_steps), "--vtp-timeout-s", "40"]
+    flags = [*FLAGS, "--train-iters", str(num_steps), "--vtp-timeout-s", "40"]
     rows = ["| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys of the store |"]
     rows.append("| --- | --- | --- | --- |")
-    with Cluster(folder, flags, nodes="2", script=_SCRIPT, max_restarts=num_steps) as cluster:
+    with Cluster(folder, flags, nodes="2", script=SCRIPT, max_restarts=num_steps) as cluster:
         cluster.start("a", 2)
         cluster.start("b", 1)
         store = TCPStore("127.0.0.1", cluster.port, is_master=False, wait_for_workers=False)
@@ -337,7 +339,7 @@ def soak(folder: Path, num_steps: int, every: int) -> str:
             def has_come(due: int = due) -> bool | None:
                 return any(step.iteration >= due for step in cluster.steps()) or None
 
-            if _wait(cluster, watcher, has_come) is None:
+            if wait_until(cluster, watcher, has_come) is None:
                 break
             ranks = [cluster.rank(node, local_rank) for node, local_rank in _CARDS]
             held = (_held([agent.pid for agent in cluster.agents.values()]), _held(ranks), str(store.num_keys()))
@@ -377,18 +379,22 @@ def report(results: Path) -> str:
             found = Counter(t["outcome"] == "went on" for t in trials if (t["phase"], t["kind"]) == (phase, kind))
             cells.append(f"{found[True]} of {found.total()}" if found else "-")
         lines.append(f"| {phase} | {' | '.join(cells)} |")
-    lines += ["", "| seconds after the strike, median (most) | " + " | ".join(_ALL_KINDS) + " |"]
-    lines.append(f"| --- |{' --- |' * len(_ALL_KINDS)}")
-    for moment in _MOMENTS:
-        cells = []
-        for kind in _ALL_KINDS:
-            found = [t["seconds"][moment] for t in trials if t["kind"] == kind and t.get("seconds", {}).get(moment)]
-            cells.append(f"{statistics.median(found):.1f} ({max(found):.1f})" if found else "-")
-        lines.append(f"| {moment} | {' | '.join(cells)} |")
+    times = {kind: [t["seconds"] for t in trials if t["kind"] == kind and "seconds" in t] for kind in _ALL_KINDS}
+    lines += ["", *table_of_seconds(times)]
     bad = [t for t in trials if t["outcome"] != "went on"]
     lines += ["", *(f"* {t['id']}, {t['phase']}, {t['kind']}: {t['outcome']}" for t in bad)]
     lines += [f"* run {r['seed']}: {r['problem']}" for r in runs if r["problem"]]
     return "\n".join(lines)
+
+
+def table_of_seconds(times: Mapping[str, Sequence[Mapping[str, float | None]]]) -> Iterator[str]:
+    """Write how long after a strike each moment came, one column for each name."""
+    yield f"| seconds after the strike, median (most) | {' | '.join(times)} |"
+    yield f"| --- |{' --- |' * len(times)}"
+    for moment in MOMENTS:
+        found = [[s for seconds in own if (s := seconds[moment]) is not None] for own in times.values()]
+        cells = (f"{statistics.median(own):.1f} ({max(own):.1f})" if own else "-" for own in found)
+        yield f"| {moment} | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -417,7 +423,7 @@ def main() -> None:
     whole.mkdir(exist_ok=True)
     kept = whole / "losses.json"
     if not kept.is_file():
-        kept.write_text(json.dumps(undisturbed(_FIRST, _NUM_STEPS, script=_SCRIPT, folder=whole)))
+        kept.write_text(json.dumps(undisturbed(FIRST, _NUM_STEPS, script=SCRIPT, folder=whole)))
     expected = {int(step): loss for step, loss in json.loads(kept.read_text()).items()}
     for seed in range(options.seed, options.seed + options.runs):
         if seed not in done:

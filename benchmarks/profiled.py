@@ -1,11 +1,12 @@
-"""What ``profile`` says of one card beside real steps: of one rank, and of two less what their sums take.
+"""What ``profile`` says of one card beside real steps: of one rank, and of two less what their collectives take.
 
     python -m benchmarks.profiled --rounds 5
 
 A small GPT is profiled and trained by turns, by megatron.training under the plugin on CPUs. What a step should take is
-what the parts take, times microbatches, and the optimizer. As a control, two runs of one rank each that know nothing of
-each other train at once: by how much their steps are longer than those of one alone is what two busy cores cost on this
-machine. Printed are medians over the rounds, and their range.
+what the parts take, times microbatches, and the optimizer. The two ranks of a real run share this machine's caches and
+memory, which cards do not; so for two ranks two profiles also run at once. As a control, two runs of one rank each that
+know nothing of each other train at once: by how much their steps are longer than those of one alone is what two busy
+cores cost. Printed are medians over the rounds, and their range.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
@@ -38,8 +40,9 @@ latency_us = 0
 gbyte_per_s = 1e9
 """
 MODEL = f"""
-    --num-layers {NUM_LAYERS} --hidden-size 256 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256
-    --micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES} --vocab-size 1023 --make-vocab-size-divisible-by 8
+    --num-layers {NUM_LAYERS} --hidden-size SIZE --num-attention-heads 8 --seq-length SIZE
+    --max-position-embeddings SIZE --micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES}
+    --vocab-size 1023 --make-vocab-size-divisible-by 8
     --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
     --no-gradient-accumulation-fusion --no-persist-layer-norm --vtp-device cpu
 """
@@ -49,30 +52,43 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden-size", type=int, default=256, help="of the model; as many tokens are in a sample")
     options = parser.parse_args()
-    ratios: dict[int, list[float]] = {1: [], 2: []}
+    model = MODEL.replace("SIZE", str(options.hidden_size)).split()
+    # One card; two beside each other, as the two ranks of a real run are.
+    rows = {(1, 1): "one rank", (2, 1): "two ranks, profile alone", (2, 2): "two ranks, two profiles at once"}
+    ratios: dict[tuple[int, int], list[float]] = {row: [] for row in rows}
     crowded: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="vtp-profiled-") as folder:
+    with tempfile.TemporaryDirectory(prefix="vtp-profiled-") as name:
+        folder = Path(name)
         for _ in range(options.rounds):
-            for tp, found in ratios.items():
-                predicted_s, real_s = _predicted_s(tp, Path(folder)), _real_s(tp, Path(folder))
-                found.append(predicted_s / real_s)
-                print(f"tp {tp}: profile {1e3 * predicted_s:7.1f} ms, step {1e3 * real_s:7.1f} ms", flush=True)
-            crowded.append(_crowded_s(Path(folder)) / _real_s(1, Path(folder) / "alone"))
-            print(f"two runs of one rank at once: {crowded[-1]:.3f} of a step of one alone", flush=True)
-    for tp, found in ratios.items():
+            real_s = {tp: _real_s(tp, model, folder) for tp in (1, 2)}
+            for (tp, number), found in ratios.items():
+                predicted_s = _at_once(number, _predicted_s, tp, model, folder)
+                found.append(predicted_s / real_s[tp])
+                print(f"tp {tp}: profile {1e3 * predicted_s:7.1f} ms, step {1e3 * real_s[tp]:7.1f} ms", flush=True)
+            crowded.append(_at_once(2, _real_s, 1, model, folder) / real_s[1])
+    for row, found in ratios.items():
         spread = f"{min(found):.3f} to {max(found):.3f}"
-        print(f"tp {tp}: profile / step less sums {statistics.median(found):.3f} ({spread}, {len(found)} rounds)")
+        print(f"{rows[row]}: {statistics.median(found):.3f} of a step less collectives ({spread}, {len(found)} rounds)")
     print(f"two at once / one alone {statistics.median(crowded):.3f} ({min(crowded):.3f} to {max(crowded):.3f})")
 
 
-def _predicted_s(tp: int, folder: Path) -> float:
+def _at_once(number: int, measure: Callable[..., float], tp: int, model: Sequence[str], folder: Path) -> float:
+    """Measure in so many processes at once that know nothing of each other; return the mean."""
+    own = [folder / str(index) for index in range(number)]
+    with ProcessPoolExecutor(number, mp_context=get_context("spawn")) as processes:
+        return statistics.mean(processes.map(measure, *zip(*((tp, model, each) for each in own), strict=True)))
+
+
+def _predicted_s(tp: int, model: Sequence[str], folder: Path) -> float:
+    folder.mkdir(exist_ok=True)
     path = folder / "profile.toml"
-    words = ["profile", *MODEL.split(), "--out", str(path), "--tp-sizes", str(tp), "--rounds", "20"]
+    words = ["profile", *model, "--out", str(path), "--tp-sizes", str(tp), "--rounds", "20"]
     run_ranks([Seat(wait_s=0.0)], words, None, folder / "profile")
     cluster = folder / "cluster.toml"
     cluster.write_text(CLUSTER.format(tp=tp))
-    question = read_asked(MODEL.split(), cluster).question
+    question = read_asked(model, cluster).question
     (shape,) = [shape for shape in question.shapes if shape.num_replicas == 1]
     kind = Kind((0,), tp)
     choice = judge(question, shape, [kind], [work_of(kind, shape)], [NUM_LAYERS])
@@ -80,20 +96,14 @@ def _predicted_s(tp: int, folder: Path) -> float:
     return choice.step_s
 
 
-def _real_s(tp: int, folder: Path) -> float:
+def _real_s(tp: int, model: Sequence[str], folder: Path) -> float:
     folder.mkdir(exist_ok=True)
     number = str(NUM_WARM + NUM_STEPS + 1)
-    words = [*MODEL.split(), *TRAINING.split(), "--train-iters", number, "--vtp-size-list", str(tp)]
+    words = [*model, *TRAINING.split(), "--train-iters", number, "--vtp-size-list", str(tp)]
     command = ["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words]
     marks = run_ranks([Seat(wait_s=0.0)] * tp, command, None, folder / "run")
     steps = [end - begin - (after - before) for (begin, before), (end, after) in pairwise(marks)]
     return statistics.median(steps[NUM_WARM:])
-
-
-def _crowded_s(folder: Path) -> float:
-    """Train two runs of one rank at once; return what a step takes."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        return statistics.mean(processes.map(_real_s, (1, 1), (folder / "a", folder / "b")))
 
 
 if __name__ == "__main__":

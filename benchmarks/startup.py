@@ -21,14 +21,8 @@ import gc
 import statistics
 import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import vtp_plugin
+from benchmarks.startup_world import STARTS, start
 from vtp_plugin.boundary.channel_spec import _prototype, distinct_plans
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.header import HeaderCodec
@@ -53,16 +47,6 @@ _PLANNED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Cost of start-up for one rank."""
-
-    num_calls: int
-    num_memberships: int
-    num_members: int
-    time_s: float
-
-
 def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,16 +68,9 @@ def main() -> None:
         f"{'channels':>8} {'of them used':>12}"
     )
     for world_size in options.world_sizes:
-        uniform = [8] * 8
-        # As many ranks a replica, the first stage narrow.
-        unequal = [1, *[9] * 7]
-        for name, sizes, force in (
-            ("stock Megatron, 8 x 8", uniform, None),
-            ("plugin forced on, 8 x 8", uniform, True),
-            ("plugin, 1 + 7 x 9", unequal, False),
-        ):
+        for name, (sizes, force) in STARTS.items():
             for rank in (0, world_size - 1):
-                cost = _measure(sizes, force, rank, world_size)
+                cost = start(sizes, force, rank, world_size)
                 channels, used = (0, 0) if force is None else _channels(sizes, rank, world_size)
                 print(
                     f"{world_size:5d} {name:28} {rank:5d} {cost.num_calls:15d} {cost.num_memberships:9d} "
@@ -143,47 +120,6 @@ def _weigh_planning(layout: PipelineLayout) -> tuple[int, float]:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return num_channels, peak_bytes / 2**20
-
-
-def _measure(sizes: list[int], force: bool | None, rank: int, world_size: int) -> Cost:
-    """Start one rank of a fake world; ``force`` None means without the plugin."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    if force is not None:
-        vtp_plugin.apply(vtp_size_list=sizes, device="auto", force=force)
-    from megatron.core import parallel_state
-
-    calls: list[list[int]] = []
-    try:
-        with _counted(calls):
-            begin_s = time.perf_counter()
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes[0] if force is None else 1,
-                pipeline_model_parallel_size=len(sizes),
-                create_gloo_process_groups=False,
-            )
-            time_s = time.perf_counter() - begin_s
-    finally:
-        parallel_state.destroy_model_parallel()
-        vtp_plugin.revert()
-        dist.destroy_process_group()
-    own = [ranks for ranks in calls if rank in ranks]
-    return Cost(len(calls), len(own), sum(len(ranks) for ranks in own), time_s)
-
-
-@contextmanager
-def _counted(calls: list[list[int]]) -> Iterator[None]:
-    """Note the ranks of every group that is made."""
-    original = dist.new_group
-
-    def new_group(ranks: list[int] | None = None, **options: object) -> object:
-        calls.append(list(ranks or []))
-        return original(ranks, **options)  # pyright: ignore[reportArgumentType]
-
-    dist.new_group = new_group  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.new_group = original
 
 
 def _channels(sizes: list[int], rank: int, world_size: int) -> tuple[int, int]:

@@ -2,22 +2,20 @@
 
     python -m benchmarks.step_time
 
-starts four ranks by torchrun. ``--model moe`` has a mixture of 8 experts in every layer, in halves on the ranks of a
-stage.
+starts four ranks of each variant by torchrun. ``--model moe`` has a mixture of 8 experts in every layer, in halves on
+the ranks of a stage.
 
 Variants, all with stages of size 2,2 and the same model: Megatron's own groups and communicator; the plugin forced on
-(transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). The variants take turns
-in every round, each of them first in one of three rounds, so that a slow minute of the machine hits all. Printed are,
-of the time of a step and of the CPU time of all ranks in it, medians over all steps, the mean (geometric) of the ratios
-of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost; with fewer than ten
-rounds it says little. With ``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which
-records every measured step. CPU time varies less on a busy machine: what the plugin itself computes shows there first.
+(transfers rank to rank); the plugin forced on with the rank0 transport (through the leaders). All are alive at once and
+train a few steps in turn (see ``turns.py``), so that a slow moment of the machine hits all; each round has processes of
+its own. Printed are, of the time of a step and of the CPU time of all ranks in it, medians, the mean (geometric) of the
+ratios of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost. With
+``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which records every measured step.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import statistics
@@ -28,12 +26,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import vtp_plugin
+from benchmarks.turns import in_turn, measure_in_turn
 
 SIZES = [2, 2]
 EXPERTS: dict[str, Any] = {
@@ -49,60 +49,82 @@ EXPERTS: dict[str, Any] = {
 }
 Times = tuple[float, float]
 """Of a step, in seconds: on the clock, and of CPU on all ranks."""
+FIGURES = "time, ms", "CPU, ms"
 VARIANTS: dict[str, dict[str, object]] = {
     "Megatron": {},
     "plugin": {"force": True},
     "plugin, rank0": {"force": True, "transport": "rank0"},
+    "plugin, traced": {"force": True, "trace_steps": (2, 1_000_000)},
 }
+NUM_TURNS = 8
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Measure and print; outside of torchrun, start the ranks that do."""
+    """Measure and print; told to measure in turn, start the ranks that do, or be one of them."""
     options = _options()
-    if "RANK" not in os.environ:
+    if not options.turns:
+        _compare(options)
+    elif "RANK" not in os.environ:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sum(SIZES))]
         command = [sys.executable, *launcher, "-m", "benchmarks.step_time", *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode)
-    torch.set_num_threads(1)
-    variants = _traced() if options.traced else VARIANTS
-    times_s: dict[str, list[Times]] = {name: [] for name in variants}
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    names = list(variants)
-    for turn in range(options.rounds * len(names)):
-        num_round, index = divmod(turn, len(names))
-        name = names[(num_round + index) % len(names)]
-        # From nothing in every turn: groups that stay open have threads that keep waking up.
-        own_store = dist.PrefixStore(str(turn), store)
-        dist.init_process_group(options.backend, store=own_store, rank=rank, world_size=world_size)
-        times_s[name] += _measure(options, variants[name])
+        sys.exit(subprocess.run(command, check=False).returncode)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group(options.backend)
+        _measure(options)
         dist.destroy_process_group()
-        gc.collect()
-    if rank == 0:
-        _print(options, times_s)
 
 
-def _measure(options: argparse.Namespace, settings: dict[str, object]) -> list[Times]:
-    with _training(options, settings) as step:
-        # The first steps open connections and touch memory.
-        for _ in range(2):
-            step()
-        return [_timed(step) for _ in range(options.steps)]
+def _compare(options: argparse.Namespace) -> None:
+    variants = ["plugin", "plugin, traced"] if options.traced else ["Megatron", "plugin", "plugin, rank0"]
+    command = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:]]
+    programs = [(ROOT, [*command, "--variant", name]) for name in variants]
+    rounds = [in_turn(programs, NUM_TURNS) for _ in range(options.rounds)]
+    print(
+        f"{options.model}, stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, "
+        f"{options.num_microbatches} microbatches, {options.rounds} rounds of {NUM_TURNS} turns of {options.steps} "
+        f"steps, {options.backend}"
+    )
+    print(f"{'':8} {'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
+    for what, (index, name) in product(FIGURES, enumerate(variants)):
+        ratios = [found[index][what] / found[0][what] for found in rounds]
+        mean, low, high = mean_with_interval(ratios)
+        median_ms = statistics.median(found[index][what] for found in rounds)
+        print(
+            f"{what:8} {name:15} {median_ms:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
+            f"{min(ratios):7.3f} to {max(ratios):5.3f}"
+        )
 
 
-def _traced() -> dict[str, dict[str, object]]:
-    """Name the variants of ``--traced``; all ranks write into one folder, each round anew."""
-    folder = f"{tempfile.gettempdir()}/vtp-step-time-{os.environ['MASTER_PORT']}"
-    forced: dict[str, object] = {"force": True}
-    return {"plugin": forced, "plugin, traced": {**forced, "trace": folder, "trace_steps": (2, 1_000_000)}}
+def _measure(options: argparse.Namespace) -> None:
+    """Measure steps whenever it is this variant's turn. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        settings = dict(VARIANTS[options.variant])
+        if "trace_steps" in settings:
+            settings["trace"] = folders[0]
+        with _training(options, settings) as step:
+            # The first steps open connections and touch memory.
+            for _ in range(2 + options.steps):
+                step()
+
+            def measure() -> dict[str, float]:
+                medians = map(statistics.median, zip(*(_timed(step) for _ in range(options.steps)), strict=True))
+                return {name: seconds * 1e3 for name, seconds in zip(FIGURES, medians, strict=True)}
+
+            measure_in_turn(options.turns, measure)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traced", action="store_true", help="what --vtp-trace costs")
+    parser.add_argument("--variant", choices=VARIANTS, default="plugin", help="with --turns")
+    parser.add_argument("--turns", help="measure when told so over this address, see turns.py")
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of every variant in every round")
+    parser.add_argument("--rounds", type=int, default=10, help="each with processes of its own")
+    parser.add_argument("--steps", type=int, default=3, help="of every variant in every turn")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--num-microbatches", type=int, default=8)
@@ -119,25 +141,6 @@ def _timed(step: Callable[[], None]) -> Times:
     elapsed_s, cpu_s = time.perf_counter() - begin_s, torch.tensor(time.process_time() - begin_cpu_s)
     dist.all_reduce(cpu_s)
     return elapsed_s, cpu_s.item()
-
-
-def _print(options: argparse.Namespace, times_s: dict[str, list[Times]]) -> None:
-    print(
-        f"{options.model}, stages 2,2, hidden {options.hidden_size}, sequence {options.seq_length}, "
-        f"{options.num_microbatches} microbatches, {options.rounds} rounds of {options.steps} steps, {options.backend}"
-    )
-    print(f"{'':5} {'variant':15} {'median ms':>10} {'ratio':>7} {'95 %':>16} {'range':>16}")
-    for (index, what), name in product(enumerate(("time", "CPU")), times_s):
-        values_s, base_s = ([times[index] for times in times_s[one]] for one in (name, next(iter(times_s))))
-        rounds = [
-            statistics.median(values_s[i : i + options.steps]) / statistics.median(base_s[i : i + options.steps])
-            for i in range(0, len(values_s), options.steps)
-        ]
-        mean, low, high = mean_with_interval(rounds)
-        print(
-            f"{what:5} {name:15} {statistics.median(values_s) * 1e3:10.2f} {mean:7.3f} {low:7.3f} to {high:5.3f} "
-            f"{min(rounds):7.3f} to {max(rounds):5.3f}"
-        )
 
 
 def mean_with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -139,7 +138,7 @@ def _before(first: Callable[[], None], then: Callable[..., Any]) -> Callable[...
 
 
 if __name__ == "__main__":
-    note(event="begin", sizes=sys.argv[sys.argv.index("--vtp-size-list") + 1])
+    note(event="begin")
     pass_phase("start-up")
     example = load_example()
     watch(example)

@@ -1,0 +1,107 @@
+"""Two programs that are alive at once and measure in turn, so that a slow moment of the machine hits both.
+
+Processes that are started for each measurement differ more from start to start than the changes that are looked for.
+Here both are started, warm up, and then wait; one at a time is told to measure and answers with its figures.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+Figures = Mapping[str, float]
+_TIMEOUT_S = 900.0
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """Return what a benchmark of a tree needs: that tree's product, and one thread."""
+    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
+def measure_in_turn(address: str, measure: Callable[[], Figures]) -> None:
+    """Measure whenever it is this program's turn, until no more is wanted. Collective, if there is a group.
+
+    Args:
+        address: given by :func:`in_turn`.
+        measure: called on all ranks of the program; the figures of rank 0 count.
+    """
+    has_others = dist.is_initialized()
+    connection = Client(address) if not has_others or dist.get_rank() == 0 else None
+    while True:
+        goes_on = torch.tensor(connection.recv() if connection is not None else True)
+        if has_others:  # they wait for rank 0, which waits for its turn
+            dist.broadcast(goes_on, src=0)
+        if not goes_on:
+            return
+        figures = measure()
+        if connection is not None:
+            connection.send(dict(figures))
+
+
+def in_turn(programs: Sequence[tuple[Path, Sequence[str]]], num_turns: int) -> list[Figures]:
+    """Start programs, let them measure in turn, and return the median of each figure of each.
+
+    Who is first changes from turn to turn.
+
+    Args:
+        programs: of each the folder with the product and the benchmarks, and the words of the command, to which
+            ``--turns ADDRESS`` is added.
+        num_turns: of each.
+    """
+    found: list[defaultdict[str, list[float]]] = [defaultdict(list) for _ in programs]
+    with ExitStack() as stack:
+        connections = [_started(stack, tree, words) for tree, words in programs]
+        for number in range(num_turns):
+            for place in range(len(connections)):
+                index = (place + number) % len(connections)
+                connections[index].send(True)
+                for name, figure in _received(connections[index]).items():
+                    found[index][name].append(figure)
+        for connection in connections:
+            connection.send(False)
+    return [{name: statistics.median(values) for name, values in own.items()} for own in found]
+
+
+def _started(stack: ExitStack, tree: Path, words: Sequence[str]) -> Connection:
+    """Start a program, and wait until it is warm; what it prints is shown if it fails."""
+    own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    server = stack.enter_context(socket.create_server(str(own / "turns"), family=socket.AF_UNIX))
+    server.settimeout(1.0)
+    output = stack.enter_context((own / "output").open("wb"))
+    command = [*words, "--turns", str(own / "turns")]
+    program = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
+    stack.callback(_end, program)
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while program.poll() is None and time.monotonic() < deadline_s:
+        with suppress(TimeoutError):
+            return stack.enter_context(Connection(server.accept()[0].detach()))
+    said = (own / "output").read_text(errors="replace")
+    sys.exit(f"{' '.join(words)} in {tree} did not get ready:\n{said[-3000:]}")
+
+
+def _received(connection: Connection) -> Figures:
+    if not connection.poll(_TIMEOUT_S):
+        sys.exit(f"a program did not measure within {_TIMEOUT_S:g} s")
+    return connection.recv()
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Wait for a program that is done; one that is not, because the other failed, is ended."""
+    try:
+        program.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        program.terminate()
+        program.wait()
