@@ -197,6 +197,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
         "--transformer-impl inference_optimized": "--transformer-impl inference_optimized",
         "--attention-backend unfused": "--attention-backend unfused",
         "--fp4-format": "--fp4-format e2m1",
+        "--fp8-format e5": "--fp8-format e5",
         "--fp8-recipe custom": "--fp8-format e4m3 --fp8-recipe custom",
         "--fp8-format and --transformer-impl local": "--fp8-format e4m3 --transformer-impl local",
     }

@@ -86,6 +86,7 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
         f"--cp-comm-type {' '.join(exchanges)}": exchanges in (["p2p"], ["a2a"], ["all_gather"]),
         f"--transformer-impl {args.transformer_impl}": is_local or _is_engine(args),
         f"--attention-backend {args.attention_backend}": is_local or args.attention_backend in _BACKENDS,
+        f"--fp8-format {args.fp8_format}": args.fp8_format in (None, "e4m3", "hybrid"),
         f"--fp8-recipe {args.fp8_recipe}": args.fp8_recipe in (None, "delayed", "tensorwise", *_SCALED_BLOCKS),
         "--fp4-format": not args.fp4_format,
         "--fp8-format and --transformer-impl local": not (args.fp8_format and is_local),
