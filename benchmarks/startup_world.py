@@ -1,8 +1,8 @@
 """A whole start-up of one rank in torch's fake world; ``startup.py`` prints its costs.
 
-    python -m benchmarks.commits 622bd81 --only start-up
+    python -m benchmarks.startup_world --turns ADDRESS
 
-runs it in two commits in turn.
+is what ``commits.py`` starts in two commits, which measure in turn.
 """
 
 from __future__ import annotations

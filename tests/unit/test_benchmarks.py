@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.turns import in_turn
 from tests.doc_commands import DOCUMENTS
 from tests.hosts import ROOT
 from tests.pool import run_code
@@ -34,7 +37,32 @@ for name in {NAMES}:
 
 
 def test_no_document_starts_one_in_another_way() -> None:
-    assert len(NAMES) == 16
+    assert len(NAMES) == 18
     for path in SOURCES:
         others = re.findall(r"(?:python|torchrun)\b[^`\n]*\bbenchmarks/\w+\.py", path.read_text())
         assert not others, f"{path}: {others}"
+
+
+IN_TURN = """
+import sys
+from benchmarks.turns import measure_in_turn
+own, log, _, address = sys.argv[1:]
+numbers = iter(range(10))
+def measure():
+    with open(log, "a") as file:
+        file.write(own)
+    return {"figure": float(own) + next(numbers)}
+measure_in_turn(address, measure)
+"""
+
+
+def test_two_programs_measure_in_turn(tmp_path: Path) -> None:
+    programs = [(ROOT, [sys.executable, "-c", IN_TURN, own, str(tmp_path / "log")]) for own in ("1", "5")]
+    assert in_turn(programs, 3) == [{"figure": 2.0}, {"figure": 6.0}]
+    assert (tmp_path / "log").read_text() == "155115"
+
+
+def test_a_program_that_fails_is_named_with_what_it_said() -> None:
+    with pytest.raises(SystemExit, match=r"no such thing(.|\n)*") as failed:
+        in_turn([(ROOT, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])], 1)
+    assert "did not get ready" in str(failed.value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
+from tests.hosts import ROOT
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.layout.layer_lists import LayerLists, Rows, one_ring, read_rows, ring_layers
+from vtp_plugin.layout.layer_lists import LayerLists, Rows, num_layers, one_ring, read_rows, ring_layers
 
 
 def test_its_three_rows_become_two_where_the_vision_tower_is_on_the_edge() -> None:
@@ -47,3 +51,18 @@ def test_only_stages_with_vision_layers_share_its_heads() -> None:
     assert not list(lists.problems_of_heads((2, 3), 4))
     (problem,) = lists.problems_of_heads((3, 1), 4)
     assert "stage 0" in problem
+
+
+def test_the_guide_turns_the_example_of_its_documents_into_one_ring() -> None:
+    """The lists of ``docs/ascend.md``: MindSpeed-MM's are refused, ours have as many layers and fit the sizes."""
+    text = (ROOT / "docs" / "ascend.md").read_text()
+    rows = re.findall(r"\| `pipeline_num_layers` of `\w+` \| `(.*)` \| `(.*)` \|\n", text)
+    theirs, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
+    with pytest.raises(LayoutError, match="goes round twice"):
+        one_ring(theirs)
+    (given,) = set(re.findall(r"`--layerwise-disaggregated-training --vtp-size-list ([\d,]+)`", text))
+    sizes = tuple(map(int, given.split(",")))
+    assert one_ring(ours) == ours and not [*ours.problems(len(sizes), num_rows=2), *ours.problems_of_heads(sizes, 16)]
+    for lists in (theirs, ours):
+        assert (num_layers(lists.vision), num_layers(lists.text)) == (32, 64)
+    assert sum(sizes) == 2 + 32
