@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import pickle
@@ -23,11 +24,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vtp_plugin.checkpoint.cuts import Bucket, Cut, Placed, block_at, row_major
+from vtp_plugin.checkpoint.contents import Contents, Part
+from vtp_plugin.checkpoint.cuts import Bucket, Cut, Placed, Strided, block_at, row_major
+from vtp_plugin.checkpoint.forms import BY_BLOCK
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
 from vtp_plugin.cli import main
+from vtp_plugin.ground.boxes import box_shape
+from vtp_plugin.offline.elements import Elements, typed
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+# What Megatron 0.12 says of a group of parameters.
+OLDER_GROUP = (
+    *("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr", "lr", "weight_decay"),
+    *("betas", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "step"),
+)
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 EXPERTS = "decoder.layers.mlp.experts.linear_fc1.weight"
 NORM = "decoder.layers.input_layernorm.weight"
@@ -224,16 +234,67 @@ def as_stock(folder: Path, model: Model, ranks: int = 2, *, order: Sequence[str]
     writer = Writer(folder)
     for name, weight in model.weights.items():
         _write_parts(writer, name, weight, name, ranks, 0)
+    held = _held_by_stock(model, ranks, order)
+    for rank, cuts in held.items():
+        _write_bucket(writer, model, rank, cuts[::-1], 2, alignment=64)
+    return _finish_buckets(writer, model, held, **options)
+
+
+def _held_by_stock(model: Model, ranks: int, order: Sequence[str]) -> dict[int, list[Cut]]:
+    """Give what each rank of a model of one stage holds, in the order of the model."""
     names = [*(order or STOCK_SHAPES)]
     held: dict[int, list[tuple[int, Cut]]] = {rank: [] for rank in range(ranks)}
     for name in names:
         for rank, cut in cuts_of(name, tuple(model.weights[name].shape), ranks, 0):
             depth = cut.blocks[0].box[0][0] if name.startswith("decoder.layers") else len(names)
             held[rank].append((-1 if name.startswith("embedding") else depth, cut))
-    for rank, cuts in held.items():
-        in_order = [cut for _, cut in sorted(cuts, key=lambda pair: pair[0])]
-        _write_bucket(writer, model, rank, in_order[::-1], 2, alignment=64)
-    return _finish_buckets(writer, model, held, **options)
+    return {rank: [cut for _, cut in sorted(cuts, key=lambda pair: pair[0])] for rank, cuts in held.items()}
+
+
+def by_rank(
+    folder: Path, model: Model, ranks: int = 2, *, order: Sequence[str] = (), bucket_size: int | None = None
+) -> Path:
+    """Write the optimizer as Megatron 0.12 does without a fully parallel save: an object for each rank, no map.
+
+    Args:
+        folder: to write to.
+        model: of the shapes ``STOCK_SHAPES``.
+        ranks: tensor-parallel ranks.
+        order: of the parameters, if another than Megatron's.
+        bucket_size: at which a bucket is large enough; None for one bucket.
+    """
+    writer = Writer(folder)
+    for name, weight in model.weights.items():
+        _write_parts(writer, name, weight, name, ranks, 0)
+    for rank, cuts in _held_by_stock(model, ranks, order).items():
+        buckets: list[list[torch.Tensor]] = [[] for _ in STATES]
+        for cut in cuts[::-1]:
+            _lay_behind(buckets, model, cut, bucket_size)
+        state: dict[str, Any] = {name: torch.cat(parts) for name, parts in zip(STATES, buckets, strict=True)}
+        state["numel_unpadded"] = state["param"].numel()
+        dtypes = next(iter(model.weights.values())).dtype, torch.float32
+        group = f"optimizer.distributed.dp_group_idx_{rank}"
+        writer.object(f"{group}.param_state/shard_0_1", {"buckets_coalesced": True, 0: {dtypes: state}}, rank)
+        writer.object(f"{group}.optimizer/shard_0_1", _groups(model.step), rank)
+    common = _common(model, "dp_zero_gather_scatter")
+    del common["content_metadata"]
+    if bucket_size is not None:
+        common["args"].overlap_grad_reduce, common["args"].ddp_bucket_size = True, bucket_size
+    return writer.finish(common, is_older=True)
+
+
+def _lay_behind(buckets: list[list[torch.Tensor]], model: Model, cut: Cut, bucket_size: int | None) -> None:
+    """Append a parameter at the next multiple of 64 of its bucket; where that is large enough, a new one begins."""
+    for parts, state in zip(buckets, STATES, strict=True):
+        # What lies in the bucket is what came since an empty tensor.
+        held = list(itertools.takewhile(lambda part: part.numel() > 0, parts[::-1]))
+        end = sum(part.numel() for part in held)
+        if end % 64:
+            parts.append(torch.full((-end % 64,), torch.nan))
+        (block,) = cut.blocks
+        parts.append(model.states[state, cut.name][tuple(slice(a, b) for a, b in block.box)].flatten())
+        if bucket_size is not None and end + -end % 64 + cut.numel >= bucket_size:
+            parts.append(torch.empty(0))
 
 
 def _finish_buckets(writer: Writer, model: Model, ranks: Iterable[int], **options: Any) -> Path:
@@ -275,3 +336,39 @@ def run_action(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int,
         code = left.code
     printed = capsys.readouterr()
     return code, (printed.err if code == 2 else printed.out).splitlines()
+
+
+def as_older(source: Path, folder: Path) -> Path:
+    """Write a checkpoint of Megatron 0.16 or later, in the form ``fully_reshardable``, as Megatron 0.12 writes it.
+
+    Each rank's part of a state is a flat block, and what all ranks share says less: no form, and of groups of
+    parameters only what that Megatron knows of. Random states are left out.
+    """
+    contents, elements, writer = Contents(source), Elements(source), Writer(folder)
+    flattened: dict[str, Any] = {}
+    for key, tensor in contents.index.tensors.items():
+        for box, extent in tensor.extents:
+            shape, at = box_shape(box), [start for start, _ in box]
+            part = Part(box, extent, Strided(0, row_major(shape)))
+            value = typed(elements.read(part, box), tensor.dtype).view(shape)
+            if not key.startswith("optimizer.state."):
+                writer.tensor(key, tensor.shape, at, value, 0)
+                continue
+            older = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
+            flattened[older] = {"nd_reformulated_orig_global_shape": tensor.shape}
+            grid = [whole // own for whole, own in zip(tensor.shape, shape, strict=True)]
+            corner = [start // own for start, own in zip(at, shape, strict=True)]
+            writer.tensor(older, [*grid, value.numel()], [*corner, 0], value.reshape(*(1 for _ in at), -1), 0)
+    objects: dict[str, Any] = {}
+    for key, place in contents.index.objects.items():
+        data = (source / place.file).read_bytes()[place.offset :][: place.length]
+        (objects[key],) = torch.load(io.BytesIO(data), weights_only=False)
+        if not key.startswith(("common_state/", "rng_state/", "rerun_state_machine_state/")):
+            writer.object(key, objects[key])
+    common = objects["common_state/shard_0_1"]
+    del common["content_metadata"]
+    stored = common["optimizer"]
+    stored["param_state_sharding_type"], stored["param_state"] = BY_BLOCK, {0: {"step": torch.tensor(2.0)}}
+    groups = stored["optimizer"]["param_groups"]
+    stored["optimizer"]["param_groups"] = [{key: group[key] for key in OLDER_GROUP if key in group} for group in groups]
+    return writer.finish(common, is_older=True, flattened=flattened)

@@ -83,6 +83,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "no_bridges": (("<0.19",), "it has bridges"),
     "core_grid_of_older": (("<0.19",), "test_parity.py tries more"),
     # Since 0.15.
+    "forms_of_0_15": (_SINCE_0_15, "it has no --dist-ckpt-optim-fully-reshardable"),
     "flags_after_0_12": (_SINCE_0_15, "it has none of --sft, --full-validation and --pipeline-model-parallel-layout"),
     "padded_vocabulary": (_SINCE_0_15, "it has no --padded-vocab-size"),
     "sft_tokenizer": (_SINCE_0_15, "it has no SFTTokenizer"),

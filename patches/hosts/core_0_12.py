@@ -112,6 +112,7 @@ class Host(OlderHost):
     def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
         for part in stored_optimizers(state):
             part[TYPE] = BY_BLOCK
+        state["args"].ckpt_fully_parallel_save = True  # by which Megatron knows this form
 
     def loaded_iteration(self, load_dir: str) -> int:
         from megatron.training.checkpointing import get_checkpoint_tracker_filename

@@ -19,7 +19,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, FORM, IN_MODEL_SPACE, TYPE, stored_optimizers
+from vtp_plugin.checkpoint.forms import (
+    BY_BLOCK,
+    BY_BUCKET,
+    BY_BUCKET_OLDER,
+    FORM,
+    IN_MODEL_SPACE,
+    TYPE,
+    stored_optimizers,
+)
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.hosts import is_in
@@ -148,7 +156,8 @@ class GroupedHost(MegatronHost):
         # Checkpoints of 0.12 say it of each optimizer, later ones of all of them.
         forms = {(load_content_metadata(preloaded_state_dict=state) or {}).get(FORM)}
         forms |= {each[TYPE] for each in stored_optimizers(state)}
-        return BY_BLOCK if BY_BLOCK in forms and is_in(self.version, ">=0.16") else None
+        lost = {BY_BUCKET_OLDER} | ({BY_BLOCK} if is_in(self.version, ">=0.16") else set())
+        return next(iter(forms & lost), None)
 
     def is_by_bucket(self, state: Mapping[str, Any]) -> bool:
         return (load_content_metadata(preloaded_state_dict=state) or {}).get(FORM) == BY_BUCKET

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 
 from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.forms import IN_MODEL_SPACE
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.sizes import cuts_experts_apart
 from vtp_plugin.offline.masters import require_masters
@@ -64,8 +65,8 @@ def require_loadable(
     form = host.lost_form(state) if args.use_distributed_optimizer and _loads_optimizer(args, result) else None
     if form is not None:
         raise ConfigError(
-            f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron reads no more; load "
-            "it with Megatron 0.12 to 0.15, or load only the weights with --no-load-optim"
+            f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron reads no more; "
+            f"{_written_again(load_dir, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
         )
     layout = session.planned.layout
     here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
@@ -89,9 +90,13 @@ def require_loadable(
     if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it {host.for_any_list}, or load only the weights with "
+            f"not {runs}; save it {host.for_any_list}, {_written_again(load_dir)}, or load only the weights with "
             "--no-load-optim"
         )
+
+
+def _written_again(load_dir: str | None, form: str = "") -> str:
+    return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {load_dir} --to DIR"
 
 
 def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:

@@ -48,6 +48,8 @@ VOCAB_MULTIPLE = 24
 PER_TOKEN = ("--calculate-per-token-loss",)
 DISTRIBUTED = ("--use-distributed-optimizer",)
 UNTIED = ("--untie-embeddings-and-output-weights",)
+# Megatron 0.12 places a tied embedding only where the weights before it end at a multiple of 128 elements.
+PLACED = ("--hidden-size", "128", "--num-attention-heads", "4")
 SEQUENCE = ("--sequence-parallel",)
 # As the scripts of MindSpeed-LLM's own examples, without what needs an NPU: fused kernels and flash attention.
 QWEN = tuple(
@@ -195,9 +197,10 @@ def test_a_uniform_checkpoint_loads_into_unequal_stages(tmp_path: Path) -> None:
     assert_same(output, printed_from_step_2(whole))
 
 
-def test_the_distributed_optimizer_goes_on_in_another_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [UNTIED, PLACED], ids=["untied", "tied"])
+def test_the_distributed_optimizer_goes_on_in_another_list(tmp_path: Path, model: tuple[str, ...]) -> None:
     """What unequal stages save by bucket, a list of other sizes and of fewer replicas loads."""
-    extra = (*DISTRIBUTED, *UNTIED, "--ckpt-format", "torch_dist", "--global-batch-size", "16")
+    extra = (*DISTRIBUTED, *model, "--ckpt-format", "torch_dist", "--global-batch-size", "16")
     whole = numbers(trained("1,2", *extra, "--save", str(tmp_path), "--save-interval", "2", dp=2))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     assert (tmp_path / "iter_0000002" / "vtp_optimizer_map.json").exists()

@@ -33,9 +33,22 @@ def _shares(model: list[Any], optimizer: Any) -> Iterator[Share]:
     for index, chunk in enumerate(model):
         names = _global_numbers(chunk)
         for name, parameter in chunk.named_parameters():
-            holders = [part for part in parts if parameter in getattr(part, "model_param_group_index_map", {})]
-            for part in holders:
-                yield _share(_whole_name(name, names), index, parameter, part)
+            for held in (found for part in parts if (found := _held_by(part, parameter)) is not None):
+                yield _share(_whole_name(name, names), index, parameter, *held)
+
+
+def _held_by(optimizer: Any, parameter: Any) -> tuple[Any, dict[str, Any], int] | None:
+    """Give what an optimizer holds of a parameter: master weight, state, and where in the parameter that begins."""
+    places = getattr(optimizer, "model_param_group_index_map", None)
+    state = getattr(optimizer.optimizer, "state", {})  # of experts, a stage without them has none
+    if places is None:  # it is not distributed
+        main = getattr(parameter, "main_param", parameter)
+        return (main, state[main], 0) if main in state else None
+    if parameter not in places:
+        return None
+    number, order = places[parameter]
+    main = optimizer.optimizer.param_groups[number]["params"][order]
+    return main, state[main], optimizer._get_model_param_range_map(parameter)["param"].start
 
 
 def _global_numbers(chunk: Any) -> dict[str, int]:
@@ -61,11 +74,7 @@ def _whole_name(name: str, numbers: dict[str, int]) -> str:
     return "embedding.word_embeddings.weight" if is_tied else name
 
 
-def _share(name: str, chunk: int, parameter: Any, optimizer: Any) -> Share:
-    number, order = optimizer.model_param_group_index_map[parameter]
-    main = optimizer.optimizer.param_groups[number]["params"][order]
-    state = optimizer.optimizer.state[main]
-    held = optimizer._get_model_param_range_map(parameter)["param"]
+def _share(name: str, chunk: int, parameter: Any, main: Any, state: dict[str, Any], start: int) -> Share:
     is_dense = getattr(parameter, "allreduce", True)
     group = (
         parallel_state.get_tensor_model_parallel_group if is_dense else parallel_state.get_expert_tensor_parallel_group
@@ -79,10 +88,10 @@ def _share(name: str, chunk: int, parameter: Any, optimizer: Any) -> Share:
         axis=parameter.partition_dim if is_cut else None,
         is_gated=get_args().swiglu and ".linear_fc1." in name,
         shape=tuple(parameter.shape),
-        start=held.start,
+        start=start,
         values={
-            "weight": main.detach().float().numpy().copy(),
-            **{key: state[key].float().numpy().copy() for key in ("exp_avg", "exp_avg_sq")},
+            "weight": main.detach().float().flatten().numpy().copy(),
+            **{key: state[key].float().flatten().numpy().copy() for key in ("exp_avg", "exp_avg_sq")},
         },
         step=float(state["step"]),
     )

@@ -43,6 +43,7 @@ from megatron.training import get_args
 import vtp_plugin
 from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc import leak_watch
+from tests.multiproc.adapted_layers import add_adapters
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.delays import plant_delays, slow_rank_3
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
@@ -572,6 +573,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "claim_blocks": _claim_blocks,
     "claim_precision": _claim_precision,
     "freeze_weights": _freeze_weights,
+    "add_adapters": add_adapters,
     "fork_results_queue": _fork_results_queue,
     "forget_megatron": _forget_megatron,
     "watch_edge": leak_watch.watch_edge,

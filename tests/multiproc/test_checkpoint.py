@@ -16,6 +16,7 @@ from tests.hosts import (
     resharding_flags,
     resume_tolerance,
 )
+from tests.multiproc.saved_runs import train_stock
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -63,7 +64,7 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
             folder = tmp_path_factory.mktemp("written")
             saving = [*extra, "--save", str(folder), "--save-interval", "2"]
             if stock:
-                known[key] = folder, _train_stock(pool, sizes, saving, dp=dp)
+                known[key] = folder, train_stock(pool, sizes, saving, dp=dp)
             else:
                 known[key] = folder, train(pool, sizes, saving, dp=dp)
             _assert_clean(known[key][1])
@@ -72,15 +73,6 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
         return known[key]
 
     return write
-
-
-def _train_stock(pool: Pool, sizes: str, extra: Sequence[str], *, dp: int) -> list[ScriptRun]:
-    """Run Megatron without the plugin on a uniform list of ones."""
-    command = arguments(sizes, dp=dp)
-    position = command.index("--vtp-device")
-    command[position : position + 4] = ["--pipeline-model-parallel-size", str(len(sizes.split(",")))]
-    kwargs = {"arguments": [*command, *extra], "how": "stock"}
-    return succeeded(launch(pool, num_ranks(sizes, dp), kwargs))
 
 
 def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
@@ -207,13 +199,15 @@ def test_what_only_its_own_list_can_load_is_refused(pool: Pool, written: Writer,
 @pytest.mark.needs("optimizer_by_rank")
 @pytest.mark.full
 def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written: Writer) -> None:
+    """Stages of different sizes store it by bucket: see ``test_moved_optimizer.py``, case ``serial``."""
     extra = [*DISTRIBUTED, "--no-ckpt-fully-parallel-save"]
-    folder, _ = written("1,2", extra, dp=2)
+    folder, _ = written("2,2", extra, dp=2)
     command = arguments("2,1", dp=2, extra=[*extra, "--load", str(folder)])
     assert_refused(
         launch(pool, num_ranks("2,1", 2), {"arguments": command}),
-        f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 1,2 in a form that only that list",
-        "save it without --no-ckpt-fully-parallel-save",
+        f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 2,2 in a form that only that list",
+        "save it without --no-ckpt-fully-parallel-save, write it again with "
+        f"python -m vtp_plugin checkpoint reshard --from {folder} --to DIR",
     )
 
 

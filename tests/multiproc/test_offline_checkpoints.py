@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.hosts import reshardable_flags
-from tests.multiproc.optimizer_state import Array, assert_same_state, whole_state
-from tests.multiproc.script_cases import (
-    ScriptRun,
-    arguments,
-    assert_same_training,
-    launch,
-    num_ranks,
-    succeeded,
-    train,
-)
+from tests.multiproc.optimizer_state import assert_same_state
+from tests.multiproc.saved_runs import train_stock
+from tests.multiproc.script_cases import ScriptRun, assert_same_training, train
+from tests.multiproc.stored_state import assert_stored_as_held
 from tests.pool import Pool
-from vtp_plugin.checkpoint.contents import MASTER, Contents
+from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import find_checkpoint
 from vtp_plugin.cli import main
-from vtp_plugin.offline.elements import Elements, typed
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
 DISTRIBUTED = ["--use-distributed-optimizer"]
 RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 GATED = ["--swiglu", "--group-query-attention", "--num-query-groups", "6"]
-# The local layers keep their norms beside what they come before, and store them as part of it.
-_STORED_AS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -76,33 +62,7 @@ def code_of(*words: object) -> int:
 def test_what_is_read_is_what_the_run_held(source: tuple[Path, list[ScriptRun]]) -> None:
     """The oracle took it off the live optimizer, and knows nothing of checkpoints."""
     folder, runs = source
-    contents = Contents(find_checkpoint(folder))
-    states, elements = contents.states(), Elements(contents.folder)
-    assert contents.steps() == [2.0]
-    read = {key: _whole(states[key], elements) for key in states}
-    seen: dict[tuple[str, str], set[int]] = {}
-    for (name, kind), value in whole_state(runs).items():
-        if kind == "step":
-            continue
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        stored = name if layer is None else name.replace(layer.group(), ".layers.")
-        for own, other in _STORED_AS:
-            stored = stored.replace(own, other)
-        key = MASTER if kind == "weight" else kind, stored
-        found = read[key] if layer is None else read[key][int(layer.group(1))]
-        np.testing.assert_array_equal(found, value, err_msg=f"{kind} of {name}")
-        seen.setdefault(key, set()).add(0 if layer is None else int(layer.group(1)))
-    assert seen.keys() == read.keys()
-    assert all(".layers." not in name or layers == set(range(4)) for (_, name), layers in seen.items())
-
-
-def _whole(whole: object, elements: Elements) -> Array:
-    found = np.full(whole.shape, np.nan, dtype=np.float32)  # type: ignore[attr-defined]
-    for part in whole.parts():  # type: ignore[attr-defined]
-        place = tuple(slice(start, stop) for start, stop in part.box)
-        found[place] = typed(elements.read(part, part.box), "float32").numpy().reshape(found[place].shape)
-    assert not np.isnan(found).any()
-    return found
+    assert_stored_as_held(Contents(find_checkpoint(folder)), runs)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +129,7 @@ def test_stock_megatron_loads_what_was_written_again(
     pool: Pool, source: tuple[Path, list[ScriptRun]], resharded: Path
 ) -> None:
     """Without the plugin, where it could not load the source."""
-    command = arguments("1,1", extra=[*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded)])
-    position = command.index("--vtp-device")
-    command[position : position + 4] = ["--pipeline-model-parallel-size", "2"]
-    kwargs = {"arguments": [*command, "--global-batch-size", "16"], "how": "stock"}
-    runs = succeeded(launch(pool, num_ranks("1,1"), kwargs))
+    flags = [*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded), "--global-batch-size", "16"]
+    runs = train_stock(pool, "1,1", flags)
     assert "successfully loaded checkpoint" in runs[0].output
     assert_same_training(runs, source[1], first=2)

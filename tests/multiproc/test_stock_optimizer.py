@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.optimizer_state import assert_same_state
+from tests.multiproc.saved_runs import train_stock
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -17,7 +18,6 @@ from tests.multiproc.script_cases import (
     assert_same_training,
     launch,
     num_ranks,
-    succeeded,
     train,
 )
 from tests.pool import Pool
@@ -54,12 +54,7 @@ def stock(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Stock:
             folder = tmp_path_factory.mktemp("stock")
             sizes = ",".join([str(tp)] * pp)
             saving = [*DISTRIBUTED, *extra, "--save", str(folder), "--save-interval", "2"]
-            command = arguments(sizes, dp=dp, extra=saving)
-            position = command.index("--vtp-device")
-            sizes_of_stock = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
-            command[position : position + 4] = sizes_of_stock
-            kwargs = {"arguments": command, "how": "stock", "hooks": ["dump_optimizer"]}
-            runs = succeeded(launch(pool, num_ranks(sizes, dp), kwargs))
+            runs = train_stock(pool, sizes, saving, dp=dp, hooks=["dump_optimizer"])
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
             assert not (folder / "iter_0000002" / "vtp_optimizer_map.json").exists()
             known[key] = folder, runs

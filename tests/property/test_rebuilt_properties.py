@@ -46,12 +46,18 @@ def _boxes(shape: tuple[int, ...], tp: int, *, is_cut: bool) -> list[Box]:
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn, *, is_swapped: bool = False) -> Stored:
-    """Draw a model, a layout and the sizes of buckets; swapped, two parameters stand in another order."""
+def checkpoints(draw: st.DrawFn, *, is_swapped: bool = False, is_joined: bool = False) -> Stored:
+    """Draw a model, a layout and the sizes of buckets; swapped, two parameters stand in another order.
+
+    Joined, buckets are those of Megatron 0.12, stored as one: only the first chunk of the first stage has several for
+    their size, and a tied embedding has one of its own.
+    """
     tp, pp, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     chunks = chunks if pp > 1 else 1
     counts = draw(st.lists(st.integers(1, 2), min_size=pp * chunks, max_size=pp * chunks))
-    width = draw(st.integers(1, 20))
+    # In several joined buckets, what is between small parameters can be as long as one more of them.
+    is_bucketed = not is_joined or draw(st.booleans())
+    width = draw(st.sampled_from([64, 128]) if is_joined and is_bucketed else st.integers(1, 20))
     shapes = {name: (draw(st.integers(1, 8)) * tp, width) if is_cut else (width,) for name, is_cut in _LAYER.items()}
     is_tied = draw(st.booleans())
     weights: dict[str, StoredTensor] = {}
@@ -84,28 +90,62 @@ def checkpoints(draw: st.DrawFn, *, is_swapped: bool = False) -> Stored:
         depth[-1].append(("embedding.word_embeddings.weight", embedding))
     stored = Stored(weights, [], {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}, {})
     stored.arguments |= {"virtual_pipeline_model_parallel_size": chunks, "transformer_impl": "local"}
-    bucket_size, dp = draw(st.integers(1, 2000)), draw(st.integers(1, 3))
+    # Where three ranks share joined buckets, padding before an embedding alone can be as long as a small parameter.
+    bucket_size, dp = draw(st.integers(1, 2000)), draw(st.sampled_from([1, 2, 4] if is_joined else [1, 2, 3]))
+    if is_joined:
+        stored.arguments |= {"ddp_bucket_size": bucket_size, "data_parallel_size": dp}
+        stored.arguments["overlap_grad_reduce"] = is_bucketed
+    alone = "embedding.word_embeddings.weight" if is_joined and is_tied and pp > 1 else None
     for (stage, parameters), rank in itertools.product(enumerate(depth), range(tp)):
         buffer = f"dp_group_idx_{rank + tp * (stage % pp)}.gbuf_idx_{stage // pp}"
         parts = [(name, boxes[rank]) for name, boxes in parameters[::-1]]
-        _lay_out(stored, f"optimizer.distributed.{buffer}", parts, bucket_size, dp)
+        size = None if is_joined and (stage or not is_bucketed) else bucket_size
+        buckets = _lay_out(parts, size, dp, alone)
+        (_store_joined if is_joined else _store)(stored, f"optimizer.distributed.{buffer}", buckets, dp)
     return stored
 
 
-def _lay_out(stored: Stored, buffer: str, parts: list[tuple[str, Box]], bucket_size: int, dp: int) -> None:
+Laid = list[tuple[list[Spot], int]]
+"""Buckets: what lies in each, and how long it is."""
+
+
+def _lay_out(parts: list[tuple[str, Box]], bucket_size: int | None, dp: int, alone: str | None) -> Laid:
     """Fill buckets forwards: every parameter at a multiple of 64, a new bucket where one is large enough."""
-    buckets: list[list[Spot]] = [[]]
+    buckets: Laid = []
+    spots: list[Spot] = []
     end = 0
     for name, box in parts:
-        if end >= bucket_size:
-            buckets.append([])
-            end = 0
         start = math.ceil(end / 64) * 64
-        buckets[-1].append((name, box, start))
+        if name == alone and spots:
+            # The bucket before it is as long as if this followed in it.
+            buckets.append(
+                (spots, start if start % dp == 0 else math.ceil(start / math.lcm(dp, 128)) * math.lcm(dp, 128))
+            )
+            spots, start = [], 0
+        spots.append((name, box, start))
         end = start + volume(box)
-    for number, spots in enumerate(buckets):
+        if name == alone or (bucket_size is not None and end >= bucket_size):
+            buckets.append((spots, end))
+            spots, end = [], 0
+    return [*buckets, (spots, end)] if spots else buckets
+
+
+def _store_joined(stored: Stored, buffer: str, buckets: Laid, dp: int) -> None:
+    """Store all buckets as one, one behind the other."""
+    del dp
+    key = f"{buffer}.dtype_(torch.float32, torch.float32).bucket_idx_0"
+    begin, joined = 0, []
+    for spots, numel in buckets:
+        joined += [(name, box, begin + start) for name, box, start in spots]
+        begin += numel
+    stored.pieces.append(Piece(key, 0, begin))
+    stored.truth[key] = joined
+
+
+def _store(stored: Stored, buffer: str, buckets: Laid, dp: int) -> None:
+    """Store each bucket in pieces: parameters and gaps, and what each replica has of them."""
+    for number, (spots, end) in enumerate(buckets):
         key = f"{buffer}.dtype_(torch.float32, torch.float32).bucket_idx_{number}"
-        end = spots[-1][2] + volume(spots[-1][1])
         share = math.ceil(end / (128 * dp)) * 128
         edges = {0, end, *(cut for cut in range(0, end, share))}
         edges |= {edge for _, box, start in spots for edge in (start, start + volume(box))}
@@ -126,6 +166,14 @@ def test_the_map_is_the_one_of_the_writer(stored: Stored) -> None:
     buckets = rebuild(stored.weights, stored.pieces, stored.arguments)
     assert _spots(buckets) == stored.truth
     assert not list(check_map("map", buckets, stored.pieces))
+
+
+@settings(max_examples=150, deadline=None)
+@given(stored=checkpoints(is_joined=True))
+def test_the_map_of_joined_buckets_is_the_one_of_the_writer(stored: Stored) -> None:
+    buckets = rebuild(stored.weights, stored.pieces, stored.arguments, is_joined=True)
+    assert _spots(buckets) == stored.truth
+    assert not list(check_map("map", buckets, stored.pieces, is_joined=True))
 
 
 @settings(max_examples=100, deadline=None)

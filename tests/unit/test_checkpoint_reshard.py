@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -17,11 +18,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.checkpoints import QKV, SHAPES, Model, by_bucket, by_name, make_model, run_action
+from tests.checkpoints import (
+    QKV,
+    SHAPES,
+    STOCK_SHAPES,
+    Model,
+    by_block,
+    by_bucket,
+    by_name,
+    by_rank,
+    make_model,
+    run_action,
+)
 from tests.hosts import PYTHON_PATH
 from tests.unit.test_published_bad_input import happens_in_writes
 from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.offline.writer import JOURNAL, NewPiece, PieceWriter
 
@@ -205,17 +218,15 @@ def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytes
 
 
 def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None:
-    a, named = by_bucket(tmp_path / "a", make_model()), by_name(tmp_path / "named", make_model())
-    bare = make_model()
-    bare.states = {}
+    a = by_bucket(tmp_path / "a", make_model())
 
     def refusal(source: Path, target: Path) -> str:
         code, (line,) = run("reshard", "--from", source, "--to", target)
         assert code == 2 and line.count(";") >= 2
         return line
 
-    assert "holds the optimizer as fully_reshardable; any layout loads that as it is" in refusal(named, tmp_path / "b")
-    assert "has no optimizer; weights load into any layout" in refusal(by_name(tmp_path / "bare", bare), tmp_path / "b")
+    unknown = by_name(tmp_path / "unknown", make_model(), form="spread_by_moonlight")
+    assert "holds the optimizer as spread_by_moonlight; this version knows plain, dp_resh" in refusal(unknown, tmp_path)
     assert "is no folder; a checkpoint is one" in refusal(tmp_path / "none", tmp_path / "b")
     (tmp_path / "full" / "iter_0000003").mkdir(parents=True)
     (tmp_path / "full" / "iter_0000003" / "x").touch()
@@ -232,22 +243,136 @@ def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None
     assert not (tmp_path / "b").exists()
 
 
-def test_other_forms_are_refused_by_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _older_buckets(folder: Path, model: Model) -> Path:
+    """As this plugin has Megatron 0.12 write it, where stages are of different sizes."""
     from tests import checkpoints
 
-    by_rank = checkpoints.Writer(tmp_path / "by_rank")
-    by_rank.object("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", {})
-    folders = {
-        "fully_sharded_model_space": checkpoints.by_block(tmp_path / "blocks", make_model()),
-        "dp_zero_gather_scatter": by_rank.finish({"optimizer": {}}),
-        "plain": by_name(tmp_path / "plain", make_model(), form="plain"),
+    with pytest.MonkeyPatch.context() as patch:
+        common = {
+            "args": argparse.Namespace(ckpt_fully_parallel_save=False, vtp_size_list=[1, 2]),
+            "iteration": 3,
+            "optimizer": {"param_state_sharding_type": BY_BUCKET_OLDER, "param_state": {0: {"padding": 1}}},
+        }
+        patch.setattr(checkpoints, "_common", lambda *_: common)
+        return by_bucket(folder, model, is_older=True)
+
+
+def _stock_model() -> Model:
+    return make_model(dtype=torch.bfloat16, shapes=STOCK_SHAPES)
+
+
+FORMS = {
+    PLAIN: lambda folder: by_name(folder, make_model(), form=PLAIN),
+    IN_MODEL_SPACE: lambda folder: by_name(folder, make_model()),
+    BY_BLOCK: lambda folder: by_block(folder, make_model(), is_older=True),
+    BY_BUCKET_OLDER: lambda folder: _older_buckets(folder, make_model()),
+    BY_RANK: lambda folder: by_rank(folder, _stock_model()),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "extra", "made"),
+    [
+        (PLAIN, [], PLAIN),
+        (IN_MODEL_SPACE, [], IN_MODEL_SPACE),
+        (BY_BLOCK, [], BY_BLOCK),
+        (BY_BLOCK, ["--form", IN_MODEL_SPACE], IN_MODEL_SPACE),
+        (BY_BUCKET_OLDER, [], BY_BLOCK),
+        (BY_BUCKET_OLDER, ["--form", IN_MODEL_SPACE], IN_MODEL_SPACE),
+        (BY_RANK, [], BY_BLOCK),
+        (BY_RANK, ["--form", IN_MODEL_SPACE], IN_MODEL_SPACE),
+    ],
+)
+def test_every_form_is_written_again(run: Run, tmp_path: Path, form: str, extra: list[str], made: str) -> None:
+    """The same state by name; what has the form already is the same bytes, piece by piece."""
+    a = FORMS[form](tmp_path / "a")
+    assert Contents(a).form == form
+    code, lines = run("reshard", "--from", a, "--to", tmp_path / "b", *extra)
+    b = tmp_path / "b" / "iter_0000003"
+    assert code == 0 and lines[0].startswith(f"wrote {b}: ")
+    assert (f"the optimizer was {form} before, and is copied: any layout loads that" in lines) == (form == made)
+    assert run("diff", a, b)[0] == run("verify", b)[0] == 0
+    before, contents = Contents(a), Contents(b)
+    assert contents.form == made
+    assert contents.index.tensors.keys() == before.index.tensors.keys() or form != made
+    if form == made:
+        read = [{key: _pieces_of(each, key) for key in each.index.tensors} for each in (before, contents)]
+        assert read[0] == read[1]
+        return
+    assert not any("dp_group_idx" in key for key in (*contents.index.tensors, *contents.index.objects))
+    stored = contents.common["optimizer"]
+    assert stored["param_state_sharding_type"] == made and "param_state" not in stored
+    assert stored["optimizer"]["param_groups"] == [{"wd_mult": 1.0, "lr_mult": 1.0, "step": 3.0}]
+    content = contents.common.get("content_metadata", {})
+    assert content.get("distrib_optim_sharding_type") == (made if made == IN_MODEL_SPACE else None)
+    # Megatron 0.12 asks the argument for the form.
+    assert made == IN_MODEL_SPACE or contents.arguments["ckpt_fully_parallel_save"] is True
+    assert contents.arguments.get("no_save_rng", False) is (form == BY_BUCKET_OLDER)
+
+
+def _pieces_of(contents: Contents, key: str) -> dict[Any, bytes]:
+    tensor = contents.index.tensors[key]
+
+    def read(extent: Extent) -> bytes:
+        with (contents.folder / extent.file).open("rb") as file:
+            file.seek(extent.offset)
+            return file.read(extent.length)
+
+    return {(tensor.flattened, box): read(extent) for box, extent in tensor.extents}
+
+
+def test_blocks_are_those_of_megatron(run: Run, tmp_path: Path) -> None:
+    """Of each layer those of the ranks, and flat; torch reads them so, and Megatron finds the shape that they had."""
+    model = make_model()
+    run("reshard", "--from", _older_buckets(tmp_path / "a", model), "--to", tmp_path / "b")
+    b = tmp_path / "b" / "iter_0000003"
+    names = {f"optimizer.state.{state}.{QKV}": state for state in ("fp32_param", "exp_avg", "exp_avg_sq")}
+    state = {key: torch.zeros(2, 2, 1, 24) for key in names}
+    dcp.load(state, storage_reader=FileSystemReader(b), no_dist=True)
+    for key, name in names.items():
+        wanted = model.states[name.replace("fp32_param", "param"), QKV]
+        assert torch.equal(state[key], wanted.reshape(2, 2, 1, 24))
+    index: Any = FileSystemReader(b).read_metadata()
+    assert {key: index.mcore_data[key] for key in names} == {
+        key: {"nd_reformulated_orig_global_shape": SHAPES[QKV]} for key in names
     }
-    form = "fully_sharded_bucket_space"
-    monkeypatch.setattr(checkpoints, "_common", lambda *_: {"optimizer": {0: {"param_state_sharding_type": form}}})
-    folders[form] = by_bucket(tmp_path / "older", make_model())
-    for form, folder in folders.items():
-        code, (line,) = run("reshard", "--from", folder, "--to", tmp_path / "b")
-        assert code == 2 and f"holds the optimizer as {form}" in line and line.count(";") >= 2
+
+
+@pytest.mark.parametrize("bucket_size", [None, 100, 300, 900])
+def test_buckets_that_are_stored_as_one_are_told_apart(run: Run, tmp_path: Path, bucket_size: int | None) -> None:
+    a = by_rank(tmp_path / "a", _stock_model(), bucket_size=bucket_size)
+    assert run("diff", a, by_name(tmp_path / "b", _stock_model()))[0] == 0
+
+
+def test_what_is_not_where_it_should_be_is_refused(run: Run, tmp_path: Path) -> None:
+    """Two parameters of one size change places; and one that is too long for what is stored."""
+    names = ["decoder.layers.mlp.linear_fc1.weight", "decoder.layers.mlp.linear_fc2.weight"]
+    swapped = [names[::-1][names.index(name)] if name in names else name for name in STOCK_SHAPES]
+    a = by_rank(tmp_path / "a", _stock_model(), order=swapped)
+    code, (line,) = run("reshard", "--from", a, "--to", tmp_path / "b")
+    assert code == 2 and "cannot be worked out: " in line and "is not its master weight, rounded" in line
+    missing = by_rank(tmp_path / "c", _stock_model(), order=[name for name in STOCK_SHAPES if "linear_qkv" not in name])
+    code, (line,) = run("reshard", "--from", missing, "--to", tmp_path / "b")
+    assert code == 2 and "cannot be worked out: " in line and line.count(";") >= 2
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_form_that_a_checkpoint_cannot_take_is_refused(run: Run, tmp_path: Path) -> None:
+    newer = by_bucket(tmp_path / "newer", make_model())
+    code, (line,) = run("reshard", "--from", newer, "--to", tmp_path / "b", "--form", BY_BLOCK)
+    assert code == 2 and f"holds the optimizer as dp_reshardable; of that nothing is made {BY_BLOCK}; leave" in line
+    plain = FORMS[PLAIN](tmp_path / "plain")
+    code, (line,) = run("reshard", "--from", plain, "--to", tmp_path / "b", "--form", IN_MODEL_SPACE)
+    assert code == 2 and "holds the optimizer as plain; of that nothing is made fully_reshardable" in line
+
+
+def test_a_checkpoint_without_an_optimizer_is_copied(run: Run, tmp_path: Path) -> None:
+    bare = make_model()
+    bare.states = {}
+    a = by_name(tmp_path / "a", bare)
+    code, lines = run("reshard", "--from", a, "--to", tmp_path / "b")
+    assert code == 0 and lines[1] == "there is no optimizer: any layout loads that"
+    assert run("diff", a, tmp_path / "b", "--weights-only")[0] == 0
 
 
 def test_objects_are_those_of_the_source(run: Run, tmp_path: Path) -> None:
@@ -280,17 +405,25 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 @pytest.mark.full
-def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "extra"),
+    [
+        pytest.param(partial(by_bucket, ranks=2, axis=0, dp=8), [], id="buckets"),
+        pytest.param(partial(by_block, ranks=2), ["--form", IN_MODEL_SPACE], id="blocks"),
+        pytest.param(by_rank, [], id="ranks"),
+    ],
+)
+def test_memory_is_that_of_a_piece(tmp_path: Path, write: Callable[..., Path], extra: list[str]) -> None:
     """In a process of its own; what is compared and written is larger than what may be in memory."""
-    from tests import checkpoints
-
+    shapes = {"embedding.word_embeddings.weight": (8192, 1024), QKV: (2, 8192, 1024)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "SHAPES", {QKV: (2, 8192, 1024), "embedding.weight": (8192, 1024)})
-        model = make_model()
-        a = by_bucket(tmp_path / "a", model, ranks=2, axis=0, dp=8)
-        largest = max(extent.length or 0 for _, extent in Contents(a).index.extents()) / 2**20
-        del model
-    for words in (["reshard", "--from", str(a), "--to", str(tmp_path / "b")], ["diff", str(a), str(tmp_path / "b")]):
+        patch.setattr("tests.checkpoints.STOCK_SHAPES", shapes)
+        a = write(tmp_path / "a", make_model(shapes=shapes))
+    # An object of a rank holds all of its optimizer, of which a piece is read at a time.
+    extents = [extent.length or 0 for tensor in Contents(a).index.tensors.values() for _, extent in tensor.extents]
+    largest = max(extents) / 2**20
+    reshard = ["reshard", "--from", str(a), "--to", str(tmp_path / "b"), *extra]
+    for words in (reshard, ["diff", str(a), str(tmp_path / "b")]):
         command = [sys.executable, "-c", MEASURE, "checkpoint", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=600, check=True, env={"PYTHONPATH": PYTHON_PATH}

@@ -9,7 +9,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,11 +41,13 @@ class Extent:
         file: its name in the checkpoint.
         offset: of the first byte.
         length: how many; None for all of the file.
+        path: the keys that lead to a tensor inside the object that is stored there; empty where it is the tensor.
     """
 
     file: str
     offset: int = 0
     length: int | None = None
+    path: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +127,15 @@ def load_object(folder: Path, extent: Extent) -> Any:
 
 
 def find_payload(folder: Path, extent: Extent) -> Payload:
-    """Find the elements of a tensor.
+    """Find the elements of a tensor, or of one inside an object.
 
     Raises:
         DamagedError: it cannot be read, or is no tensor whose elements lie in order.
     """
     with _opened(folder, extent) as archive:
-        tensor = load_inert(archive.read(_entry(archive, "data.pkl")))
-        if (told := _tensor(tensor)) is None:
+        stored = load_inert(archive.read(_entry(archive, "data.pkl")))
+        told = dict(_tensors(stored)).get(extent.path) if extent.path else _tensor(stored)
+        if told is None:
             raise DamagedError(f"holds no tensor at byte {extent.offset}")
         reference, begin, shape, strides, dtype = told
         in_order = zip(shape, strides, row_major(shape), strict=True)
@@ -143,6 +146,18 @@ def find_payload(folder: Path, extent: Extent) -> Payload:
             raise DamagedError(f"is compressed at byte {extent.offset}")
         start = _start(archive, entry) + extent.offset + begin * itemsize(dtype)
         return Payload(folder / extent.file, start, dtype, shape)
+
+
+def tensors_inside(folder: Path, extent: Extent) -> Iterator[tuple[Extent, str, tuple[int, ...]]]:
+    """Yield the tensors inside an object: where each lies, its type and its shape. No elements are read.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    with _opened(folder, extent) as archive:
+        stored = load_inert(archive.read(_entry(archive, "data.pkl")))
+    for path, (_, _, shape, _, dtype) in _tensors(stored):
+        yield replace(extent, path=path), dtype, shape
 
 
 def check_archive(folder: Path, extent: Extent) -> str | None:
@@ -219,7 +234,33 @@ def _start(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + _LOCAL_HEADER.size + name + extra
 
 
-def _tensor(value: Any) -> tuple[Any, int, tuple[int, ...], tuple[int, ...], str] | None:
+_Told = tuple[Any, int, tuple[int, ...], tuple[int, ...], str]
+
+
+def _tensors(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], _Told]]:
+    """Yield all tensors in lists and dictionaries, with the keys that lead to each."""
+    if (told := _tensor(value)) is not None:
+        yield path, told
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _tensors(each, (*path, str(index)))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _tensors(each, (*path, _said(key)))
+
+
+def _said(key: Any) -> str:
+    """Write a key as the writer's Python would.
+
+    >>> _said((0, "a"))
+    '(0, a)'
+    """
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_said, key))})"
+    return ".".join(key.origin) if isinstance(key, type) and issubclass(key, Inert) else str(key)
+
+
+def _tensor(value: Any) -> _Told | None:
     """Tell of a tensor where its elements are kept, from which on, its shape, strides and type; None if it is none."""
     if isinstance(value, Inert) and value.name == "torch._utils._rebuild_parameter":
         value = value.args[0]

@@ -18,13 +18,16 @@ _OTHER_MODEL = (
 )
 
 
-def check_map(file: str, buckets: Sequence[Bucket], pieces: Iterable[Piece]) -> Iterator[str]:
+def check_map(
+    file: str, buckets: Sequence[Bucket], pieces: Iterable[Piece], *, is_joined: bool = False
+) -> Iterator[str]:
     """Say where a map contradicts the stored pieces, or itself.
 
     Args:
         file: that holds the map.
         buckets: as the map says.
         pieces: of the checkpoint, of all buckets.
+        is_joined: whether a piece holds several parameters.
 
     Yields:
         Lines ``value; rule; way out``.
@@ -37,7 +40,7 @@ def check_map(file: str, buckets: Sequence[Bucket], pieces: Iterable[Piece]) -> 
     for piece in pieces:
         stored[piece.key].append(piece)
     for bucket in buckets:
-        if (problem := _problem_of_bucket(bucket, stored.pop(bucket.key, []))) is not None:
+        if (problem := _problem_of_bucket(bucket, stored.pop(bucket.key, []), is_joined)) is not None:
             yield f"{file}: {problem}; {_WRONG_MAP}"
             return
     if stored:
@@ -46,7 +49,7 @@ def check_map(file: str, buckets: Sequence[Bucket], pieces: Iterable[Piece]) -> 
         yield f"{file}: {problem}; {_WRONG_MAP}"
 
 
-def _problem_of_bucket(bucket: Bucket, pieces: list[Piece]) -> str | None:
+def _problem_of_bucket(bucket: Bucket, pieces: list[Piece], is_joined: bool) -> str | None:
     """Name the first place where pieces leave a gap, overlap, or do not begin and end where a parameter does."""
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
@@ -59,7 +62,7 @@ def _problem_of_bucket(bucket: Bucket, pieces: list[Piece]) -> str | None:
     behind = 0
     for part in bucket.parts:
         first, last = part.offset, part.offset + part.cut.numel
-        if first < behind or not {first, last} <= ends:
+        if first < behind or (last > end if is_joined else not {first, last} <= ends):
             return f"{part.cut.name} would lie at {first}:{last} of {bucket.key}, where no stored parameter lies"
         behind = last
     return None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
+from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object, tensors_inside
 from vtp_plugin.checkpoint.check import check_map
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Strided, row_major
 from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.fill import Stored, boxes_between
-from vtp_plugin.checkpoint.forms import BY_BUCKET
+from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_BUCKETS, PLAIN, TYPE, stored_optimizers
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.map_file import MAP, load_map
 from vtp_plugin.checkpoint.rebuilt import rebuild
@@ -25,12 +26,12 @@ WEIGHT: Final = "weight"
 """The state that a parameter of the model is."""
 MASTER: Final = "master"
 """The state that is the optimizer's own copy of a weight, whatever a checkpoint calls it."""
-BY_RANK: Final = "dp_zero_gather_scatter"
-PLAIN: Final = "plain"
-"""The form of an optimizer that is not distributed."""
 
 _BUCKET: Final = re.compile(r"(.*\.bucket_idx_\d+)\.(\w+)")
-_BY_NAME: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_BY_NAME: Final = re.compile(r"((?:chained_\d+\.)?)optimizer\.state\.(\w+)\.(.+)")
+_OBJECT_OF_RANK: Final = re.compile(
+    r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.param_state/shard_.*"
+)
 _OF_A_GROUP: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)/shard_.*")
 _MASTERS: Final = ("param", "fp32_param", "master_param")
 
@@ -57,10 +58,12 @@ class Whole:
     Attributes:
         shape: of the whole.
         parts: gives what it lies in.
+        chain: what stands before the keys of its optimizer, where there are several.
     """
 
     shape: tuple[int, ...]
     parts: Callable[[], tuple[Part, ...]]
+    chain: str = ""
 
 
 class Contents:
@@ -103,17 +106,16 @@ class Contents:
         """Return the optimizer's tensors, by state and name of the parameter.
 
         Raises:
-            ConfigError: it is not known whose they are, or another form would have to be known.
+            ConfigError: it is not known whose they are.
         """
-        if self.form == BY_BUCKET:
+        if self.form in IN_BUCKETS:
             return self._states_of_buckets()
-        if self.form == BY_RANK:
-            raise ConfigError(
-                f"{self.folder} holds the optimizer as {BY_RANK}, one object for each rank; these tools read the forms "
-                "that are made of tensors; save it again with another one"
-            )
         named = ((_BY_NAME.fullmatch(key), tensor) for key, tensor in self.index.tensors.items())
-        return {(_kind(match.group(1)), match.group(2)): _whole(tensor) for match, tensor in named if match is not None}
+        return {
+            (_kind(match.group(2)), match.group(3)): _whole(tensor, match.group(1))
+            for match, tensor in named
+            if match is not None
+        }
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Read the map, or work it out where there is none; then only the master weights can prove it.
@@ -121,13 +123,14 @@ class Contents:
         Raises:
             ConfigError: it does not fit what is stored.
         """
+        is_joined = self.form == BY_RANK
         if (buckets := load_map(self.folder / MAP)) is None:
             weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
             try:
-                buckets = tuple(rebuild(weights, self.pieces, self.arguments))
+                buckets = tuple(rebuild(weights, self.pieces, self.arguments, is_joined=is_joined))
             except PlanError as error:
                 raise no_map(self.folder, str(error)) from None
-        refuse(check_map(str(self.folder / MAP), buckets, self.pieces))
+        refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined))
         return buckets
 
     @cached_property
@@ -168,7 +171,18 @@ class Contents:
         for key, tensor in self.index.tensors.items():
             if match := _BUCKET.fullmatch(key):
                 found.setdefault(match.group(1), {})[match.group(2)] = tensor
+        for key, extent in self.index.objects.items():
+            for name, inside, dtype, shape in self._tensors_of_rank(key, extent):
+                found.setdefault(name, {})[inside.path[-1]] = StoredTensor(dtype, shape, ((whole_box(shape), inside),))
         return found
+
+    def _tensors_of_rank(self, key: str, extent: Extent) -> Iterator[tuple[str, Extent, str, tuple[int, ...]]]:
+        """Yield the buffers in an object of a data-parallel group, as if each was one bucket, with its key."""
+        if match := _OBJECT_OF_RANK.fullmatch(key):
+            with _reading(self.folder, extent):
+                for inside, dtype, shape in tensors_inside(self.folder, extent):
+                    _, number, types, _ = inside.path
+                    yield f"{match.group(1)}.gbuf_idx_{number}.dtype_{types}.bucket_idx_0", inside, dtype, shape
 
     def _states_of_buckets(self) -> dict[tuple[str, str], Whole]:
         buckets = self.buckets()
@@ -194,7 +208,11 @@ class Contents:
                 ) from None
 
         return {
-            (_kind(state), part.cut.name): _lazy(parts, state, part.cut.name, part.cut.shape)
+            (_kind(state), part.cut.name): Whole(
+                part.cut.shape,
+                partial(parts, state, part.cut.name, part.cut.shape),
+                bucket.key[: bucket.key.index("optimizer.")],
+            )
             for bucket in buckets
             for part in bucket.parts
             for state in sorted(states[bucket.key])
@@ -215,12 +233,6 @@ def no_map(folder: Path, problem: str) -> ConfigError:
     )
 
 
-def _lazy(
-    parts: Callable[[str, str, tuple[int, ...]], tuple[Part, ...]], state: str, name: str, shape: tuple[int, ...]
-) -> Whole:
-    return Whole(shape, lambda: parts(state, name, shape))
-
-
 def kind_of(key: str) -> str:
     """Return which state a stored tensor is.
 
@@ -230,19 +242,20 @@ def kind_of(key: str) -> str:
     if match := _BUCKET.fullmatch(key):
         return _kind(match.group(2))
     match = _BY_NAME.fullmatch(key)
-    return WEIGHT if match is None else _kind(match.group(1))
+    return WEIGHT if match is None else _kind(match.group(2))
 
 
 def _kind(state: str) -> str:
     return MASTER if state in _MASTERS else state
 
 
-def _whole(tensor: StoredTensor) -> Whole:
+def _whole(tensor: StoredTensor, chain: str = "") -> Whole:
     if tensor.flattened is not None:
-        return Whole(tensor.flattened, lambda: tuple(_parts_of_flat(tensor)))
+        return Whole(tensor.flattened, lambda: tuple(_parts_of_flat(tensor)), chain)
     return Whole(
         tensor.shape,
         lambda: tuple(Part(box, extent, Strided(0, row_major(box_shape(box)))) for box, extent in tensor.extents),
+        chain,
     )
 
 
@@ -268,8 +281,14 @@ def _common(index: Index) -> Mapping[str, Any]:
 
 
 def _load(folder: Path, extent: Extent) -> Any:
-    try:
+    with _reading(folder, extent):
         return load_object(folder, extent)
+
+
+@contextmanager
+def _reading(folder: Path, extent: Extent) -> Iterator[None]:
+    try:
+        yield
     except DamagedError as error:
         raise ConfigError(
             f"{folder / extent.file} {error}; without it this checkpoint cannot be read; copy it again"
@@ -278,12 +297,13 @@ def _load(folder: Path, extent: Extent) -> Any:
 
 def _form(index: Index, common: Mapping[str, Any]) -> str | None:
     if any(map(_BUCKET.fullmatch, index.tensors)):
-        return BY_BUCKET
-    if any(match.group(1) == "param_state" for match in map(_OF_A_GROUP.fullmatch, index.objects) if match):
+        is_older = any(each[TYPE] == BY_BUCKET_OLDER for each in stored_optimizers(common))
+        return BY_BUCKET_OLDER if is_older else BY_BUCKET
+    if any(map(_OBJECT_OF_RANK.fullmatch, index.objects)):
         return BY_RANK
     if not any(map(_BY_NAME.fullmatch, index.tensors)):
         return None
-    return next(_inner(common.get("optimizer"), "param_state_sharding_type"), PLAIN)
+    return next((each[TYPE] for each in stored_optimizers(common)), PLAIN)
 
 
 def _inner(value: Any, name: str) -> Iterator[Any]:

@@ -18,6 +18,13 @@ BY_BUCKET_OLDER: Final = "fully_sharded_bucket_space"
 BY_BLOCK: Final = "fully_sharded_model_space"
 """Parameter by parameter, each rank's block flat, on one grid for all: what Megatron 0.12 to 0.14 does by itself."""
 
+BY_RANK: Final = "dp_zero_gather_scatter"
+"""One object for each data-parallel group, with its buckets: Megatron 0.12 with ``--no-ckpt-fully-parallel-save``."""
+PLAIN: Final = "plain"
+"""Our word for an optimizer that is not distributed."""
+IN_BUCKETS: Final = (BY_BUCKET, BY_BUCKET_OLDER, BY_RANK)
+"""Forms that do not say which parameter lies where."""
+
 
 def stored_optimizers(common: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what each optimizer of a chain, or the only one, says of itself; without one, nothing.
@@ -28,5 +35,6 @@ def stored_optimizers(common: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     >>> [each[TYPE] for each in stored_optimizers({"optimizer": {0: {TYPE: BY_BLOCK}, 1: {TYPE: BY_BLOCK}}})]
     ['fully_sharded_model_space', 'fully_sharded_model_space']
     """
-    stored = common.get("optimizer") or {}
-    yield from (part for part in (stored, *stored.values()) if isinstance(part, dict) and TYPE in part)
+    stored = common.get("optimizer")
+    parts = (stored, *stored.values()) if isinstance(stored, dict) else ()
+    yield from (part for part in parts if isinstance(part, dict) and TYPE in part)

@@ -19,6 +19,8 @@ from vtp_plugin.ground.boxes import Box
 
 INDEX: Final = ".metadata"
 """The name of the file."""
+ORIGINAL: Final = "nd_reformulated_orig_global_shape"
+"""Under this name it says what shape a tensor had before each block of it was made flat."""
 _COPY = "copy the checkpoint again, or take another one"
 _TORCH = "torch.distributed.checkpoint"
 _ALLOWED: Final = {
@@ -140,7 +142,7 @@ def _index(folder: Path, state: Mapping[str, Any]) -> Index:
             continue
         boxes = [_box(each.state) for each in entry.state["chunks"]]
         extents = tuple((box, places[key, tuple(start for start, _ in box)]) for box in boxes)
-        whole = (flattened.get(key) or {}).get("nd_reformulated_orig_global_shape")
+        whole = (flattened.get(key) or {}).get(ORIGINAL)
         dtype = entry.state["properties"].state[0].origin[1]
         tensors[key] = StoredTensor(dtype, _size(entry.state["size"]), extents, whole and _size(whole))
     return Index(folder, tensors, objects)

@@ -11,7 +11,7 @@ from typing import Final
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, check_archive, find_payload
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import COMMON_FILE, problem_of_config
-from vtp_plugin.checkpoint.forms import BY_BUCKET
+from vtp_plugin.checkpoint.forms import IN_BUCKETS
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.manifest import Manifest, files_of, load_manifest, problems_of_pieces, problems_of_sizes
 from vtp_plugin.checkpoint.newest import arguments_of, problem_without_manifest
@@ -124,7 +124,7 @@ def check_fit(contents: Contents) -> Iterator[str]:
     yield from _check_lengths(index, sizes)
     for key, tensor in index.tensors.items():
         yield from (f"{contents.folder}: {key} {problem}; {_COPY}" for problem in _problems_of_cover(tensor))
-    if contents.form == BY_BUCKET and contents.has_map:
+    if contents.form in IN_BUCKETS and contents.has_map:
         yield from _check_map(contents)
 
 

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import find_checkpoint
+from vtp_plugin.checkpoint.forms import BY_BLOCK, IN_MODEL_SPACE
 from vtp_plugin.checkpoint.manifest import MANIFEST
-from vtp_plugin.checkpoint.reshardable import check_source, is_kept
+from vtp_plugin.checkpoint.reshardable import form_for_any, loses_random_states
 from vtp_plugin.checkpoint.verify import Verification
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
 from vtp_plugin.cli.progress import progress
 from vtp_plugin.cli.published import add_export, add_import
-from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from vtp_plugin.offline.compare import Compared
@@ -89,13 +90,19 @@ def _add_reshard(actions: Any) -> None:
     reshard = actions.add_parser(
         "reshard",
         help="write a checkpoint again, so that any uniform Megatron of its version loads it with its optimizer",
-        description="Write a checkpoint again with its optimizer stored by parameter (fully_reshardable). If it was "
-        "stopped, the same command goes on with it.",
-        epilog="Keys of --json: folder, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt).",
+        description="Write a checkpoint again with its optimizer stored by parameter; what is stored so already is "
+        "copied. If it was stopped, the same command goes on with it.",
+        epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt).",
     )
     reshard.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help=_FOLDER)
     reshard.add_argument(
         "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
+    )
+    reshard.add_argument(
+        "--form",
+        choices=[IN_MODEL_SPACE, BY_BLOCK],
+        help=f"of a distributed optimizer: {BY_BLOCK} for Megatron 0.12 to 0.14, {IN_MODEL_SPACE} for 0.15 and later; "
+        "by default that of the Megatron that wrote it",
     )
     _end(reshard, _reshard)
 
@@ -179,26 +186,30 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
-    refuse(check_source(contents))
+    form = form_for_any(contents, options.form)
     from vtp_plugin.offline.beside import writing_to
     from vtp_plugin.offline.masters import require_masters
     from vtp_plugin.offline.reshard import reshard
 
-    require_masters(contents)
+    if form != contents.form:
+        require_masters(contents)
     name = contents.folder.resolve().name
     if not re.fullmatch(r"iter_\d{7,}|release", name):
         name = f"iter_{contents.common.get('iteration') or 0:07d}"
     target = options.target / name
-    work, ending = reshard(contents, target)
+    work, ending = reshard(contents, target, form)
     found, total = work.find_written(), sum(piece.num_bytes for piece in work.pieces)
     with progress(total, "reshard") as on_written, writing_to(target):
         on_written(found)
         work.write(ending, on_written)
     if options.json:
         counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
-        print_json("checkpoint reshard", {"folder": str(target), **counts})
+        print_json("checkpoint reshard", {"folder": str(target), "form": form, **counts})
         return
     before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
     print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {options.target}")
-    if any(key.startswith("rng_state/") and not is_kept(contents, key) for key in contents.index.objects):
+    if form == contents.form:
+        held = "there is no optimizer" if form is None else f"the optimizer was {form} before, and is copied"
+        print(f"{held}: any layout loads that")
+    if loses_random_states(contents):
         print("random states are left out: those of unequal stages have no place in another layout")

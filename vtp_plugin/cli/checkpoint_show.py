@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vtp_plugin.checkpoint.contents import BY_RANK, PLAIN, Contents, kind_of
-from vtp_plugin.checkpoint.forms import BY_BUCKET, IN_MODEL_SPACE
+from vtp_plugin.checkpoint.contents import Contents, kind_of
+from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.cli.boundaries import format_bytes
 
@@ -19,8 +19,8 @@ _SIZES = {
 }
 _MOVES = {
     IN_MODEL_SPACE: "any layout loads it",
-    "fully_sharded_model_space": "any layout of Megatron 0.12 to 0.15 loads it",
-    BY_RANK: "only the layout that wrote it loads it",
+    BY_BLOCK: "any layout of Megatron 0.12 to 0.15 loads it",
+    BY_RANK: "only the layout that wrote it loads it; reshard writes it for others",
     PLAIN: "any layout loads it",
 }
 
@@ -88,7 +88,7 @@ def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "no optimizer"
         return
     moves = _MOVES.get(form, "unknown to this version")
-    if form == BY_BUCKET:
+    if form in (BY_BUCKET, BY_BUCKET_OLDER):
         moves = (
             f"with {MAP}: any layout loads it"
             if facts["has_map"]

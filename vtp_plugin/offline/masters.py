@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from vtp_plugin.checkpoint.contents import MASTER, Contents, Part, no_map
-from vtp_plugin.checkpoint.forms import BY_BUCKET
+from vtp_plugin.checkpoint.forms import IN_BUCKETS
 from vtp_plugin.ground.boxes import Box, format_box
 from vtp_plugin.offline.compare import pairs
 from vtp_plugin.offline.elements import Elements, slabs, typed
@@ -25,7 +25,7 @@ def require_masters(contents: Contents, share: int = 0, num_shares: int = 1) -> 
     Raises:
         ConfigError: the first parameter that does not fit is named.
     """
-    if contents.form != BY_BUCKET or contents.has_map:
+    if contents.form not in IN_BUCKETS or contents.has_map:
         return
     masters, weights = Elements(contents.folder), Elements(contents.folder)
     own = itertools.islice(_slabs(contents), share, None, num_shares)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from vtp_plugin.checkpoint.archive import Extent, check_archive, itemsize
 from vtp_plugin.checkpoint.files import COMMON_FILE
-from vtp_plugin.checkpoint.index import INDEX
+from vtp_plugin.checkpoint.index import INDEX, ORIGINAL
 from vtp_plugin.checkpoint.whole import PART_BYTES, InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
@@ -78,6 +78,8 @@ class NewPiece:
         parts: what it is made of.
         data: the bytes of an object that is new.
         aliases: further keys under which the same bytes are found.
+        flattened: the shape that the whole tensor had before each block of it was made flat; None if it was not.
+        read: the box that the piece holds, in that shape.
     """
 
     key: str
@@ -88,6 +90,8 @@ class NewPiece:
     parts: tuple[Part, ...] = ()
     data: bytes = b""
     aliases: tuple[str, ...] = ()
+    flattened: tuple[int, ...] | None = None
+    read: Box | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -273,7 +277,8 @@ class PieceWriter:
         if piece.dtype is None:
             file.write(piece.data)
             return
-        torch.save(read_box(self._source, piece.parts, piece.box, piece.dtype), cast(Any, InParts(file)))
+        found = read_box(self._source, piece.parts, piece.read or piece.box, piece.dtype)
+        torch.save(found.reshape(box_shape(piece.box)), cast(Any, InParts(file)))
 
     def _finish(self, ending: Ending) -> None:
         """Write what all ranks share, the index, and the other files."""
@@ -283,7 +288,10 @@ class PieceWriter:
             place = self._append(lambda file: cast(Any, file.write(ending.common)))
             shared = NewPiece(ending.common_key, None, (), ())
             self.pieces, self.places = [*self.pieces, shared], [*self.places, place]
-        index = Metadata(dict(_entries(self.pieces)), storage_data=dict(_storage(self.pieces, self.places)))
+        index: Any = Metadata(dict(_entries(self.pieces)), storage_data=dict(_storage(self.pieces, self.places)))
+        flattened = {piece.key: {ORIGINAL: piece.flattened} for piece in self.pieces if piece.flattened is not None}
+        if flattened:
+            index.mcore_data = flattened  # as Megatron's subclass has it
         (self._target / INDEX).write_bytes(pickle.dumps(index))
         for name, data in ending.files.items():
             (self._target / name).write_bytes(data)

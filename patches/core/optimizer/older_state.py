@@ -24,8 +24,8 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     f"{_CLASS}.sharded_state_dict",
     id="H20d",
     when=Moment.LIST,
-    why="it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not; by "
-    "bucket, with the map of H20, any list can load it",
+    why="it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or "
+    "without saying where it lies; by bucket, with the map of H20, any list can load it",
     remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "H20b"},
 )
@@ -40,7 +40,7 @@ def _older_state(
     """Run `sharded_state_dict`, by bucket where stages differ; what a checkpoint holds by bucket is noted as wanted."""
     if is_loading and session.loading.stored_optimizer is not None:
         return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state))
-    if not is_loading and sharding_type == BY_BLOCK and len(set(session.planned.layout.tp_sizes)) > 1:
+    if not is_loading and len(set(session.planned.layout.tp_sizes)) > 1:
         sharding_type = BY_BUCKET_OLDER
     return original(optimizer, model_state, is_loading, sharding_type)
 
