@@ -141,7 +141,7 @@ def test_over_a_slow_line_more_microbatches_are_in_flight_as_far_as_memory_goes(
         assert max(best["memory_bytes"]) <= parse_bytes(memory)
         flag = ["--vtp-in-flight", ",".join(map(str, best["in_flight"]))]
         assert "planned" in best["flags"] and (flag[0] in best["flags"]) is (best["in_flight"] != [2, 1])
-        assert flag[0] not in best["flags"] or best["flags"][-4:-2] == flag
+        assert flag[0] not in best["flags"] or " ".join(flag) in " ".join(best["flags"])
     assert rows == [[4, 1], [3, 1], [2, 1]]
     assert found_s == sorted(found_s) and found_s[0] < 0.7 * found_s[2], found_s
 

@@ -93,7 +93,7 @@ def test_experts_must_fit_the_replicas() -> None:
 
 def test_memory_moves_layers_away_from_a_small_card() -> None:
     given = [Node(name="a", num_cards=2, memory_bytes=100), Node(name="b", num_cards=2, memory_bytes=20)]
-    wanted = ask("2:2", num_replicas=1, stage_bytes=lambda layout, layers: [5 * number for number in layers])
+    wanted = ask("2:2", num_replicas=1, held_bytes=lambda tp, replicas, start, end, *_: 5 * (end - start))
     assert fit(given, wanted)[0].layers == (8, 4)
 
 
@@ -117,7 +117,7 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
         ((2,), {"stages": "1:1", "num_replicas": 4}, "cards 2; 4 replicas of at least 1 stages .* bring 2 back"),
         (
             (2, 1),
-            {"stages": "2:2", "stage_bytes": lambda layout, layers: [3 * n for n in layers], "memory": 17},
+            {"stages": "2:2", "held_bytes": lambda tp, replicas, start, end, *_: 3 * (end - start), "memory": 17},
             "cards 2\\+1; no list within --vtp-stages 2:2 fits the model's memory; 64 more would not do either",
         ),
     ],
@@ -147,11 +147,11 @@ def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> No
 def test_the_nearest_number_of_cards_is_named() -> None:
     """A stage of one card holds four layers, one of two eight: twelve need three."""
 
-    def held(layout: Any, layers: Any) -> list[float]:
-        return [number / size for number, size in zip(layers, layout.tp_sizes, strict=True)]
+    def held(tp: int, replicas: int, start: int, end: int, *_: Any) -> Any:
+        return (end - start) / tp
 
     with pytest.raises(ShortageError, match="1 more on n1 would do"):
-        fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, stage_bytes=held))
+        fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, held_bytes=held))
 
 
 def test_nodes_are_told_apart() -> None:

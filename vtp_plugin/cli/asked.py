@@ -18,7 +18,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.fit.read import read_ask
-from vtp_plugin.fit.search import Fitted
+from vtp_plugin.fit.search import Fitted, fitted_of
 from vtp_plugin.fit.words import vocabulary_words
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.footprint.sizes import Microbatch
@@ -70,16 +70,9 @@ class Asked:
             for group in self.cluster.nodes
             for number in range(group.num_nodes)
         )
-        starts = [*accumulate((group.num_nodes for group in self.cluster.nodes), initial=0)]
-        return Fitted(
-            sizes=choice.sizes,
-            layers=choice.layers,
-            num_replicas=choice.shape.num_replicas,
-            places=tuple(tuple(starts[pool] + room for pool, room in places) for places in choice.nodes),
-            nodes=nodes,
-            cp=choice.shape.cp,
-            step=choice.step_s,
-        )
+        ends = accumulate(group.num_nodes for group in self.cluster.nodes)
+        pools = [range(end - group.num_nodes, end) for group, end in zip(self.cluster.nodes, ends, strict=True)]
+        return fitted_of(choice, nodes, pools)
 
 
 def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
@@ -184,11 +177,21 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
         )
     ask = read_ask(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
     _check(args, command)
+    return ask, read_padded_model(args, ask)
+
+
+def read_padded_model(args: argparse.Namespace, ask: Ask) -> Model:
+    """Read the model with its vocabulary padded as every list pads it.
+
+    Args:
+        args: parsed.
+        ask: what is wanted of the list.
+    """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
     if words := vocabulary_words((1,), ask):
         multiple = int(words[-1])
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
-    return ask, model
+    return model
 
 
 def _read_lists(args: argparse.Namespace) -> int | None:
@@ -254,14 +257,13 @@ def _shapes(
     sizes: Sequence[int],
 ) -> Iterator[Shape]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
-    largest = max(group.num_cards for group in cluster.nodes) // ask.cp
-    if not largest:
+    largest = max(group.num_cards for group in cluster.nodes)
+    if largest < ask.cp:
         raise ConfigError(
             f"--context-parallel-size {ask.cp}: no node has so many cards; a replica of a stage is inside one node"
         )
-    parts = [size for size in range(1, largest + 1) if not ask.problems_of_size(size)]
-    if not parts:
-        raise ConfigError(ask.problems_of_size(1)[0])
+    if problems := ask.problems_of_size(1):
+        raise ConfigError(problems[0])
     most = num_cards // (ask.cp * ask.least_stages)
     all_replicas = range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,)
     for size in sizes:
@@ -279,9 +281,8 @@ def _shapes(
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
         for replicas in all_replicas:
-            # Experts need ranks that their sizes divide.
-            own = [tp for tp in parts if ask.layout((tp,), replicas) is not None]
-            if args.global_batch_size % (size * replicas) or not own:
+            own = () if args.global_batch_size % (size * replicas) else ask.sizes(largest, replicas)
+            if not own:
                 continue
             yield Shape(
                 num_replicas=replicas,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 
 from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli.asked import read_padded_model
+from vtp_plugin.cluster.memory import held_bytes
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import read_have
 from vtp_plugin.fit.choose import fit
 from vtp_plugin.fit.read import read_ask, write_fitted
@@ -16,8 +18,7 @@ from vtp_plugin.fit.reasons import describe
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.ground.values import parse_bytes
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.schedule.make.generate import one_f_one_b_limits
-from vtp_plugin.schedule.order.placement import plain_placement
+from vtp_plugin.search.question import HeldBytes
 
 
 def add_have_flags(group: argparse._ArgumentGroup) -> None:
@@ -53,24 +54,22 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
         raise ConfigError(f"--card-memory: the memory of a rank is {reason}" if "not known" in reason else reason)
 
-    def stage_bytes(layout: PipelineLayout, layers: tuple[int, ...]) -> Sequence[int]:
-        return _held_bytes(args, layout, layers)
-
-    ask = read_ask(
-        args, config, config.stages or (1, max(2, 2 * len(nodes))), stage_bytes=stage_bytes if has_memory else None
-    )
+    ask = read_ask(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    if has_memory:
+        ask = dataclasses.replace(ask, held_bytes=_held_bytes(args, ask))
     fitted, rivals = fit(nodes, ask)
     return write_fitted(config, fitted), fitted, describe(fitted, ask, rivals)
 
 
-def _held_bytes(args: argparse.Namespace, layout: PipelineLayout, layers: tuple[int, ...]) -> list[int]:
-    """Give what the fullest rank of every stage holds, with the activations of its microbatches in flight, if known."""
-    parts, stages = (layers, None) if len(layers) > layout.num_stages else (None, layers)
-    held = model_flags.read_footprints(
-        args, layout, 1, parts, stages, has_activations=not activation_flags.why_no_activations(args, layout)
+def _held_bytes(args: argparse.Namespace, ask: Ask) -> HeldBytes:
+    """Give what says how much stages hold, with the activations of their microbatches in flight, if those are known."""
+    layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
+    has_activations = not activation_flags.why_no_activations(args, layout)
+    return held_bytes(
+        read_padded_model(args, ask),
+        model_flags.read_training(args, layout),
+        activation_flags.read_microbatch(args) if has_activations else None,
+        cp=ask.cp,
+        ep=ask.ep,
+        etp=ask.etp,
     )
-    in_flight = one_f_one_b_limits(plain_placement(layout.num_stages))
-    return [
-        max(held[rank].held_bytes(in_flight[stage]) for rank in layout.stage_ranks(stage))
-        for stage in range(layout.num_stages)
-    ]

@@ -198,8 +198,6 @@ def flags(asked: Asked, choice: Choice) -> Sequence[str]:
         words += ["--vtp-schedule", "planned"]
     if choice.num_chunks > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(choice.num_chunks)]
-    if choice.order.in_flight:
-        words += ["--vtp-in-flight", format_value(choice.order.in_flight)]
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
 
 

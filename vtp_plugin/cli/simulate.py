@@ -14,7 +14,6 @@ from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.fit.step import step_costs
 from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.derived import option_context
 from vtp_plugin.options.flags import read_flags
@@ -171,7 +170,7 @@ def _model_costs(flags: Run) -> Costs:
     """Return durations for a run without costs; of a split run they are those of the joined microbatches."""
     num_rings = flags.config.num_rings
     if flags.fitted is not None:
-        return step_costs(flags.fitted.sizes, flags.fitted.layers)[1]
+        return flags.fitted.costs
     costs = u_costs(flags.layout.num_stages, num_rings=num_rings) if num_rings else uniform_costs(flags.placement)
     if not flags.replicas.is_split:
         return costs

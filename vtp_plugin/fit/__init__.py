@@ -1,7 +1,7 @@
 """Which list of sizes fits the cards that are there: one pure function, and what it is made of.
 
-``cards`` says what is there, ``ask`` what is wanted, ``layers`` shares out the layers, ``search`` finds lists, the best
-first, ``step`` times them, ``choose`` takes one, and ``reasons`` says why a better one was not possible.
+``cards`` says what is there, ``ask`` what is wanted, ``search`` asks :mod:`vtp_plugin.search` for a list, ``choose``
+takes one, and ``reasons`` says why a better one was not possible.
 
 Words:
     card: one device; a rank that has none, or a bad one, is spare.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,7 @@ from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
-
-StageBytes = Callable[[PipelineLayout, tuple[int, ...]], Sequence[int]]
-"""Gives the bytes of the fullest rank of every stage, for a layout and the layers of its parts."""
+from vtp_plugin.search.question import HeldBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class Ask:
         order: numbering of the ranks.
         ends: of a U-shaped pipeline, layers of the edge's first and last part; None for others.
         is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12.
-        stage_bytes: what stages hold; None where that is not known.
+        held_bytes: what a stage holds; None where that is not known.
     """
 
     args: Any
@@ -47,7 +45,7 @@ class Ask:
     order: RankOrder = RankOrder.STAGE_MAJOR
     ends: tuple[int, int] | None = None
     is_alike: bool = False
-    stage_bytes: StageBytes | None = None
+    held_bytes: HeldBytes | None = None
 
     def __post_init__(self) -> None:
         flags = {
@@ -89,6 +87,17 @@ class Ask:
             etp_sizes=() if self.etp is None else (self.etp,),
         )
         return check_sizes(self.args, context)
+
+    def sizes(self, num_cards: int, num_replicas: int) -> tuple[int, ...]:
+        """List the tensor-parallel sizes that a stage can have in a node with so many cards, ascending.
+
+        The experts' sizes must divide the ranks of all its replicas.
+        """
+        return tuple(
+            size
+            for size in range(1, num_cards // self.cp + 1)
+            if not self.problems_of_size(size) and self.layout((size,), num_replicas) is not None
+        )
 
     def problems_of_replicas(self, number: int) -> tuple[str, ...]:
         """Say why batches cannot be shared by so many replicas; empty if they can."""

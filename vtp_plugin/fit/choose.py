@@ -37,7 +37,7 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
     >>> nodes = [Node(name="a", num_cards=4), Node(name="b", num_cards=3)]
     >>> best, _ = fit(nodes, Ask(args=args, least_stages=2, most_stages=3, num_replicas=1))
     >>> best.sizes, best.layers, best.num_spare
-    ((4, 2, 1), (7, 3, 2), (0, 0))
+    ((4, 2, 1), (8, 3, 1), (0, 0))
     """
     ordered = in_order(nodes, ask.sites)
     _require_sites(ordered, ask)

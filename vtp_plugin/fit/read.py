@@ -7,7 +7,7 @@ from typing import Any
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
-from vtp_plugin.fit.ask import Ask, StageBytes
+from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.layout.pipeline import RankOrder
 
@@ -29,7 +29,6 @@ def read_ask(
     stages: tuple[int, int],
     *,
     is_alike: bool = False,
-    stage_bytes: StageBytes | None = None,
 ) -> Ask:
     """Read what is wanted.
 
@@ -38,7 +37,6 @@ def read_ask(
         config: the plugin's options.
         stages: the fewest and the most.
         is_alike: as for :class:`~vtp_plugin.fit.ask.Ask`.
-        stage_bytes: likewise.
 
     Raises:
         ConfigError: an argument says what is to be fitted, or what a fit needs is missing.
@@ -75,7 +73,6 @@ def read_ask(
         order=RankOrder.REPLICA_MAJOR if is_replica_major else RankOrder.STAGE_MAJOR,
         ends=(layers[0], layers[-1]) if config.layerwise_disaggregated and layers else None,
         is_alike=is_alike,
-        stage_bytes=stage_bytes,
     )
 
 
@@ -95,5 +92,6 @@ def write_fitted(config: VtpConfig, fitted: Fitted) -> VtpConfig:
         data_parallel_size=fitted.num_replicas,
         sites=fitted.sites if config.sites else None,
         num_layer_list=fitted.layers if config.layerwise_disaggregated else None,
+        in_flight=fitted.in_flight or config.in_flight,
         force=True,
     )

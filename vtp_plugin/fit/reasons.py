@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
-from vtp_plugin.fit.search import Fitted, allowed_sizes, search
+from vtp_plugin.fit.search import Fitted, search
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.options.checks.sizes import nearest_multiples
 
@@ -110,7 +110,7 @@ def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
             f"{unit} samples, which must divide it and all batches; use {choices}"
         )
     least = ask.cp * ask.least_stages * number
-    if num_cards < least or not allowed_sizes(nodes, ask):
+    if num_cards < least or not any(node.num_cards >= ask.cp for node in nodes):
         return ShortageError(
             f"{have}; {_replicas(number)} of at least {ask.least_stages} stages ({stages}) with context-parallel size "
             f"{ask.cp} need {least} cards; bring {max(least - num_cards, 1)} back, or lower the first number of "
@@ -118,7 +118,7 @@ def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
         )
     added = _enough(nodes, ask)
     more = f"{added} more on {nodes[-1].name} would do" if added else f"{_MOST_ADDED} more would not do either"
-    what = "the model's memory" if ask.stage_bytes is not None else "the experts or the nodes"
+    what = "the model's memory" if ask.held_bytes is not None else "the experts or the nodes"
     kind = ShortageError if added else LayoutError
     return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
 

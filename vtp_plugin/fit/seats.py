@@ -21,8 +21,11 @@ def seat_cards(fitted: Fitted, layout: PipelineLayout, cards: Mapping[str, Seque
 
     >>> from vtp_plugin.fit.cards import Node
     >>> nodes = (Node(name="a", num_cards=2), Node(name="b", num_cards=2))
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> fitted = Fitted(
-    ...     sizes=(2, 1), layers=(2, 1), num_replicas=1, places=((0,), (1,)), nodes=nodes, cp=1, step=1.0)
+    ...     sizes=(2, 1), layers=(2, 1), num_replicas=1, places=((0,), (1,)), nodes=nodes, cp=1, step=1.0,
+    ...     costs=uniform_costs(plain_placement(2)))
     >>> layout = PipelineLayout.from_sizes((2, 1), world_size=3)
     >>> seat_cards(fitted, layout, {"a": [2, 3], "b": [0, 1]})
     {2: 0, 3: 1, 0: 2}

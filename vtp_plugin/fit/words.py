@@ -28,14 +28,19 @@ def fitted_words(fitted: Fitted, ask: Ask, *, num_predicting: int = 0) -> tuple[
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
     >>> ask = Ask(args=args, least_stages=1, most_stages=2)
     >>> nodes = (Node(name="a", num_cards=3),)
+    >>> from vtp_plugin.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
     >>> fitted = Fitted(
-    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0)
+    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
+    ...     costs=uniform_costs(plain_placement(2)))
     >>> print(*fitted_words(fitted, ask))
     --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
     """
     words = ["--vtp-size-list", format_value(fitted.sizes), "--vtp-force", *vocabulary_words(fitted.sizes, ask)]
     if any(fitted.sites):
         words += ["--vtp-sites", ",".join(fitted.sites)]
+    if fitted.in_flight:
+        words += ["--vtp-in-flight", format_value(fitted.in_flight)]
     if len(fitted.layers) > len(fitted.sizes):
         return (*words, "--num-layer-list", format_value(fitted.layers))
     return (*words, *layer_words(fitted.layers, num_predicting))

@@ -1,4 +1,4 @@
-"""The layouts with the shortest step, and the best uniform one beside them."""
+"""The best layouts, and the best uniform one beside them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from functools import partial
 from vtp_plugin.search.frame import Frame, frames
 from vtp_plugin.search.interleave import busiest_s, interleaved_lists
 from vtp_plugin.search.judge import Choice, judge
-from vtp_plugin.search.lists import Reach, Row, orders, rows
+from vtp_plugin.search.lists import Reach, Row, rows
 from vtp_plugin.search.question import Kind, Question
 from vtp_plugin.search.split import bound, split
+from vtp_plugin.search.stage_orders import orders
 from vtp_plugin.search.uniform import uniform_lists
 
 # A layout that is not shorter than the best one by this share is not looked at.
@@ -27,8 +28,8 @@ class Found:
     """What a search found.
 
     Attributes:
-        best: layouts, the one with the shortest step first; none if nothing fits.
-        uniform: the best one that stock Megatron has; None if there is none.
+        best: layouts, the best one first; none if nothing fits.
+        uniform: the best one that stock Megatron has; None if there is none, or where cards count.
         is_complete: every list was looked at or shown to be no better; else the time was over, or Ctrl-C came.
         num_judged: layouts that were simulated.
     """
@@ -44,12 +45,12 @@ Tell = Callable[[float, float], None]
 
 
 def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None) -> Found:
-    """Find the layouts with the shortest step; a function of the question alone, if the time is not over.
+    """Find the best layouts; a function of the question alone, if the time is not over.
 
     Args:
         question: what is asked.
         num_best: how many are wanted.
-        limit_s: after which the best so far are returned, as after a KeyboardInterrupt.
+        limit_s: after which the best so far are returned, as after a KeyboardInterrupt; not where cards count.
         tell: of the progress.
     """
     search = _Search(question, num_best, time.monotonic() + limit_s, tell)
@@ -79,23 +80,39 @@ class _Search:
         return self.best[0].step_s * (1 - _SHARE) if self.best else math.inf
 
     def run(self) -> None:
-        """Go through the uniform lists, then through all lists, round after round."""
+        """Go through the lists."""
+        if self.question.objective == "cards":
+            self._try_fullest()
+            return
         try:
-            self._try_uniform()
-            seen: set[tuple[int, Row]] = set()
-            for number, reach in enumerate(_ROUNDS):
-                found = [*self._rows(reach, seen)]
-                seen.update(found)
-                # The shortest bound first: what is good comes early, and shows that the others are no better.
-                for index, (frame, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
-                    self._say((number + index / len(found)) / len(_ROUNDS))
-                    if self._bound_s(frame, row) >= self.below_s:
-                        break
-                    self._try(self.frames[frame], row)
-            self._try_interleaved()
+            self._try_quickest()
         except (_TimeOverError, KeyboardInterrupt):
             # What was found so far is an answer, too.
             self.is_complete = False
+
+    def _try_fullest(self) -> None:
+        """Go through the lists in the order of the objective, the largest edge of a U first, up to one that fits."""
+        reach = Reach(99, is_mixing=True)
+        for frame in sorted(self.frames, key=lambda frame: 0 if frame.edge is None else -frame.edge.tp):
+            for row in rows(frame.question, frame.shape, frame.works, reach, lambda: math.inf):
+                self._try(frame, row)
+                if self.best:
+                    return
+
+    def _try_quickest(self) -> None:
+        """Go through the uniform lists, then through all lists, round after round."""
+        self._try_uniform()
+        seen: set[tuple[int, Row]] = set()
+        for number, reach in enumerate(_ROUNDS):
+            found = [*self._rows(reach, seen)]
+            seen.update(found)
+            # The shortest bound first: what is good comes early, and shows that the others are no better.
+            for index, (frame, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
+                self._say((number + index / len(found)) / len(_ROUNDS))
+                if self._bound_s(frame, row) >= self.below_s:
+                    break
+                self._try(self.frames[frame], row)
+        self._try_interleaved()
 
     def _bound_s(self, index: int, row: Row) -> float:
         frame = self.frames[index]
@@ -120,7 +137,7 @@ class _Search:
     def _try(self, frame: Frame, row: Row) -> None:
         """Try a list in all orders."""
         found = []
-        for order in orders(frame.shape, row):
+        for order in orders(frame.question, frame.shape, row):
             self._check_time()
             works = [frame.works[kind] for kind in order]
             splits = split(frame.question, frame.shape, order, works, self._below_s(frame))
@@ -128,7 +145,7 @@ class _Search:
         for bound_s, layers, order in sorted(found):
             if bound_s >= self._below_s(frame):
                 break
-            self._judge(frame, order, layers)
+            self._judge(frame, order, layers, is_stock=self.question.objective == "cards")
 
     def _try_interleaved(self) -> None:
         if not self.question.chunks or self.question.around is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.search.lists import kinds_of
 from vtp_plugin.search.question import HeldBytes, Kind, Pool, Question, Shape, Speed
+from vtp_plugin.search.room import held_by
 from vtp_plugin.search.stage import Works, best_link
 
 
@@ -81,6 +82,8 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
     )
     cloud_works = Works(cloud)
     for edge in kinds_of(edges, is_mixing=True):
+        if not _holds(question, shape, edge, works[edge].memory_bytes):
+            continue
         parts = works[edge].times_s(0, first, is_first=True, is_last=False)
         ends = works[edge].times_s(end, question.num_layers, is_first=False, is_last=True)
         hops_s = [
@@ -98,6 +101,17 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
             before_s=parts[0] + min(hops_s, default=0.0),
             least_s=shape.num_microbatches * sum(parts + ends),
         )
+
+
+def _holds(question: Question, shape: Shape, edge: Kind, memory_bytes: int | None) -> bool:
+    """Whether the edge has memory for its parts, with one microbatch in flight."""
+    assert question.around is not None
+    first, last = question.around
+    start = held_by(question, shape, edge, (0, first), 1, is_first=True, is_last=False)
+    end = held_by(
+        question, shape, edge, (question.num_layers - last, question.num_layers), 1, is_first=False, is_last=True
+    )
+    return memory_bytes is None or start + end <= memory_bytes
 
 
 def _cut(pool: Pool, start: int, end: int, *, is_kept: bool) -> Pool:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from vtp_plugin.search.lists import Row, kinds_of, orders
+from vtp_plugin.search.lists import Row, kinds_of
 from vtp_plugin.search.put import has_rooms
 from vtp_plugin.search.question import Kind, Question, Shape
 from vtp_plugin.search.stage import Works
+from vtp_plugin.search.stage_orders import orders
 
 # More stages than this are not interleaved here: a simulated step of theirs takes seconds.
 _MOST_STAGES = 16
@@ -44,7 +45,7 @@ def interleaved_lists(
             continue
         layers = (number,) * num_stages
         for row in _rows(shape, works, num_stages, shape.num_microbatches * number, below_s()):
-            for order in orders(shape, row):
+            for order in orders(question, shape, row):
                 bound_s = busiest_s(shape, works, order, layers)
                 yield from (Interleaved(bound_s, count, order, layers) for count in chunks if bound_s < below_s())
 

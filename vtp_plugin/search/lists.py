@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import combinations_with_replacement, groupby, permutations
+from itertools import combinations_with_replacement
 from operator import mul
 from typing import NamedTuple
 
@@ -13,8 +13,6 @@ from vtp_plugin.search.put import has_rooms
 from vtp_plugin.search.question import Kind, Question, Shape
 from vtp_plugin.search.stage import Work, Works, most_held
 
-# So many orders of a list are all tried; of more, those in which stages of a kind are neighbours.
-_MOST_ORDERS = 60
 # So much of a layer is no time.
 _ROUNDING = 1e-9
 # Replicas of a stage are in several pools only if there are at most so many of them.
@@ -68,8 +66,8 @@ def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
     return tuple(sorted(kinds, key=lambda kind: (len(kind.pools) > 1, kind.places, -kind.tp)))
 
 
-def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]) -> list[Row]:
-    """List what the cards allow, if a step may be short enough.
+def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]) -> Iterator[Row]:
+    """Yield what the cards allow, if a step may be short enough; where cards count, in the order of that objective.
 
     Args:
         question: what is asked.
@@ -99,19 +97,25 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
     is_by_time = all(
         number == _whole(most_s, works[kind].least_s) for number, kind in zip(most_layers, kinds, strict=True)
     )
-    needed = question.num_layers + (_lost([works[kind] for kind in kinds], most_s) if is_by_time else 0)
+    needed = question.num_layers + (_lost([works[kind] for kind in kinds], most_s) if is_by_time else 0) - _ROUNDING
 
+    rooms = [sum(pool.rooms) for pool in shape.pools]
+    if sum(map(mul, best[0], rooms)) < needed:
+        return
     takes = [[kind.tp * kind.places.count(place) for place in pools] for kind in kinds]
-    found: list[Row] = []
+    limits = [_most_of(shape, kind) for kind in kinds]
 
-    def go(first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]) -> None:
+    def go(
+        goal: _Goal | None, first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]
+    ) -> Iterator[Row]:
         if first == len(kinds):
-            row = _row(question, shape, works, chosen, below_s())
-            if stages >= question.least_stages and row.bound_s < below_s():
-                found.append(row)
+            row = Row(tuple(chosen), 0.0) if goal is not None else _row(question, shape, works, chosen, below_s())
+            if stages >= question.least_stages and row.bound_s < below_s() and _goes_in(question, shape, row):
+                yield row
             return
         kind, own, take, share = kinds[first], most_layers[first], takes[first], best[first + 1]
-        for count in _counts(kind, reach, chosen, left, most_stages - stages if own else 0):
+        most = min(most_stages - stages, limits[first]) if own else 0
+        for count in _counts(kind, reach, chosen, left, most):
             rest = [number - count * each for number, each in zip(left, take, strict=True)] if count else left
             now = layers + count * own
             # Without a function call: this is asked millions of times.
@@ -119,10 +123,54 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
             for place in pools:
                 to_come += share[place] * rest[place]
             if now + to_come >= needed:
-                go(first + 1, rest, stages + count, now, [*chosen, (kind, count)] if count else chosen)
+                more = [*chosen, (kind, count)] if count else chosen
+                if goal is None or goal.is_near(kinds[first + 1 :], more):
+                    yield from go(goal, first + 1, rest, stages + count, now, more)
 
-    go(0, [sum(pool.rooms) for pool in shape.pools], 0, 0, [])
-    return [row for row in found if has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])]
+    for goal in _goals(question, shape, kinds) if question.objective == "cards" else (None,):
+        yield from go(goal, 0, rooms, 0, 0, [])
+
+
+class _Goal(NamedTuple):
+    """How many ranks, and stages, a replica shall have."""
+
+    ranks: int
+    stages: int
+
+    def is_near(self, kinds: Sequence[Kind], chosen: Sequence[tuple[Kind, int]]) -> bool:
+        """Whether stages of the kinds that are still to come may make up what is missing."""
+        stages = self.stages - sum(count for _, count in chosen)
+        ranks = self.ranks - sum(kind.tp * count for kind, count in chosen)
+        sizes = [kind.tp for kind in kinds]
+        return stages * min(sizes, default=0) <= ranks <= stages * max(sizes, default=0) and stages >= 0
+
+
+def _goals(question: Question, shape: Shape, kinds: Sequence[Kind]) -> Iterator[_Goal]:
+    """Yield what may be had, the most ranks first, of these the fewest stages."""
+    if not kinds:
+        return
+    smallest, largest = min(kind.tp for kind in kinds), max(kind.tp for kind in kinds)
+    cards = sum(sum(shape.pools[place].rooms) for place in {place for kind in kinds for place in kind.places})
+    most = min(question.most_stages, question.num_layers)
+    for ranks in range(min(cards // shape.num_replicas, most * largest), 0, -1):
+        fewest = max(question.least_stages, -(-ranks // largest))
+        yield from (_Goal(ranks, stages) for stages in range(fewest, min(most, ranks // smallest) + 1))
+
+
+def _goes_in(question: Question, shape: Shape, row: Row) -> bool:
+    """Whether there is room for a list; where cards count, also whether every site has a stage."""
+    if question.objective == "cards":
+        used = {shape.pools[kind.places[0]].site for kind, _ in row.counts}
+        if used < {pool.site for pool in shape.pools} - {question.edge}:
+            return False
+    return has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])
+
+
+def _most_of(shape: Shape, kind: Kind) -> int:
+    """Count the stages of a kind that there is room for."""
+    return min(
+        sum(room // kind.tp for room in shape.pools[place].rooms) // kind.places.count(place) for place in kind.pools
+    )
 
 
 def _most_layers(question: Question, shape: Shape, kind: Kind, work: Work, most_s: float) -> int:
@@ -254,45 +302,3 @@ def _any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], 
         layers_s += (share - rest) / layer_s
         share = rest
     return num_layers / layers_s
-
-
-def orders(shape: Shape, row: Row) -> Iterator[tuple[Kind, ...]]:
-    """Yield the orders of the stages of a list, those of a site together."""
-    by_site = {
-        site: [*group]
-        for site, group in groupby(
-            sorted(row.counts, key=lambda one: shape.pools[one[0].places[0]].site),
-            key=lambda one: shape.pools[one[0].places[0]].site,
-        )
-    }
-    num_orders = math.prod(
-        math.factorial(sum(count for _, count in group)) // math.prod(math.factorial(count) for _, count in group)
-        for group in by_site.values()
-    )
-    for sites in permutations(by_site):
-        yield from _joined([by_site[site] for site in sites], is_any=num_orders <= _MOST_ORDERS)
-
-
-def _joined(groups: Sequence[list[tuple[Kind, int]]], *, is_any: bool) -> Iterator[tuple[Kind, ...]]:
-    if not groups:
-        yield ()
-        return
-    own = _mixed(groups[0]) if is_any else _blocks(groups[0])
-    for first in own:
-        for rest in _joined(groups[1:], is_any=is_any):
-            yield (*first, *rest)
-
-
-def _blocks(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
-    for order in permutations(group):
-        yield tuple(kind for kind, count in order for _ in range(count))
-
-
-def _mixed(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
-    if not group:
-        yield ()
-        return
-    for index, (kind, count) in enumerate(group):
-        left = [(kind, count - 1)] if count > 1 else []
-        for rest in _mixed([*group[:index], *left, *group[index + 1 :]]):
-            yield (kind, *rest)

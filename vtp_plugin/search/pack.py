@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 
@@ -66,26 +66,3 @@ def _any_way(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | No
         return False
 
     return tuple(places) if place(0) else None
-
-
-def multisets(sizes: Sequence[int], total: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a total as a sum of so many sizes, the one with the largest sizes first.
-
-    Args:
-        sizes: to choose from, descending.
-        total: of the sum.
-        count: of its terms.
-
-    >>> list(multisets((4, 2, 1), 6, 3))
-    [(4, 1, 1), (2, 2, 2)]
-    """
-    if count == 0:
-        if total == 0:
-            yield ()
-        return
-    for index, size in enumerate(sizes):
-        if size * count < total:
-            return
-        if total - size >= (count - 1) * sizes[-1]:
-            for rest in multisets(sizes[index:], total - size, count - 1):
-                yield size, *rest

@@ -48,20 +48,42 @@ def put(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[tuple[t
     Returns:
         Ways, each with the node of each replica of every stage, for messages alone and for both; none if they do not
         all go in. Of a large list each is the way that was found first: where the stage before is, else where the least
-        room is left.
+        room is left. Where cards count there is one way: where the least room is left.
     """
     if not has_rooms(shape, kinds):
         return []
+    if question.objective == "cards":
+        return [_by_stage(shape, _by_packing(shape, kinds))]
     found = []
     for weight in _WEIGHTS if shape.num_replicas > 1 else _WEIGHTS[:1]:
         walk = _Walk(question, shape, kinds, weight)
         walk.go(0, 0.0)
         found.append(walk.best if walk.best is not None else _by_packing(shape, kinds))
+    return [_by_stage(shape, nodes) for nodes in dict.fromkeys(found)]
+
+
+def along_nodes(shape: Shape, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+    """Put stages where the least room is left, replicas of one near each other, and let them follow their nodes.
+
+    Args:
+        shape: of the step.
+        kinds: of the stages, for which there is room, those of one kind together.
+
+    >>> from vtp_plugin.search.question import Pool
+    >>> pools = (Pool(name="a", rooms=(4, 6), speeds={}),)
+    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> [kind.tp for kind in along_nodes(shape, [Kind((0,), 4), Kind((0,), 4), Kind((0,), 2)])]
+    [4, 4, 2]
+    >>> [kind.tp for kind in along_nodes(shape, [Kind((0,), 6), Kind((0,), 2)])]
+    [2, 6]
+    """
+    stages = zip(kinds, _by_stage(shape, _by_packing(shape, kinds)), strict=True)
+    return tuple(kind for kind, _ in sorted(stages, key=lambda one: (one[1][0], -one[0].tp, one[1])))
+
+
+def _by_stage(shape: Shape, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
     replicas = shape.num_replicas
-    return [
-        tuple(nodes[start : start + replicas] for start in range(0, len(nodes), replicas))
-        for nodes in dict.fromkeys(found)
-    ]
+    return tuple(tuple(nodes[start : start + replicas]) for start in range(0, len(nodes), replicas))
 
 
 def _by_packing(shape: Shape, kinds: Sequence[Kind]) -> tuple[Node, ...]:

@@ -12,6 +12,12 @@ Source = Literal["measured", "fitted", "data sheet"]
 """Where a time comes from."""
 
 
+Objective = Literal["step", "cards"]
+"""What is best. ``step``: the shortest step. ``cards``, of one shape: the most cards that work, then the fewest stages,
+then the largest sizes; of these the layers with which the busiest stage is as quick as can be, then the shortest step
+in Megatron's order. Every site has a stage then, and stages follow the nodes."""
+
+
 def least_sure(sources: Collection[Source]) -> Source:
     """Choose the source that says least about this machine.
 
@@ -140,6 +146,9 @@ class Question:
         edge: of a U, the site of its first stage.
         around: of a U, the layers of the edge's first and last part; None for others.
         chunks: virtual stages that every stage may have, beside one; not for a U.
+        objective: what is best.
+        is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12; only where
+            cards count.
         runs_ahead: stages may have more microbatches in flight than in 1F1B: between sites, whose links are slow.
     """
 
@@ -153,11 +162,13 @@ class Question:
     edge: str = ""
     around: tuple[int, int] | None = None
     chunks: tuple[int, ...] = ()
+    objective: Objective = "step"
+    is_alike: bool = False
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
         sites = {pool.site for shape in self.shapes for pool in shape.pools}
-        object.__setattr__(self, "runs_ahead", len(sites) > 1)
+        object.__setattr__(self, "runs_ahead", len(sites) > 1 and self.objective == "step")
         if not 1 <= self.least_stages <= self.most_stages:
             raise LayoutError(
                 f"stages {self.least_stages}:{self.most_stages}; the fewest must be at least 1 and not above the most"

@@ -1,5 +1,7 @@
 """Share out the layers between stages in a fixed order: dynamic programming over stages and layers.
 
+Where cards count, no stage may compute for longer than the busiest one must: layers are in proportion to the cards.
+
 What is minimized is a lower bound on a step of 1F1B, tight where stages are equal. Stage i of p, with forward f_i and
 backward b_i, t_i = f_i + b_i, may have w_i = min(p - i, m) of m microbatches in flight. What is before it takes P_i, a
 microbatch that leaves it comes back after R_i. It computes for m t_i. Until its first backward it runs at most w_i
@@ -19,7 +21,7 @@ beginnings with the same layers, one that is not better in any of the four is dr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,6 +31,8 @@ from vtp_plugin.search.stage import Work, best_link, tail
 
 # Beginnings nearer to each other than this are taken for one.
 _NEAR = 1e-4
+# Of the time of the busiest stage; no two numbers of layers are so near to each other.
+_LITTLE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,6 +92,92 @@ def split(
     Returns:
         Those with the least bound first; none if no step can be shorter, or the memory is too small.
     """
+    if question.objective == "step":
+        return _least(_Stages(question, shape, kinds, works, below_s / shape.num_microbatches), below_s)
+    busiest_s = _quickest_s(question, shape, kinds, works)
+    if busiest_s == math.inf:
+        return []
+    # No step is longer where links take no time.
+    below_s = min(below_s, (shape.num_microbatches + len(kinds)) * busiest_s)
+    every = (_Stages(question, shape, kinds, works, busiest_s, number) for number in _numbers(question, kinds))
+    return sorted(one for stages in every for one in _least(stages, below_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Stages in order, and what each may hold.
+
+    Attributes:
+        question: what is asked.
+        shape: of the step.
+        kinds: of the stages.
+        works: what each costs.
+        most_s: each computes for less than that, for a microbatch.
+        number: layers of every stage between the first and the last; None for any.
+    """
+
+    question: Question
+    shape: Shape
+    kinds: Sequence[Kind]
+    works: Sequence[Work]
+    most_s: float
+    number: int | None = None
+
+    def ends(self, stage: int, start: int) -> Iterator[tuple[int, tuple[float, float]]]:
+        """Yield where a stage can end that begins at a layer, and what it computes forward and backward then."""
+        num_stages, work = len(self.kinds), self.works[stage]
+        num_after = num_stages - stage - 1
+        last = self.question.num_layers - num_after
+        ends = range(start + 1, last + 1) if num_after else range(last, last + 1)
+        if self.number is not None and stage and num_after:
+            ends = range(start + self.number, min(start + self.number, last) + 1)
+        for end in ends:
+            times = work.times_s(start, end, is_first=not stage, is_last=not num_after)
+            if sum(times) >= self.most_s:
+                return
+            if not has_room(self.question, self.shape, self.kinds[stage], work, (start, end), (stage, num_stages)):
+                return
+            yield end, times
+
+
+def _numbers(question: Question, kinds: Sequence[Kind]) -> Sequence[int | None]:
+    """List what stages between the first and the last may hold: any layers, or each as many."""
+    num_between = len(kinds) - 2
+    if not question.is_alike or num_between < 2:
+        return (None,)
+    return range(1, (question.num_layers - 2) // num_between + 1)
+
+
+def _quickest_s(question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work]) -> float:
+    """Say for how long the busiest stage computes if that is as short as can be, and a little; inf if nothing fits."""
+
+    def fits(most_s: float) -> bool:
+        for number in _numbers(question, kinds):
+            stages, starts = _Stages(question, shape, kinds, works, most_s, number), {0}
+            for stage in range(len(kinds)):
+                starts = {end for start in starts for end, _ in stages.ends(stage, start)}
+            if starts:
+                return True
+        return False
+
+    # As if layers could be cut; with a layer more for each stage there is room for all, if it is only time that counts.
+    rate = sum(1 / work.least_s for work in works)
+    least, most = question.num_layers / rate, 2 * (question.num_layers + len(kinds)) / rate
+    if not fits(most):
+        least, most = (
+            most,
+            2 * sum(sum(work.times_s(0, question.num_layers, is_first=True, is_last=True)) for work in works),
+        )
+        if not fits(most):
+            return math.inf
+    while most - least > _LITTLE * most:
+        middle = (least + most) / 2
+        least, most = (least, middle) if fits(middle) else (middle, most)
+    return most
+
+
+def _least(stages: _Stages, below_s: float) -> list[Split]:
+    question, shape, kinds, works = stages.question, stages.shape, stages.kinds, stages.works
     num_stages, num_layers = len(kinds), question.num_layers
     hops_s = _hops(question, shape, kinds)
     # What is still to come after each stage, at best.
@@ -103,13 +193,7 @@ def split(
         num_after = num_stages - stage - 1
         in_flight = _in_flight(question, shape, num_after)
         for start, row in begins.items():
-            ends = range(start + 1, num_layers - num_after + 1) if num_after else (num_layers,)
-            for end in ends:
-                times = work.times_s(start, end, is_first=not stage, is_last=not num_after)
-                if shape.num_microbatches * sum(times) >= below_s:
-                    break
-                if not has_room(question, shape, kind, work, (start, end), (stage, num_stages)):
-                    break
+            for end, times in stages.ends(stage, start):
                 left = num_layers - end
                 to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
                 rest_s = shape.num_microbatches * left / rates[stage] if left else 0.0
