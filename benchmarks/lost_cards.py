@@ -53,6 +53,10 @@ _EVERY_APART = 5
 _LIMIT_S = 300.0
 NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
 _BEGUN, STEP = "this attempt has", r"iteration +\d+/"
+# It keeps these of every start.
+_OF_TORCHRUN = re.compile(
+    r"torch\.rendezvous\.run(\.\d+/(MASTER_ADDR|MASTER_PORT|torchelastic/(role_info|assigned_ranks)/\d+))?"
+)
 _ALL_KINDS = (*KINDS, CABLE)
 MOMENTS = ("noticing", "ending", "starting", "loading", "first step")
 
@@ -327,7 +331,9 @@ def _orphans(folder: Path) -> list[int]:
 def soak(folder: Path, num_steps: int, every: int) -> str:
     """Train many steps with a kill now and then; return a table of what agents, ranks and the store hold."""
     flags = [*FLAGS, "--train-iters", str(num_steps), "--vtp-timeout-s", "40"]
-    rows = ["| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys of the store |"]
+    rows = [
+        "| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys: torchrun's, ours |"
+    ]
     rows.append("| --- | --- | --- | --- |")
     with Cluster(folder, flags, nodes="2", script=SCRIPT, max_restarts=num_steps) as cluster:
         cluster.start("a", 2)
@@ -342,7 +348,10 @@ def soak(folder: Path, num_steps: int, every: int) -> str:
             if wait_until(cluster, watcher, has_come) is None:
                 break
             ranks = [cluster.rank(node, local_rank) for node, local_rank in _CARDS]
-            held = (_held([agent.pid for agent in cluster.agents.values()]), _held(ranks), str(store.num_keys()))
+            keys = store.list_keys()
+            num_own = sum(bool(_OF_TORCHRUN.fullmatch(key)) for key in keys)
+            agents = [agent.pid for agent in cluster.agents.values()]
+            held = (_held(agents), _held(ranks), f"{num_own}, {len(keys) - num_own}")
             rows.append(f"| {due} | {' | '.join(held)} |")
             os.kill(chance.choice(ranks), signal.SIGKILL)
         ends = [cluster.finish(name) for name in cluster.agents]

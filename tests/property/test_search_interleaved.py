@@ -78,7 +78,7 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
         # All chunks are summed at once.
         parts = [(part * number, (part + 1) * number) for part in range(stage, len(own), len(stages))]
         sums[stage] = joined(question, shape, nodes, size, places, parts)
-    tail = max(updates) + sum(2 * link.latency_s for link in links[: len(stages) - 1])
+    tail = max(updates) + sum(14 * link.latency_s for link in links[: len(stages) - 1])
     if question.tied_bytes:
         pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
         tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)

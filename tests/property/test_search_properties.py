@@ -200,8 +200,8 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
     links = links_along(question, shape, nodes, stages)
     both = [*map(sum, zip(forward, backward, strict=True))]
     tail = max(updates)
-    # The norm goes through all stages and back.
-    tail += sum(2 * link.latency_s for link in links)
+    # Seven numbers, such as the norm, go through all stages and back.
+    tail += sum(14 * link.latency_s for link in links)
     if len(stages) > 1 and question.tied_bytes:
         pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
         tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)

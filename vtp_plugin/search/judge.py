@@ -15,6 +15,10 @@ from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
 from vtp_plugin.search.room import Part, held_bytes_of
 from vtp_plugin.search.stage import Work, gradients_s, link_between, peer_s
 
+# Numbers that megatron.training 0.19 sums over all ranks in a step, one after another: whether to run it again, the
+# norm of the gradients, whether the update succeeded, and twice two for the log. 0.12 has five.
+_NUM_NUMBERS = 7
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -159,17 +163,17 @@ def judge(
 def _between_stages_s(
     question: Question, shape: Shape, placement: Placement, costs: Costs, nodes: Sequence[Sequence[Node]]
 ) -> float:
-    """Say how long stages sum what they share: the norm over all of them, tied weights over both ends of the model.
+    """Say how long stages sum what they share: numbers over all of them, tied weights over both ends of the model.
 
     A sum of one number goes along the pipeline and back; the ends of tied weights send to each other at once.
     """
     if len(nodes) == 1:
         return 0.0
-    norm_s = 2 * sum(costs.latency[: len(nodes) - 1])
+    numbers_s = _NUM_NUMBERS * 2 * sum(costs.latency[: len(nodes) - 1])
     if not question.tied_bytes or placement.stages[0] == placement.stages[-1]:
-        return norm_s
+        return numbers_s
     ends = zip(nodes[0], nodes[-1], strict=True)
-    return norm_s + max(link_between(question, shape, *pair).time_s(question.tied_bytes) for pair in ends)
+    return numbers_s + max(link_between(question, shape, *pair).time_s(question.tied_bytes) for pair in ends)
 
 
 def _costs(
