@@ -331,9 +331,7 @@ def _orphans(folder: Path) -> list[int]:
 def soak(folder: Path, num_steps: int, every: int) -> str:
     """Train many steps with a kill now and then; return a table of what agents, ranks and the store hold."""
     flags = [*FLAGS, "--train-iters", str(num_steps), "--vtp-timeout-s", "40"]
-    rows = [
-        "| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys: torchrun's, ours |"
-    ]
+    rows = ["| step | agents: MiB, descriptors, threads | ranks: MiB, descriptors, threads | keys: torchrun's, ours |"]
     rows.append("| --- | --- | --- | --- |")
     with Cluster(folder, flags, nodes="2", script=SCRIPT, max_restarts=num_steps) as cluster:
         cluster.start("a", 2)
