@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ("--use-distributed-optimizer",)
 BY_OBJECT = (*DISTRIBUTED, "--no-ckpt-fully-parallel-save")
 UNTIED = ("--untie-embeddings-and-output-weights",)
+# Megatron 0.12 places a tied embedding only where the weights before it end at a multiple of 128 elements.
+PLACED = ("--hidden-size", "128")
 EXPERTS = (
     *("--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear", *UNTIED),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "128", "--sequence-parallel"),
@@ -150,6 +152,17 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
             dp=2,
             wrote=(*BY_OBJECT, *BUCKETED),
             readers=("1,1",),
+        ),
+        _case(
+            "rank-1,1-tied",
+            form=BY_RANK,
+            made=BY_BLOCK,
+            source="1,1",
+            is_stock=True,
+            dp=2,
+            wrote=BY_OBJECT,
+            model=PLACED,
+            readers=("2", "!1,2"),
         ),
         _case(
             "rank-2,2-experts",
