@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,11 @@ from tests.property.test_search_properties import (
     TOLERANCE,
     Nodes,
     Stages,
+    all_costs,
     are_together,
     between,
     brute,
-    costs_of,
     exchanged,
-    links_along,
     random_question,
     stage_lists,
     summed,
@@ -49,7 +49,7 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
     """Virtual stage v has ``number`` layers from number v on, and lies on stage v mod p."""
     own = stages * chunks
     forward, backward = [], []
-    sums, updates, held = [0.0] * len(stages), [0.0] * len(stages), [0] * len(stages)
+    updates = [0.0] * len(stages)
     for part, (size, places) in enumerate(own):
         start, end = part * number, (part + 1) * number
         speeds = [nodes[place][0].speeds[size] for place in places]
@@ -62,27 +62,33 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
         backward.append(sum(map(max, backwards)) + sum(one[1] for one in more))
         stage = part % len(stages)
         updates[stage] += sum(max(each) for each in zip(*(speed.update_s[start:end] for speed in speeds), strict=True))
-    links = links_along(question, shape, nodes, own)
-    costs = costs_of(shape, forward, backward, links)
-    placement = interleaved_placement(len(stages), chunks)
-    request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
-    timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
-    assert question.held_bytes is not None
-    kept = question.held_bytes(1, 1, 0, 0, True, True, 1)
-    for part, (size, _) in enumerate(own):
-        held[part % len(stages)] += math.ceil(number * 3 / size) + kept * timeline.activations[part]
+    sums = []
     for stage, (size, places) in enumerate(stages):
-        limits = [nodes[place][0].memory_bytes for place in places]
-        if any(limit is not None and held[stage] > limit for limit in limits):
-            return math.inf
         # All chunks are summed at once.
         parts = [(part * number, (part + 1) * number) for part in range(stage, len(own), len(stages))]
-        sums[stage] = joined(question, shape, nodes, size, places, parts)
-    tail = max(updates) + sum(14 * link.latency_s for link in links[: len(stages) - 1])
+        sums.append(joined(question, shape, nodes, size, places, parts))
+    tail = max(updates)
     if question.tied_bytes:
         pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
         tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
-    return tail + max(spans[-1].end + own_s for spans, own_s in zip(timeline.spans, sums, strict=True))
+    placement, best = interleaved_placement(len(stages), chunks), math.inf
+    for costs in all_costs(question, shape, nodes, own, forward, backward):
+        request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
+        timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
+        if holds(question, stages, nodes, number, timeline.activations):
+            end = max(spans[-1].end + own_s for spans, own_s in zip(timeline.spans, sums, strict=True))
+            best = min(best, end + tail + 14 * sum(costs.latency[: len(stages) - 1]))
+    return best
+
+
+def holds(question: Question, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
+    assert question.held_bytes is not None
+    kept, held = question.held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
+    for part, in_flight in enumerate(kept_of):
+        stage = part % len(stages)
+        held[stage] += math.ceil(number * 3 / stages[stage][0]) + kept * in_flight
+    limits = [[nodes[place][0].memory_bytes for place in places] for _, places in stages]
+    return all(limit is None or own <= limit for own, row in zip(held, limits, strict=True) for limit in row)
 
 
 def joined(

@@ -1,7 +1,7 @@
 """The search finds the shortest step: brute force of its own tries every stage on every node in every order.
 
 Both ask the project's simulator for the step. The brute force shares nothing else with the search: it puts replicas on
-nodes one by one, and adds up what layers and links cost by itself.
+nodes one by one, tries every transport, and adds up what layers, links and boundaries cost by itself.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
+from vtp_plugin.boundary.strategies.rules import SLICED_FROM_BYTES, TransportRules
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
@@ -26,7 +28,9 @@ from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
 
 TOLERANCE = 1.01
 Nodes = list[tuple[Pool, int]]
-Stages = list[tuple[int, tuple[int, ...]]]
+Stage = tuple[int, tuple[int, ...]]
+Stages = list[Stage]
+TRANSPORTS = ("auto", "rank0", "sliced", "divided")
 
 
 def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[int]]:
@@ -37,6 +41,14 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
     kept, line = wider.choice([0, 0, 1]), Link(latency_s=wider.choice([0.1, 1.0, 4.0]), bytes_per_s=40.0)
     sites = wider.choice([("", ""), ("", ""), ("a", "b")])
     inside = Link(latency_s=wider.choice([0.0, 0.02]), bytes_per_s=wider.choice([math.inf, 200.0]))
+    crossing = random.Random(f"crossing {seed}")
+    # Of large tensors a run tries ways to cross, and of small ones none.
+    scale, at_once = crossing.choice([1, SLICED_FROM_BYTES]), [crossing.choice([None, 1, 2, 3]) for _ in range(4)]
+    gather, broadcast = crossing.choice([(0.0, 0.0), (0.1, 0.05), (0.1, 0.4)])
+
+    def scaled(link: Link, kind: int) -> Link:
+        return replace(link, bytes_per_s=scale * link.bytes_per_s, at_once=at_once[kind])
+
     num_layers, batch = chance.randint(2, 5), chance.choice([2, 4, 6])
     num_layers = given_layers or num_layers
     layers = [chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers)]
@@ -53,11 +65,13 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
             first_s=(cut(0.2), cut(0.3)),
             last_s=(cut(head), cut(2 * head)),
             update_s=tuple(0.1 * cut(time) for time in layers),
-            gradient_bytes=tuple(round(8 * time / size) for time in layers),
-            expert_bytes=tuple(round(24 * time) for time in layers) if peers else (),
+            gradient_bytes=tuple(scale * round(8 * time / size) for time in layers),
+            expert_bytes=tuple(scale * round(24 * time) for time in layers) if peers else (),
             peers=peers or size,
-            peer_bytes=8,
+            peer_bytes=8 * scale,
             peer_messages=tuple((2, 3) if number % 2 else (0, 0) for number in range(num_layers)) if peers else (),
+            gather_s=pace * gather * (size - 1) / size,
+            broadcast_s=pace * broadcast if size > 1 else 0.0,
         )
 
     pools, cards = [], []
@@ -73,12 +87,15 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
                 name=f"kind {number}",
                 rooms=tuple(each // cp for each in own),
                 speeds={size: speed(size, pace) for size in sizes},
-                inside=inside,
+                inside=scaled(inside, 0),
                 site=sites[number],
                 # No quicker than inside a node.
-                between=Link(
-                    latency_s=inside.latency_s + chance.choice([0.0, 0.1, 0.5]),
-                    bytes_per_s=min(inside.bytes_per_s, chance.choice([math.inf, 40.0])),
+                between=scaled(
+                    Link(
+                        latency_s=inside.latency_s + chance.choice([0.0, 0.1, 0.5]),
+                        bytes_per_s=min(inside.bytes_per_s, chance.choice([math.inf, 40.0])),
+                    ),
+                    1 + number,
                 ),
                 memory_bytes=chance.choice([None, 3, 5]),
             )
@@ -104,7 +121,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
                 num_microbatches=batch // replicas,
                 micro_batch_size=1,
                 pools=usable(replicas),
-                message_bytes=4,
+                message_bytes=4 * scale,
                 cp=cp,
             )
             for replicas in (1, 2)
@@ -115,8 +132,9 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
         held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
             math.ceil((end - start) * 3 / size) + kept * in_flight
         ),
-        across={("a", "b"): line},
-        tied_bytes=chance.choice([0, 0, 8]),
+        across={("a", "b"): scaled(line, 3)},
+        tied_bytes=scale * chance.choice([0, 0, 8]),
+        rules=TransportRules(is_sharded=crossing.choice([False, True])),
     )
     return question, cards
 
@@ -197,33 +215,33 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         backward.append(sum(back) + sum(one[1] for one in more))
         updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
         sums.append(summed(question, shape, nodes, size, places, ends[stage], ends[stage + 1]))
-    links = links_along(question, shape, nodes, stages)
     both = [*map(sum, zip(forward, backward, strict=True))]
     tail = max(updates)
-    # Seven numbers, such as the norm, go through all stages and back.
-    tail += sum(14 * link.latency_s for link in links)
     if len(stages) > 1 and question.tied_bytes:
         pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
         tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
     # Each stage computes all microbatches, after the first has come to it, and before the last has gone back from it.
     if max(sum(both[:stage]) + shape.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
         return math.inf
-    costs = costs_of(shape, forward, backward, links)
     placement, number = plain_placement(len(stages)), shape.num_microbatches
-    # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
-    schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
-    request = ScheduleRequest(placement=placement, num_microbatches=number, costs=costs)
     has_sites = len({pool.site for pool, _ in nodes}) > 1
-    requests = [request] + [
-        replace(request, in_flight=row)
+    ahead = [
+        row
         for row in in_flights(len(stages), number)
         if has_sites and all(holds(question, stages, ends, stage, nodes, row) for stage in range(len(stages)))
     ]
-    schedules += [make_schedule(one)[0] for one in requests]
-    timelines = [simulate(schedule, costs, mode="rendezvous") for schedule in schedules]
-    return tail + min(
-        max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) for timeline in timelines
-    )
+    for costs in all_costs(question, shape, nodes, stages, forward, backward):
+        # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
+        schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
+        request = ScheduleRequest(placement=placement, num_microbatches=number, costs=costs)
+        schedules += [make_schedule(replace(request, in_flight=row))[0] for row in (None, *ahead)]
+        timelines = [simulate(schedule, costs, mode="rendezvous") for schedule in schedules]
+        found = min(
+            max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) for timeline in timelines
+        )
+        # Seven numbers, such as the norm, go through all stages and back.
+        best = min(best, found + tail + 14 * sum(costs.latency))
+    return best
 
 
 def exchanged(
@@ -238,7 +256,7 @@ def exchanged(
     for first in range(0, len(ranks), speed.peers):
         for pair in itertools.combinations(ranks[first : first + speed.peers], 2):
             link = between(question, nodes, *pair)
-            slowest = max(slowest, link.latency_s + 8 / link.bytes_per_s)
+            slowest = max(slowest, link.latency_s + speed.peer_bytes / link.bytes_per_s)
     numbers = speed.peer_messages[start:end]
     return sum(one[0] for one in numbers) * slowest, sum(one[1] for one in numbers) * slowest
 
@@ -271,26 +289,85 @@ def between(question: Question, nodes: Nodes, one: int, other: int) -> Link:
         (line,) = question.across.values()
         return line
     first, second = nodes[one][0].between, nodes[other][0].between
-    return max(first, second, key=lambda link: link.latency_s + 4 / link.bytes_per_s)
+    num_bytes = question.shapes[0].message_bytes
+    return max(first, second, key=lambda link: link.latency_s + num_bytes / link.bytes_per_s)
 
 
-def links_along(question: Question, shape: Shape, nodes: Nodes, stages: Stages) -> list[Link]:
-    """The slowest link of any replica between each two that follow one another."""
-    found = []
-    for (_, one), (_, other) in itertools.pairwise(stages):
-        pairs = [between(question, nodes, *pair) for pair in zip(one, other, strict=True)]
-        found.append(max(pairs, key=lambda link: link.latency_s + shape.message_bytes / link.bytes_per_s))
+class Crossing(NamedTuple):
+    """A boundary: its link, what is sent as if by one rank, and what both stages do for it, forward and backward."""
+
+    link: Link
+    num_bytes: int
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+    @property
+    def time(self) -> float:
+        return 2 * (self.link.latency_s + self.num_bytes / self.link.bytes_per_s) + sum(self.forward + self.backward)
+
+
+def crossed_by(
+    question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
+) -> Crossing:
+    """What a boundary costs by a transport: who sends how much, and who gathers, scatters or hands on."""
+    sizes, is_sharded = [size for size, _ in ends], question.rules.is_sharded
+    gathers = [max(nodes[place][0].speeds[size].gather_s for place in places) for size, places in ends]
+    hands_on = [max(nodes[place][0].speeds[size].broadcast_s for place in places) for size, places in ends]
+    largest, total, sends, takes = 1.0, 1.0, [0.0, 0.0], [0.0, 0.0]
+    if name == "rank0":
+        sends, takes = (gathers, gathers) if is_sharded else (sends, hands_on)
+    elif name == "sliced" and sizes[0] == sizes[1] and not is_sharded:
+        total = sizes[0]  # each rank has all, and sends all
+    else:
+        largest, takes = 1 / min(sizes), takes if is_sharded else gathers
+
+    def sent(link: Link) -> int:
+        return math.ceil(shape.message_bytes * (1 if link.at_once is None else max(largest, total / link.at_once)))
+
+    link = max(links, key=lambda link: link.latency_s + sent(link) / link.bytes_per_s)
+    return Crossing(link, sent(link), (sends[0], takes[1]), (takes[0], sends[1]))
+
+
+def tried(question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:
+    """What a run takes by itself, or tries, the simplest first."""
+    (size, places), (next_size, next_places) = ends
+    if nodes[places[0]][0].site != nodes[next_places[0]][0].site:
+        return ("rank0",)
+    if shape.message_bytes < SLICED_FROM_BYTES:
+        return ("sliced",) if size == next_size else ("rank0",)
+    if size != next_size:
+        return ("rank0", "sliced")
+    return ("sliced", "divided") if size > 1 and not question.rules.is_sharded else ("sliced",)
+
+
+def all_costs(
+    question: Question, shape: Shape, nodes: Nodes, stages: Stages, forward: list[float], backward: list[float]
+) -> set[Costs]:
+    """What a microbatch costs by every transport; the slowest link of any replica counts."""
+    found = set()
+    for transport in TRANSPORTS:
+        crossings = []
+        for ends in itertools.pairwise(stages):
+            links = [between(question, nodes, *pair) for pair in zip(ends[0][1], ends[1][1], strict=True)]
+            names = tried(question, shape, nodes, ends) if transport == "auto" else (transport,)
+            ways = [crossed_by(question, shape, nodes, ends, links, name) for name in names]
+            quickest = min(ways, key=lambda way: way.time)
+            crossings.append(quickest if quickest.time < 0.9 * ways[0].time else ways[0])
+        own, back = [*forward], [*backward]
+        for part, crossing in enumerate(crossings):
+            for end in (0, 1):
+                own[part + end] += crossing.forward[end]
+                back[part + end] += crossing.backward[end]
+        found.add(
+            Costs(
+                forward=tuple(own),
+                backward=tuple(back),
+                latency=tuple(crossing.link.latency_s for crossing in crossings),
+                bandwidth=tuple(crossing.link.bytes_per_s for crossing in crossings),
+                message_bytes=tuple(crossing.num_bytes for crossing in crossings),
+            )
+        )
     return found
-
-
-def costs_of(shape: Shape, forward: list[float], backward: list[float], links: list[Link]) -> Costs:
-    return Costs(
-        forward=tuple(forward),
-        backward=tuple(backward),
-        latency=tuple(link.latency_s for link in links),
-        bandwidth=tuple(link.bytes_per_s for link in links),
-        message_bytes=(shape.message_bytes,) * len(links),
-    )
 
 
 def check(seed: int) -> float:

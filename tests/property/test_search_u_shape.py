@@ -12,12 +12,12 @@ from tests.property.test_search_properties import (
     TOLERANCE,
     Nodes,
     Stages,
+    all_costs,
     between,
-    costs_of,
-    links_along,
     stage_lists,
     summed,
 )
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import u_placement
@@ -33,6 +33,8 @@ def random_question(seed: int) -> Question:
     num_layers, batch = chance.randint(3, 5), chance.choice([2, 4])
     layers = [chance.choice([1.0, 1.5]) for _ in range(num_layers)]
     head = chance.choice([0.0, 0.7])
+    crossing = random.Random(f"crossing {seed}")
+    gather, broadcast = crossing.choice([(0.0, 0.0), (0.1, 0.05), (0.1, 0.4)])
 
     def speed(size: int, pace: float) -> Speed:
         times = [pace * time / size * (1.1 if size > 1 else 1) for time in layers]
@@ -43,11 +45,13 @@ def random_question(seed: int) -> Question:
             last_s=(pace * head / size, 2 * pace * head / size),
             update_s=tuple(0.1 * time for time in times),
             gradient_bytes=tuple(round(8 * time / size) for time in layers),
+            gather_s=gather if size > 1 else 0.0,
+            broadcast_s=broadcast if size > 1 else 0.0,
         )
 
     def pool(site: str, rooms: tuple[int, ...]) -> Pool:
         pace = chance.choice([0.3, 1.0, 2.0])
-        link = Link(latency_s=chance.choice([0.0, 0.2]), bytes_per_s=40.0)
+        link = Link(latency_s=chance.choice([0.0, 0.2]), bytes_per_s=40.0, at_once=crossing.choice([None, 1, 2]))
         return Pool(
             name=site,
             rooms=rooms,
@@ -75,7 +79,12 @@ def random_question(seed: int) -> Question:
         ),
         least_stages=2,
         most_stages=3,
-        across={("cloud", "home"): Link(latency_s=chance.choice([0.1, 1.0, 3.0]), bytes_per_s=20.0)},
+        across={
+            ("cloud", "home"): Link(
+                latency_s=chance.choice([0.1, 1.0, 3.0]), bytes_per_s=20.0, at_once=crossing.choice([None, 1, 2])
+            )
+        },
+        rules=TransportRules(is_sharded=crossing.choice([False, True])),
         held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
             math.ceil((end - start) * 3 / size) + KEPT * in_flight
         ),
@@ -111,8 +120,6 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         more = [speed.first_s] * (part == 0) + [speed.last_s] * (part == len(own) - 1)
         forward.append(sum(speed.forward_s[layers]) + sum(one[0] for one in more))
         backward.append(sum(speed.backward_s[layers]) + sum(one[1] for one in more))
-    links = links_along(question, shape, nodes, own)
-    costs = costs_of(shape, forward, backward, links)
     sums, updates = [0.0] * len(stages), [0.0] * len(stages)
     for part, stage in enumerate(placement.stages):
         size, places = stages[stage]
@@ -122,7 +129,8 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         link = between(question, nodes, *stages[0][1])
         sums[0] -= 2 * link.latency_s
     best = math.inf
-    for most in (None, *range(1, shape.num_microbatches + 1)):
+    most_in_flight = (None, *range(1, shape.num_microbatches + 1))
+    for costs, most in itertools.product(all_costs(question, shape, nodes, own, forward, backward), most_in_flight):
         request = ScheduleRequest(
             placement=placement,
             num_microbatches=shape.num_microbatches,
@@ -137,9 +145,9 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
         limits = [[nodes[place][0].memory_bytes for place in places] for _, places in stages]
         if all(limit is None or number <= limit for number, row in zip(held, limits, strict=True) for limit in row):
             end = max(spans[-1].end + one for spans, one in zip(timeline.spans, sums, strict=True))
-            best = min(best, end + max(updates))
-    # Seven numbers, such as the norm, go through all stages and back.
-    return best + sum(14 * link.latency_s for link in links[: len(stages) - 1])
+            # Seven numbers, such as the norm, go through all stages and back.
+            best = min(best, end + max(updates) + 14 * sum(costs.latency[: len(stages) - 1]))
+    return best
 
 
 def check(seed: int) -> None:

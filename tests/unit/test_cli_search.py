@@ -146,6 +146,27 @@ def test_over_a_slow_line_more_microbatches_are_in_flight_as_far_as_memory_goes(
     assert found_s == sorted(found_s) and found_s[0] < 0.7 * found_s[2], found_s
 
 
+def test_another_transport_is_named_where_a_run_would_be_slower_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two cards on both sides of a line: a run sends all by one of them, unless it is told that both may send."""
+    words = ("--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", "--cluster", str(tmp_path / "cluster.toml"))
+    steps = []
+    for at_once, given, named in (("", "auto", False), ("at_once = 2", "auto", True), ("at_once = 2", "rank0", False)):
+        (tmp_path / "cluster.toml").write_text(
+            "[cards.one]\nteraflops = 100\n[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+            + "".join(f"[[nodes]]\ncards = 'one'\ncards_per_node = 2\nsite = '{site}'\n" for site in ("a", "b"))
+            + f"[links.across.'a b']\nlatency_us = 1\ngbyte_per_s = 0.02\n{at_once}\n"
+        )
+        own = (*words, "--vtp-transport", given)
+        best = json.loads(found(capsys, *own, "--json"))["best"][0]
+        assert best["sizes"] == [2, 2] and best["transport"] == ("sliced" if named else given)
+        assert (" --vtp-transport sliced " in " ".join(best["flags"])) is named
+        assert ("also those of two sites" in found(capsys, *own)) is named
+        steps.append(best["step_s"])
+    assert steps[0] == steps[2] > 1.5 * steps[1]
+
+
 def test_search_and_simulate_agree_on_microbatches_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--vtp-size-list", "1,1", "--vtp-force", "--vtp-schedule", "planned", "--num-microbatches", "24")
     costs = ("--vtp-costs", "forward_ms=10,10", "backward_ms=20,20", "latency_ms=50")

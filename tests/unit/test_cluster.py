@@ -240,6 +240,8 @@ def test_what_the_file_says_goes_before_a_profile_of_links(tmp_path: Path) -> No
     top = Table({**SMALL, "links": {"profile": "links.toml", "inside": {"latency_us": 5, "gbyte_per_s": 50}}}, "file")
     links = parse_cluster(top, tmp_path).links
     assert links.inside_of("old").latency_s == 5e-6 and links.between_of("").latency_s == 7e-6
+    top = Table({**SMALL, "links": {"inside": {"latency_us": 5, "gbyte_per_s": 50, "at_once": 4}}}, "file")
+    assert links.inside_of("old").at_once is None and parse_cluster(top, tmp_path).links.inside_of("old").at_once == 4
     top = Table({**SMALL, "links": {"profile": "links.toml", "sums": {"2": {"latency_us": 5, "gbyte_per_s": 50}}}}, "f")
     links = parse_cluster(top, tmp_path).links
     found = [links.sum_of("old", number) for number in (2, 4)]

@@ -24,6 +24,7 @@ from vtp_plugin.footprint.model import Model
 from vtp_plugin.footprint.sizes import Microbatch
 from vtp_plugin.ground.values import parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.options.derived import transport_rules
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.search.judge import Choice
 from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape
@@ -116,6 +117,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         held_bytes=held,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
+        rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )

@@ -29,9 +29,9 @@ holds: docs/search.md."""
 _KEYS = """\
 Keys of --json: is_complete (false: the time was over, or Ctrl-C came), best and uniform (null without one): sizes,
 layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of every
-part), nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s, tokens_per_s,
-price_per_million_tokens (null without prices), busy (share of the step that each stage computes), memory_bytes (of a
-rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
+part), transport, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s,
+tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each stage computes),
+memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +117,8 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
     for number, choice in enumerate(found.best[1:], start=2):
         yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
     yield from _compared(asked, best, uniform)
+    if best.transport != asked.question.rules.transport and len({*asked.fitted(best).sites}) > 1:
+        yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
     yield "flags of 1: " + " ".join(flags(asked, best))
 
 
@@ -196,6 +198,8 @@ def flags(asked: Asked, choice: Choice) -> Sequence[str]:
     words = [*fitted_words(asked.fitted(choice), asked.ask)]
     if choice.order.is_planned and asked.ask.ends is None:
         words += ["--vtp-schedule", "planned"]
+    if choice.transport != asked.question.rules.transport:
+        words += ["--vtp-transport", choice.transport]
     if choice.num_chunks > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(choice.num_chunks)]
     return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
@@ -235,6 +239,7 @@ def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
         "num_replicas": choice.shape.num_replicas,
         "micro_batch_size": choice.shape.micro_batch_size,
         "in_flight": _in_flight(choice),
+        "transport": choice.transport,
         "nodes": asked.fitted(choice).node_names,
         "num_cards": choice.num_cards,
         "step_s": choice.step_s,

@@ -70,6 +70,8 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
         sums[layer] += round(numel * batch.gradient_itemsize_bytes)
     embedding = costs.part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
     head = costs.part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
+    # A sum scatters, and then gathers.
+    gather, broadcast = exchange / 2, links.inside_of(card.name).time_s(shared.activation_bytes) if tp > 1 else 0.0
     of_tokens = _sum_s(card, links, batch.num_tokens * _LOSS_BYTES, tp)
     routed = tuple(layer.expert_bytes for layer in layers)
     return Speed(
@@ -84,6 +86,8 @@ def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_
         peers=shared.peers,
         peer_bytes=shared.peer_bytes,
         peer_messages=tuple(layer.peer_messages for layer in layers) if shared.num_messages else (),
+        gather_s=gather,
+        broadcast_s=broadcast,
     )
 
 

@@ -177,7 +177,11 @@ def _by_name(links: Table, name: str) -> dict[str, Link]:
 
 
 def _link(table: Table) -> Link:
-    link = Link(latency_s=table.number("latency_us") / 1e6, bytes_per_s=table.number("gbyte_per_s") * 1e9)
+    link = Link(
+        latency_s=table.number("latency_us") / 1e6,
+        bytes_per_s=table.number("gbyte_per_s") * 1e9,
+        at_once=table.count("at_once") if "at_once" in table else None,
+    )
     table.text("source", "")  # for people
     table.done()
     if link.bytes_per_s <= 0:

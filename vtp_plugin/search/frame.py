@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from vtp_plugin.search.lists import kinds_of
 from vtp_plugin.search.question import HeldBytes, Kind, Pool, Question, Shape, Speed
 from vtp_plugin.search.room import held_by
-from vtp_plugin.search.stage import Works, best_link
+from vtp_plugin.search.stage import Works, best_hop_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +86,7 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
             continue
         parts = works[edge].times_s(0, first, is_first=True, is_last=False)
         ends = works[edge].times_s(end, question.num_layers, is_first=False, is_last=True)
-        hops_s = [
-            best_link(question, shape, edge, kind).time_s(shape.message_bytes)
-            for kind in kinds_of(cloud, is_mixing=False)
-        ]
+        hops_s = [best_hop_s(question, shape, edge, kind) for kind in kinds_of(cloud, is_mixing=False)]
         yield Frame(
             question=inner,
             shape=cloud,

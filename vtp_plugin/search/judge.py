@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.search.ahead import most_in_flight
+from vtp_plugin.search.cross import Crossing, End, cross, transports
 from vtp_plugin.search.order import Order, choose_order
 from vtp_plugin.search.put import Node, put
 from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
@@ -18,6 +20,8 @@ from vtp_plugin.search.stage import Work, gradients_s, link_between, peer_s
 # Numbers that megatron.training 0.19 sums over all ranks in a step, one after another: whether to run it again, the
 # norm of the gradients, whether the update succeeded, and twice two for the log. 0.12 has five.
 _NUM_NUMBERS = 7
+# Another transport than that of a run by itself is taken where it is quicker by this share.
+_LEAST_GAIN = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class Choice:
         num_chunks: virtual stages of every stage; 1 for a plain pipeline, and for a U.
         shape: of the step.
         nodes: of every stage, by replica.
+        transport: that the run is asked for; ``auto`` where it chooses best by itself.
         costs: of a microbatch, in seconds.
         order: of the microbatches.
         held_bytes: of the fullest rank of every stage.
@@ -43,6 +48,7 @@ class Choice:
     num_chunks: int
     shape: Shape
     nodes: tuple[tuple[Node, ...], ...]
+    transport: str
     costs: Costs
     order: Order
     held_bytes: tuple[int, ...]
@@ -112,52 +118,128 @@ def judge(
         is_stock: in Megatron's order, not in a planned one.
         num_chunks: virtual stages of every stage.
     """
-    placement, parts = place(len(kinds), layers, num_chunks)
-    choices = []
-    # Ways to put stages into nodes often have the same links.
-    known: dict[Costs, Order | None] = {}
-    most: Sequence[int] | None = None
-    if not is_stock:
-        is_plain = placement.num_vstages == len(kinds)
-        most = most_in_flight(question, shape, kinds, works, layers) if question.runs_ahead and is_plain else ()
+    judging = _Judging(question, shape, kinds, works, layers, is_stock=is_stock, num_chunks=num_chunks)
+    choices = [choice for nodes in put(question, shape, kinds) for choice in judging.choices(nodes)]
+    return min(choices, key=lambda choice: choice.step_s, default=None)
 
-    def held(peaks: Sequence[int]) -> list[int]:
-        return held_bytes_of(question, shape, kinds, placement, parts, peaks)
 
-    def fits(peaks: Sequence[int]) -> bool:
-        limits = (work.memory_bytes for work in works)
-        return all(limit is None or num_bytes <= limit for limit, num_bytes in zip(limits, held(peaks), strict=True))
+class _Judging:
+    """Stages with their layers, wherever they are; the arguments are those of :func:`judge`."""
 
-    for nodes in put(question, shape, kinds):
-        costs = _costs(question, shape, kinds, works, placement, parts, nodes)
-        if costs not in known:
-            known[costs] = choose_order(placement, costs, shape.num_microbatches, most, fits)
-        order = known[costs]
+    def __init__(
+        self,
+        question: Question,
+        shape: Shape,
+        kinds: Sequence[Kind],
+        works: Sequence[Work],
+        layers: Sequence[int],
+        *,
+        is_stock: bool,
+        num_chunks: int,
+    ) -> None:
+        self.question, self.shape, self.kinds, self.works, self.layers = question, shape, kinds, works, layers
+        self.is_stock, self.num_chunks = is_stock, num_chunks
+        self.placement, self.parts = place(len(kinds), layers, num_chunks)
+        # Ways to put stages into nodes often have the same links.
+        self.known: dict[Costs, Order | None] = {}
+        self.most: Sequence[int] | None = None
+        if not is_stock:
+            is_plain = self.placement.num_vstages == len(kinds)
+            ahead = question.runs_ahead and is_plain
+            self.most = most_in_flight(question, shape, kinds, works, layers) if ahead else ()
+
+    def choices(self, nodes: tuple[tuple[Node, ...], ...]) -> Iterator[Choice]:
+        """Yield a layout that fits, by the transport that a run takes by itself, and by others that gain."""
+        first: Sequence[Crossing] = ()
+        best_s = math.inf
+        for transport in transports(self.question, is_stock=self.is_stock):
+            crossings = self._crossings(nodes, transport)
+            first = first or crossings
+            is_other = transport != self.question.rules.transport
+            if is_other and not any(one.both_s < other.both_s for one, other in zip(crossings, first, strict=True)):
+                continue
+            choice = self._choice(nodes, transport, crossings)
+            if choice is not None and choice.step_s * (1 + _LEAST_GAIN * is_other) < best_s:
+                best_s = choice.step_s
+                yield choice
+
+    def _held(self, peaks: Sequence[int]) -> list[int]:
+        return held_bytes_of(self.question, self.shape, self.kinds, self.placement, self.parts, peaks)
+
+    def _fits(self, peaks: Sequence[int]) -> bool:
+        limits = (work.memory_bytes for work in self.works)
+        held = zip(limits, self._held(peaks), strict=True)
+        return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
+
+    def _choice(
+        self, nodes: tuple[tuple[Node, ...], ...], transport: str, crossings: Sequence[Crossing]
+    ) -> Choice | None:
+        question, shape, placement, works = self.question, self.shape, self.placement, self.works
+        costs = self._costs(nodes, crossings)
+        if costs not in self.known:
+            self.known[costs] = choose_order(placement, costs, shape.num_microbatches, self.most, self._fits)
+        order = self.known[costs]
         if order is None:
-            continue
-        by_stage = [[parts[vstage] for vstage in placement.vstages(stage)] for stage in range(len(kinds))]
-        sums_s = _sums_s(question, shape, kinds, works, by_stage, nodes)
+            return None
+        by_stage = [[self.parts[vstage] for vstage in placement.vstages(stage)] for stage in range(len(self.kinds))]
+        sums_s = _sums_s(question, shape, self.kinds, works, by_stage, nodes)
         updates_s = (
             sum(work.update_s[end] - work.update_s[start] for start, end in own)
             for work, own in zip(works, by_stage, strict=True)
         )
-        choices.append(
-            Choice(
-                kinds=tuple(kinds),
-                layers=tuple(layers),
-                num_chunks=num_chunks,
-                shape=shape,
-                nodes=nodes,
-                costs=costs,
-                order=order,
-                held_bytes=tuple(held(order.peaks)),
-                sums_s=max(end + sums for end, sums in zip(order.ends_s, sums_s, strict=True))
-                - order.pipeline_s
-                + _between_stages_s(question, shape, placement, costs, nodes),
-                update_s=max(updates_s),
-            )
+        return Choice(
+            kinds=tuple(self.kinds),
+            layers=tuple(self.layers),
+            num_chunks=self.num_chunks,
+            shape=shape,
+            nodes=nodes,
+            transport=transport,
+            costs=costs,
+            order=order,
+            held_bytes=tuple(self._held(order.peaks)),
+            sums_s=max(end + sums for end, sums in zip(order.ends_s, sums_s, strict=True))
+            - order.pipeline_s
+            + _between_stages_s(question, shape, placement, costs, nodes),
+            update_s=max(updates_s),
         )
-    return min(choices, key=lambda choice: choice.step_s, default=None)
+
+    def _crossings(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[Crossing]:
+        """Give what every boundary costs."""
+        question, shape = self.question, self.shape
+        ends = [
+            End(kind.tp, work, shape.pools[kind.places[0]].site)
+            for kind, work in zip(self.kinds, self.works, strict=True)
+        ]
+        found = []
+        for one, other in pairwise(self.placement.stages):
+            links = [link_between(question, shape, *pair) for pair in zip(nodes[one], nodes[other], strict=True)]
+            pair = (ends[one], ends[other])
+            found.append(cross(question, shape, transport, pair, links, is_stock=self.is_stock))
+        return found
+
+    def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[Crossing]) -> Costs:
+        last = self.placement.num_vstages - 1
+        forwards, backwards = [], []
+        for vstage, (stage, (start, end)) in enumerate(zip(self.placement.stages, self.parts, strict=True)):
+            work = self.works[stage]
+            forward, backward = work.times_s(start, end, is_first=not vstage, is_last=vstage == last)
+            if (numbers := [sums[end] - sums[start] for sums in work.messages]) != [0, 0]:
+                # The nodes may be farther apart than at best, which the times are for.
+                more_s = peer_s(self.question, self.shape, self.kinds[stage], work, nodes[stage]) - work.peer_s
+                forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
+            forwards.append(forward)
+            backwards.append(backward)
+        for vstage, one in enumerate(crossings):
+            for end in (0, 1):
+                forwards[vstage + end] += one.forward_s[end]
+                backwards[vstage + end] += one.backward_s[end]
+        return Costs(
+            forward=tuple(forwards),
+            backward=tuple(backwards),
+            latency=tuple(one.link.latency_s for one in crossings),
+            bandwidth=tuple(one.link.bytes_per_s for one in crossings),
+            message_bytes=tuple(one.num_bytes for one in crossings),
+        )
 
 
 def _between_stages_s(
@@ -174,41 +256,6 @@ def _between_stages_s(
         return numbers_s
     ends = zip(nodes[0], nodes[-1], strict=True)
     return numbers_s + max(link_between(question, shape, *pair).time_s(question.tied_bytes) for pair in ends)
-
-
-def _costs(
-    question: Question,
-    shape: Shape,
-    kinds: Sequence[Kind],
-    works: Sequence[Work],
-    placement: Placement,
-    parts: Sequence[Part],
-    nodes: Sequence[Sequence[Node]],
-) -> Costs:
-    last = placement.num_vstages - 1
-    times = []
-    for vstage, (stage, (start, end)) in enumerate(zip(placement.stages, parts, strict=True)):
-        work = works[stage]
-        forward, backward = work.times_s(start, end, is_first=not vstage, is_last=vstage == last)
-        if (numbers := [sums[end] - sums[start] for sums in work.messages]) != [0, 0]:
-            # The nodes may be farther apart than at best, which the times are for.
-            more_s = peer_s(question, shape, kinds[stage], work, nodes[stage]) - work.peer_s
-            forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
-        times.append((forward, backward))
-    links = [
-        max(
-            (link_between(question, shape, *pair) for pair in zip(nodes[one], nodes[other], strict=True)),
-            key=lambda link: link.time_s(shape.message_bytes),
-        )
-        for one, other in pairwise(placement.stages)
-    ]
-    return Costs(
-        forward=tuple(forward for forward, _ in times),
-        backward=tuple(backward for _, backward in times),
-        latency=tuple(link.latency_s for link in links),
-        bandwidth=tuple(link.bytes_per_s for link in links),
-        message_bytes=(shape.message_bytes,) * len(links),
-    )
 
 
 def _sums_s(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.search.pack import pack
 from vtp_plugin.search.question import Kind, Link, Question, Shape
-from vtp_plugin.search.stage import link_between
+from vtp_plugin.search.stage import hop_s, link_between
 
 Node = tuple[int, int]
 """A pool and a node of it, both by number."""
@@ -138,7 +138,8 @@ class _Walk:
         replicas = self.shape.num_replicas
         cost = 0.0
         if group >= replicas:
-            cost += 2 * self._link(self.nodes[group - replicas], node).time_s(self.shape.message_bytes)
+            link = self._link(self.nodes[group - replicas], node)
+            cost += 2 * hop_s(self.shape, link, self.groups[group - replicas][1], self.groups[group][1])
         if group % replicas:
             share = group / len(self.groups)
             weight = self.weight[0] * (1 - share) + self.weight[1] * share

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.errors import LayoutError
 
 Source = Literal["measured", "fitted", "data sheet"]
@@ -44,6 +45,9 @@ class Speed:
         peers: ranks that share experts, which send tokens to each other.
         peer_bytes: of a message between two of them.
         peer_messages: of every layer, such messages one after another, in the forward and in the backward pass.
+        gather_s: the time in which the ranks of a stage gather the tensor that crosses to the next one, of which each
+            has a part, or in which one of them gathers or scatters it.
+        broadcast_s: likewise, in which one of them gives it to all.
     """
 
     forward_s: tuple[float, ...]
@@ -57,6 +61,8 @@ class Speed:
     peers: int = 1
     peer_bytes: int = 0
     peer_messages: tuple[tuple[int, int], ...] = ()
+    gather_s: float = 0.0
+    broadcast_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +72,13 @@ class Link:
     Attributes:
         latency_s: one way.
         bytes_per_s: in each direction.
+        at_once: cards of a node that send so fast at the same time; None where that is not known: then a tensor takes
+            as long as if one card sent all of it, whatever way it crosses.
     """
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
+    at_once: int | None = None
 
     def time_s(self, num_bytes: float) -> float:
         """Say how long a message takes.
@@ -145,6 +154,8 @@ class Question:
         tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
         edge: of a U, the site of its first stage.
         around: of a U, the layers of the edge's first and last part; None for others.
+        rules: how tensors cross between stages, as a run is told; what is not known before, sites and the size of the
+            tensor, follows from the layout. ``auto`` leaves the transport to the search.
         chunks: virtual stages that every stage may have, beside one; not for a U.
         objective: what is best.
         is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12; only where
@@ -161,6 +172,7 @@ class Question:
     tied_bytes: int = 0
     edge: str = ""
     around: tuple[int, int] | None = None
+    rules: TransportRules = TransportRules()
     chunks: tuple[int, ...] = ()
     objective: Objective = "step"
     is_alike: bool = False

@@ -25,9 +25,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from vtp_plugin.search.cross import least_together_s
 from vtp_plugin.search.question import Kind, Question, Shape
 from vtp_plugin.search.room import held_by
-from vtp_plugin.search.stage import Work, best_link, tail
+from vtp_plugin.search.stage import Work, best_hop_s, tail
 
 # Beginnings nearer to each other than this are taken for one.
 _NEAR = 1e-4
@@ -92,14 +93,15 @@ def split(
     Returns:
         Those with the least bound first; none if no step can be shorter, or the memory is too small.
     """
+    more_s = _together_s(question, kinds, works)
     if question.objective == "step":
-        return _least(_Stages(question, shape, kinds, works, below_s / shape.num_microbatches), below_s)
-    busiest_s = _quickest_s(question, shape, kinds, works)
+        return _least(_Stages(question, shape, kinds, works, more_s, below_s / shape.num_microbatches), below_s)
+    busiest_s = _quickest_s(question, shape, kinds, works, more_s)
     if busiest_s == math.inf:
         return []
     # No step is longer where links take no time.
     below_s = min(below_s, (shape.num_microbatches + len(kinds)) * busiest_s)
-    every = (_Stages(question, shape, kinds, works, busiest_s, number) for number in _numbers(question, kinds))
+    every = (_Stages(question, shape, kinds, works, more_s, busiest_s, number) for number in _numbers(question, kinds))
     return sorted(one for stages in every for one in _least(stages, below_s))
 
 
@@ -112,6 +114,7 @@ class _Stages:
         shape: of the step.
         kinds: of the stages.
         works: what each costs.
+        more_s: what each does at least for its boundaries, forward and backward.
         most_s: each computes for less than that, for a microbatch.
         number: layers of every stage between the first and the last; None for any.
     """
@@ -120,19 +123,21 @@ class _Stages:
     shape: Shape
     kinds: Sequence[Kind]
     works: Sequence[Work]
+    more_s: Sequence[tuple[float, float]]
     most_s: float
     number: int | None = None
 
     def ends(self, stage: int, start: int) -> Iterator[tuple[int, tuple[float, float]]]:
         """Yield where a stage can end that begins at a layer, and what it computes forward and backward then."""
-        num_stages, work = len(self.kinds), self.works[stage]
+        num_stages, work, more = len(self.kinds), self.works[stage], self.more_s[stage]
         num_after = num_stages - stage - 1
         last = self.question.num_layers - num_after
         ends = range(start + 1, last + 1) if num_after else range(last, last + 1)
         if self.number is not None and stage and num_after:
             ends = range(start + self.number, min(start + self.number, last) + 1)
         for end in ends:
-            times = work.times_s(start, end, is_first=not stage, is_last=not num_after)
+            forward, backward = work.times_s(start, end, is_first=not stage, is_last=not num_after)
+            times = (forward + more[0], backward + more[1])
             if sum(times) >= self.most_s:
                 return
             if not has_room(self.question, self.shape, self.kinds[stage], work, (start, end), (stage, num_stages)):
@@ -148,12 +153,30 @@ def _numbers(question: Question, kinds: Sequence[Kind]) -> Sequence[int | None]:
     return range(1, (question.num_layers - 2) // num_between + 1)
 
 
-def _quickest_s(question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work]) -> float:
+def _together_s(question: Question, kinds: Sequence[Kind], works: Sequence[Work]) -> list[tuple[float, float]]:
+    """Bound what every stage does for its boundaries, forward and backward."""
+    found = [(0.0, 0.0)] * len(kinds)
+    if any(work.gather_s or work.broadcast_s for work in works):
+        sizes = [(kind.tp, work) for kind, work in zip(kinds, works, strict=True)]
+        for stage, pair in enumerate(pairwise(sizes)):
+            row = least_together_s(question, *pair)
+            for end, more in ((stage, row[:2]), (stage + 1, row[2:])):
+                found[end] = (found[end][0] + more[0], found[end][1] + more[1])
+    return found
+
+
+def _quickest_s(
+    question: Question,
+    shape: Shape,
+    kinds: Sequence[Kind],
+    works: Sequence[Work],
+    more_s: Sequence[tuple[float, float]],
+) -> float:
     """Say for how long the busiest stage computes if that is as short as can be, and a little; inf if nothing fits."""
 
     def fits(most_s: float) -> bool:
         for number in _numbers(question, kinds):
-            stages, starts = _Stages(question, shape, kinds, works, most_s, number), {0}
+            stages, starts = _Stages(question, shape, kinds, works, more_s, most_s, number), {0}
             for stage in range(len(kinds)):
                 starts = {end for start in starts for end, _ in stages.ends(stage, start)}
             if starts:
@@ -231,8 +254,7 @@ def bound(
 
 def _hops(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[float]:
     """Give the time of the two messages behind every stage, at best."""
-    links = (best_link(question, shape, *pair) for pair in pairwise(kinds))
-    return [*(2 * link.time_s(shape.message_bytes) for link in links), 0.0]
+    return [*(2 * best_hop_s(question, shape, *pair) for pair in pairwise(kinds)), 0.0]
 
 
 def has_room(

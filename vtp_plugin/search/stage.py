@@ -30,6 +30,8 @@ class Work:
             forward and backward together.
         least_s: forward and backward of the quickest layer.
         memory_bytes: of a card; None where it does not count.
+        gather_s: in which its ranks gather a tensor that crosses, or one of them gathers or scatters it.
+        broadcast_s: likewise, in which one of them gives it to all.
     """
 
     forward_s: tuple[float, ...]
@@ -46,6 +48,8 @@ class Work:
     ends_s: tuple[float, float, float, float]
     least_s: float
     memory_bytes: int | None
+    gather_s: float
+    broadcast_s: float
 
     def times_s(self, start: int, end: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:
         """Give forward and backward of a stage that holds layers from ``start`` up to ``end``."""
@@ -103,6 +107,8 @@ def work_of(kind: Kind, shape: Shape) -> Work:
         ends_s=(0.0, sum(first), sum(last), sum(first) + sum(last)),
         least_s=min(forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(num_layers)),
         memory_bytes=min((limit for limit in known if limit is not None), default=None),
+        gather_s=max(speed.gather_s for speed in speeds),
+        broadcast_s=max(speed.broadcast_s for speed in speeds),
     )
 
 
@@ -186,14 +192,28 @@ def link_between(question: Question, shape: Shape, one: tuple[int, int], other: 
     return max(first.between, second.between, key=lambda link: link.time_s(shape.message_bytes))
 
 
-def best_link(question: Question, shape: Shape, one: Kind, other: Kind) -> Link:
-    """Give the quickest link that could lie between two stages: what a bound may count on."""
-    links = []
+def hop_s(shape: Shape, link: Link, src_tp: int, dst_tp: int) -> float:
+    """Bound from below how long a message is on its way over a link, whichever transport carries it.
+
+    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=(), message_bytes=8)
+    >>> [hop_s(shape, Link(bytes_per_s=1.0, at_once=number), 4, 2) for number in (None, 1, 2, 4)]
+    [8.0, 8.0, 4.0, 4.0]
+    """
+    # All of the tensor crosses once at least, in as many parts as the smaller stage has ranks at best.
+    parts = 1 if link.at_once is None else min(src_tp, dst_tp, link.at_once)
+    return link.time_s(shape.message_bytes / parts)
+
+
+def best_hop_s(question: Question, shape: Shape, one: Kind, other: Kind) -> float:
+    """Bound likewise between two stages, wherever they are: over the quickest link that could lie between them."""
+    hops_s = []
     for place in one.pools:
         for next_place in other.pools:
             fits_one_node = place == next_place and max(shape.pools[place].rooms) >= one.tp + other.tp
-            links.append(link_between(question, shape, (place, 0), (next_place, 0 if fits_one_node else 1)))
-    return min(links, key=lambda link: link.time_s(shape.message_bytes))
+            for node in (0, 1) if fits_one_node else (1,):
+                link = link_between(question, shape, (place, 0), (next_place, node))
+                hops_s.append(hop_s(shape, link, one.tp, other.tp))
+    return min(hops_s)
 
 
 def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: int) -> float:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.boundary.check import require_valid
 from vtp_plugin.boundary.pipeline import PipelineBoundary
+from vtp_plugin.boundary.strategies.rules import clearly_fastest
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.step.links import ChannelLink
@@ -26,9 +27,6 @@ from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 Pair = tuple[int, int]
 ShareReports = Callable[[Report, Callable[[Sequence[Report]], str]], str]
-# So much of the time of a simpler strategy another may take at most, to be worth its messages; times that are closer
-# differ by chance.
-_MOST_OF_SIMPLER = 0.9
 # The first round trip is a warm-up; the fastest of the others counts.
 _NUM_ROUNDS = 4
 # On a slow link the first size is enough: a larger tensor would rank the strategies alike. Only where it crosses in a
@@ -55,9 +53,7 @@ class Choice:
     @property
     def strategy(self) -> str:
         """The simplest strategy, with fewest messages, unless another is clearly faster."""
-        simplest, *others = self.times_ms
-        fastest = min(others, key=lambda name: self.times_ms[name])
-        return fastest if self.times_ms[fastest] < _MOST_OF_SIMPLER * self.times_ms[simplest] else simplest
+        return clearly_fastest(self.times_ms)
 
     def __str__(self) -> str:
         """Say it in one line.
