@@ -9,10 +9,13 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +92,7 @@ def undisturbed(
     return {int(found[1]): float(found[3]) for found in STEP.finditer(done.stdout)}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Cluster:
     """Nodes that run one script.
 
@@ -120,6 +123,11 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self.port = free_port()
+        if not (self.folder / "tmp").exists():
+            # Short, for the names of sockets, and there until nobody looks at what was left.
+            scratch = tempfile.mkdtemp(prefix="vtp-")
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+            (self.folder / "tmp").symlink_to(scratch)
         if self.is_static:
             return self
         words = [sys.executable, "-c", STORE, str(self.port), self.network.keeper if self.network else "127.0.0.1"]
@@ -165,8 +173,7 @@ class Cluster:
             ]
         words = [*(self.network.inside(name) if self.network else ()), *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1", PAUSE: str(self.pause_s), "PYTHONPATH": PYTHON_PATH}
-        (self.folder / "tmp").mkdir(exist_ok=True)
-        env["TMPDIR"] = str(self.folder / "tmp")
+        env["TMPDIR"] = str((self.folder / "tmp").resolve())
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron 0.12 asks for it
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}
         env |= {ARMED: str(self.folder / "armed.json"), LOG: str(self.folder / "faults.jsonl")}

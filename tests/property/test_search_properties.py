@@ -293,7 +293,7 @@ def between(question: Question, nodes: Nodes, one: int, other: int) -> Link:
     return max(first, second, key=lambda link: link.latency_s + num_bytes / link.bytes_per_s)
 
 
-class Crossing(NamedTuple):
+class Passage(NamedTuple):
     """A boundary: its link, what is sent as if by one rank, and what both stages do for it, forward and backward."""
 
     link: Link
@@ -308,7 +308,7 @@ class Crossing(NamedTuple):
 
 def crossed_by(
     question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
-) -> Crossing:
+) -> Passage:
     """What a boundary costs by a transport: who sends how much, and who gathers, scatters or hands on."""
     sizes, is_sharded = [size for size, _ in ends], question.rules.is_sharded
     gathers = [max(nodes[place][0].speeds[size].gather_s for place in places) for size, places in ends]
@@ -325,7 +325,7 @@ def crossed_by(
         return math.ceil(shape.message_bytes * (1 if link.at_once is None else max(largest, total / link.at_once)))
 
     link = max(links, key=lambda link: link.latency_s + sent(link) / link.bytes_per_s)
-    return Crossing(link, sent(link), (sends[0], takes[1]), (takes[0], sends[1]))
+    return Passage(link, sent(link), (sends[0], takes[1]), (takes[0], sends[1]))
 
 
 def tried(question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:

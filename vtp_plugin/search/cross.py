@@ -29,7 +29,7 @@ class End(NamedTuple):
     site: str
 
 
-class Crossing(NamedTuple):
+class Passage(NamedTuple):
     """How a tensor crosses, and its gradient.
 
     Attributes:
@@ -112,7 +112,7 @@ def cross(
     links: Sequence[Link],
     *,
     is_stock: bool = False,
-) -> Crossing:
+) -> Passage:
     """Give what a boundary costs.
 
     Args:
@@ -135,7 +135,7 @@ def cross(
     return found[clearly_fastest({name: one.both_s for name, one in found.items()})]
 
 
-def _by(question: Question, shape: Shape, strategy: str, src: End, dst: End, links: Sequence[Link]) -> Crossing:
+def _by(question: Question, shape: Shape, strategy: str, src: End, dst: End, links: Sequence[Link]) -> Passage:
     there = _way(strategy, src.tp, dst.tp, question.rules.is_sharded)
     back = _way(strategy, dst.tp, src.tp, question.rules.is_sharded)
 
@@ -146,7 +146,7 @@ def _by(question: Question, shape: Shape, strategy: str, src: End, dst: End, lin
         return math.ceil(share * shape.message_bytes)
 
     link = max(links, key=lambda link: link.time_s(num_bytes(link)))
-    return Crossing(
+    return Passage(
         strategy=strategy,
         link=link,
         num_bytes=num_bytes(link),

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.search.ahead import most_in_flight
-from vtp_plugin.search.cross import Crossing, End, cross, transports
+from vtp_plugin.search.cross import End, Passage, cross, transports
 from vtp_plugin.search.order import Order, choose_order
 from vtp_plugin.search.put import Node, put
 from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
@@ -150,7 +150,7 @@ class _Judging:
 
     def choices(self, nodes: tuple[tuple[Node, ...], ...]) -> Iterator[Choice]:
         """Yield a layout that fits, by the transport that a run takes by itself, and by others that gain."""
-        first: Sequence[Crossing] = ()
+        first: Sequence[Passage] = ()
         best_s = math.inf
         for transport in transports(self.question, is_stock=self.is_stock):
             crossings = self._crossings(nodes, transport)
@@ -172,7 +172,7 @@ class _Judging:
         return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
 
     def _choice(
-        self, nodes: tuple[tuple[Node, ...], ...], transport: str, crossings: Sequence[Crossing]
+        self, nodes: tuple[tuple[Node, ...], ...], transport: str, crossings: Sequence[Passage]
     ) -> Choice | None:
         question, shape, placement, works = self.question, self.shape, self.placement, self.works
         costs = self._costs(nodes, crossings)
@@ -203,7 +203,7 @@ class _Judging:
             update_s=max(updates_s),
         )
 
-    def _crossings(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[Crossing]:
+    def _crossings(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[Passage]:
         """Give what every boundary costs."""
         question, shape = self.question, self.shape
         ends = [
@@ -217,7 +217,7 @@ class _Judging:
             found.append(cross(question, shape, transport, pair, links, is_stock=self.is_stock))
         return found
 
-    def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[Crossing]) -> Costs:
+    def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[Passage]) -> Costs:
         last = self.placement.num_vstages - 1
         forwards, backwards = [], []
         for vstage, (stage, (start, end)) in enumerate(zip(self.placement.stages, self.parts, strict=True)):
