@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.multiproc.core_cases import Case, Runs
+from tests.multiproc.saved_runs import SavedRuns
 from tests.multiproc.u_shape_cases import Saved, sequential
 from tests.pool import Pool
 
@@ -30,3 +31,9 @@ def saved(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         return paths[key]
 
     return save
+
+
+@pytest.fixture(scope="module")
+def saved_runs(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
+    """Runs of scripts that have saved, kept for the tests of a module."""
+    return SavedRuns(script_pool, tmp_path_factory.mktemp)

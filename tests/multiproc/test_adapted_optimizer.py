@@ -28,12 +28,6 @@ def pool(script_pool: Pool) -> Pool:
     return script_pool
 
 
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
-    """Runs that have saved."""
-    return SavedRuns(pool, tmp_path_factory.mktemp)
-
-
 def assert_goes_on(runs: list[ScriptRun], whole: list[ScriptRun]) -> None:
     """Check that only adapters have a state, that it is the same bit by bit, and the steps that follow."""
     names = {share.name for run in whole for share in run.facts["optimizer"]}
@@ -52,17 +46,19 @@ def assert_goes_on(runs: list[ScriptRun], whole: list[ScriptRun]) -> None:
         pytest.param("1,2", [*DISTRIBUTED, *reshardable_flags()], 2, id="reshardable", marks=pytest.mark.full),
     ],
 )
-def test_adapters_go_on_in_another_list(pool: Pool, written: SavedRuns, source: str, extra: list[str], dp: int) -> None:
+def test_adapters_go_on_in_another_list(
+    pool: Pool, saved_runs: SavedRuns, source: str, extra: list[str], dp: int
+) -> None:
     flags = [*UNTIED, *extra]
-    folder, whole = written(source, flags, dp=dp, hooks=HOOKS)
+    folder, whole = saved_runs(source, flags, dp=dp, hooks=HOOKS)
     assert_goes_on(resume(pool, folder, "2,1", flags, hooks=HOOKS), whole)
 
 
 @pytest.mark.full
 def test_uniform_megatron_goes_on_with_adapters_that_were_written_again(
-    pool: Pool, written: SavedRuns, tmp_path: Path
+    pool: Pool, saved_runs: SavedRuns, tmp_path: Path
 ) -> None:
     flags = [*UNTIED, *DISTRIBUTED]
-    folder, whole = written("1,2", flags, dp=2, hooks=HOOKS)
+    folder, whole = saved_runs("1,2", flags, dp=2, hooks=HOOKS)
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(tmp_path)])
     assert_goes_on(resume(pool, tmp_path, "1,1", flags, hooks=HOOKS, is_stock=True), whole)

@@ -39,10 +39,9 @@ def pool(script_pool: Pool) -> Pool:
 
 
 @pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
+def written(saved_runs: SavedRuns) -> Writer:
     """Runs of four steps that save after the second one; each is made once."""
-    runs = SavedRuns(pool, tmp_path_factory.mktemp)
-    return lambda sizes, extra=(), **options: runs(sizes, [*DISTRIBUTED, *extra], **options)
+    return lambda sizes, extra=(), **options: saved_runs(sizes, [*DISTRIBUTED, *extra], **options)
 
 
 SIX_LAYERS = ("--num-layers", "6")

@@ -46,12 +46,6 @@ def pool(script_pool: Pool) -> Pool:
     return script_pool
 
 
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> SavedRuns:
-    """Runs that have saved."""
-    return SavedRuns(pool, tmp_path_factory.mktemp)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What is written again, and who goes on with it.
@@ -81,6 +75,11 @@ class Case:
 
 def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
     return pytest.param(Case(**values), id=name, marks=[pytest.mark.full] if is_full else [])
+
+
+def _by_rank(name: str, **values: Any) -> Any:
+    """What stock Megatron 0.12 saves as one object for each rank."""
+    return _case(f"rank-{name}", form=BY_RANK, made=BY_BLOCK, is_stock=True, **values)
 
 
 # What unequal stages save with the distributed optimizer.
@@ -132,65 +131,50 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
             wrote=DISTRIBUTED,
             readers=("2", "!1,2"),
         ),
-        _case(
-            "rank-1,1",
+        _by_rank(
+            "1,1",
             is_full=False,
-            form=BY_RANK,
-            made=BY_BLOCK,
             source="1,1",
-            is_stock=True,
             dp=2,
             wrote=BY_OBJECT,
             readers=("2", "!1,2"),
         ),
-        _case(
-            "rank-2,2-bucketed",
-            form=BY_RANK,
-            made=BY_BLOCK,
+        _by_rank(
+            "2,2-bucketed",
             source="2,2",
-            is_stock=True,
             dp=2,
             wrote=(*BY_OBJECT, *BUCKETED),
             readers=("1,1",),
         ),
-        _case(
-            "rank-1,1-tied",
-            form=BY_RANK,
-            made=BY_BLOCK,
+        _by_rank(
+            "1,1-tied",
             source="1,1",
-            is_stock=True,
             dp=2,
             wrote=BY_OBJECT,
             model=PLACED,
             readers=("2", "!1,2"),
         ),
-        _case(
-            "rank-2,2-experts",
-            form=BY_RANK,
-            made=BY_BLOCK,
+        _by_rank(
+            "2,2-experts",
             source="2,2",
-            is_stock=True,
             wrote=(*BY_OBJECT, *OWN_EXPERTS),
             model=EXPERTS,
             reads=OWN_EXPERTS,
             readers=("2",),
         ),
-        _case(
-            "rank-2-bf16",
-            form=BY_RANK,
-            made=BY_BLOCK,
+        _by_rank(
+            "2-bf16",
             source="2",
-            is_stock=True,
             wrote=BY_OBJECT,
             model=(*UNTIED, "--bf16", "--swiglu"),
             readers=("1", "!1,2"),
         ),
     ],
 )
-def test_uniform_megatron_goes_on(pool: Pool, written: SavedRuns, tmp_path: Path, case: Case) -> None:
+def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path, case: Case) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
     wrote = [*case.model, *case.wrote]
-    folder, whole = written(case.source, wrote, dp=case.dp, is_stock=case.is_stock)
+    folder, whole = saved_runs(case.source, wrote, dp=case.dp, is_stock=case.is_stock)
     assert Contents(find_checkpoint(folder)).form == case.form
     target = tmp_path / "again"
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(target)])
@@ -204,10 +188,10 @@ def test_uniform_megatron_goes_on(pool: Pool, written: SavedRuns, tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.needs("forgotten_blocks")
-def test_blocks_of_older_megatrons_go_on(pool: Pool, written: SavedRuns, tmp_path: Path) -> None:
+def test_blocks_of_older_megatrons_go_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path) -> None:
     """Newer ones do not read them; what is written again is as what they wrote themselves."""
     flags = [*DISTRIBUTED, *UNTIED]
-    folder, whole = written("2,2", [*flags, *reshardable_flags()], dp=2)
+    folder, whole = saved_runs("2,2", [*flags, *reshardable_flags()], dp=2)
     older = as_older(find_checkpoint(folder), tmp_path / "older" / "iter_0000002")
     assert Contents(older).form == BY_BLOCK
     target = tmp_path / "again"
