@@ -2,11 +2,15 @@
 
     python -m benchmarks.profiled --rounds 5
 
-A small GPT is profiled and trained by turns, by megatron.training under the plugin on CPUs. What a step should take is
+A small GPT is profiled and trained by turns, by megatron.training under the plugin. What a step should take is
 what the parts take, times microbatches, and the optimizer. The two ranks of a real run share this machine's caches and
 memory, which cards do not; so for two ranks two profiles also run at once. As a control, two runs of one rank each that
 know nothing of each other train at once: by how much their steps are longer than those of one alone is what two busy
 cores cost. Printed are medians over the rounds, and their range.
+
+    python -m benchmarks.profiled --device cuda --hidden-size 2048
+
+On an accelerator it is one rank alone.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ MODEL = f"""
     --num-layers {NUM_LAYERS} --hidden-size SIZE --num-attention-heads 8 --seq-length SIZE
     --max-position-embeddings SIZE --micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES}
     --vocab-size 1023 --make-vocab-size-divisible-by 8
-    --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
-    --no-gradient-accumulation-fusion --no-persist-layer-norm --vtp-device cpu
+    --transformer-impl local --attention-dropout 0 --hidden-dropout 0
+    --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
 
 
@@ -53,25 +57,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=256, help="of the model; as many tokens are in a sample")
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu")
     options = parser.parse_args()
-    model = MODEL.replace("SIZE", str(options.hidden_size)).split()
+    model = [*MODEL.replace("SIZE", str(options.hidden_size)).split(), "--vtp-device", options.device]
     # One card; two beside each other, as the two ranks of a real run are.
     rows = {(1, 1): "one rank", (2, 1): "two ranks, profile alone", (2, 2): "two ranks, two profiles at once"}
+    if options.device == "cpu":
+        model.append("--use-cpu-initialization")
+    else:
+        rows = {(1, 1): rows[1, 1]}
     ratios: dict[tuple[int, int], list[float]] = {row: [] for row in rows}
     crowded: list[float] = []
     with tempfile.TemporaryDirectory(prefix="vtp-profiled-") as name:
         folder = Path(name)
         for _ in range(options.rounds):
-            real_s = {tp: _real_s(tp, model, folder) for tp in (1, 2)}
+            real_s = {tp: _real_s(tp, model, folder) for tp in {tp for tp, _ in rows}}
             for (tp, number), found in ratios.items():
                 predicted_s = _at_once(number, _predicted_s, tp, model, folder)
                 found.append(predicted_s / real_s[tp])
                 print(f"tp {tp}: profile {1e3 * predicted_s:7.1f} ms, step {1e3 * real_s[tp]:7.1f} ms", flush=True)
-            crowded.append(_at_once(2, _real_s, 1, model, folder) / real_s[1])
+            if len(rows) > 1:
+                crowded.append(_at_once(2, _real_s, 1, model, folder) / real_s[1])
     for row, found in ratios.items():
         spread = f"{min(found):.3f} to {max(found):.3f}"
         print(f"{rows[row]}: {statistics.median(found):.3f} of a step less collectives ({spread}, {len(found)} rounds)")
-    print(f"two at once / one alone {statistics.median(crowded):.3f} ({min(crowded):.3f} to {max(crowded):.3f})")
+    if crowded:
+        print(f"two at once / one alone {statistics.median(crowded):.3f} ({min(crowded):.3f} to {max(crowded):.3f})")
 
 
 def _at_once(number: int, measure: Callable[..., float], tp: int, model: Sequence[str], folder: Path) -> float:

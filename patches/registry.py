@@ -20,7 +20,7 @@ PINS: Final = Path(__file__).with_name("pins.json")
 
 MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
     Moment.COMMAND_LINE: ("training.arguments", "core.utils"),
-    Moment.PLATFORM: ("core.datasets.utils", "core.optimizer.distrib_optimizer"),
+    Moment.PLATFORM: ("core.datasets.utils", "core.optimizer.distrib_optimizer", "training.models.dist_utils"),
     Moment.CPU: (
         "core.tensor_parallel.random",
         "core.transformer.torch_norm",

@@ -34,6 +34,7 @@ from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.devices import device_of, environment
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.pace import pace
 from tests.pool_worker import serve
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 PRELOAD = "tests.pool_preload"
-# Of every process of a test: one thread, gloo on the loopback device, no accelerator in sight.
+# Of every process of a test: one thread, gloo on the loopback device.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",
+    **environment(),
     # Nothing is compiled, but torch 2.7 starts processes that would compile, in every rank.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
@@ -369,7 +370,7 @@ def _launch_env(port: int, world_size: int, node_sizes: Sequence[int] | None) ->
         {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(local_rank),
+            "LOCAL_RANK": str(device_of(local_rank)),
             "LOCAL_WORLD_SIZE": str(local_world_size),
             "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(len(sizes)),

@@ -1,11 +1,12 @@
 """Certify the plugin on your machines: train a small GPT on several layouts, and compare; ends with a table to paste.
 
-Nobody of us has GPUs or NPUs for this. On two machines with two devices each, start it on both, and change the number:
+On two machines with two devices each, start it on both, and change the number:
 
     python tests/device/certify.py --device npu --machines 2 --machine 0 --master-addr 10.0.0.1
     python tests/device/certify.py --device npu --machines 2 --machine 1 --master-addr 10.0.0.1
 
-On one machine with three devices, ``python tests/device/certify.py --device cuda`` is all. Each layout is a run of
+On one machine with three devices, ``python tests/device/certify.py --device cuda`` is all. With ``--share`` one GPU is
+enough, if NCCL is 2.30 or later: ranks share it (see ``tests/devices.py``). Each layout is a run of
 ``examples/core_only.py`` under torchrun. The last machine sees the losses, and prints the table. The exit code is 0 if
 every layout that fits trains as the uniform one.
 """
@@ -24,6 +25,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # it is started as a script
+from tests.devices import SHARED, num_devices, sharing
+
 LAYOUTS = ("1,1", "1,2", "2,1", "2,2", "1,3", "1,2,2")
 TOLERANCE = 1e-4  # of single precision on a device, whose sums have another order; on CPU it is 1e-6
 _LOSS = re.compile(r"step +\d+.*?loss +([\d.]+)")
@@ -59,17 +63,21 @@ def ranks_here(sizes: str, machine: int, machines: int) -> int:
 
 def run_layout(sizes: str, options: argparse.Namespace, port: int) -> Outcome:
     """Train one layout; all machines call this in the same order."""
-    if any(ranks_here(sizes, machine, options.machines) > options.devices for machine in range(options.machines)):
+    most = max(ranks_here(sizes, machine, options.machines) for machine in range(options.machines))
+    if most > options.devices and not options.share:
         return Outcome(sizes, note=f"needs more than {options.devices} devices on a machine")
+    here = ranks_here(sizes, options.machine, options.machines)
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={options.machines}", f"--node-rank={options.machine}"),
-        *(f"--nproc-per-node={ranks_here(sizes, options.machine, options.machines)}",),
+        *(f"--nproc-per-node={here}",),
         *(f"--master-addr={options.master_addr}", f"--master-port={port}"),
+        *(sharing(here, options.devices) if options.share else ()),
         *(str(ROOT / "examples" / "core_only.py"), "--sizes", sizes, "--device", options.device),
         *("--steps", str(options.steps)),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= SHARED if options.share else {}
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=options.timeout_s, check=False
@@ -95,6 +103,7 @@ def table(outcomes: Sequence[Outcome], options: argparse.Namespace) -> tuple[lis
     """Write the table, and tell whether every layout that ran is equal to the uniform one, which comes first."""
     system = f"{platform.platform()}, Python {sys.version.split()[0]}"
     lines = [f"{options.device} on {options.machines} machine{'s' if options.machines > 1 else ''}, {system}"]
+    lines += ["ranks share devices"] if options.share else []
     lines += [", ".join(f"{name} {_version(name)}" for name in _PACKAGES if _version(name)), ""]
     lines += ["| layout | first loss | last loss | largest relative difference | verdict |", "|---|---|---|---|---|"]
     reference, is_well = outcomes[0].losses, bool(outcomes[0].losses)
@@ -122,17 +131,6 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _count_devices(device: str) -> int:
-    """Return the number of devices of this machine; on CPU any number of ranks fits."""
-    if device == "cpu":
-        return 64
-    import torch
-
-    if device == "npu":
-        import torch_npu  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    return torch.get_device_module(device).device_count()
-
-
 def main() -> None:
     """Run all layouts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,12 +140,13 @@ def main() -> None:
     parser.add_argument("--master-addr", default="127.0.0.1", help="address of machine 0")
     parser.add_argument("--master-port", type=int, default=29600, help="each layout takes the next port")
     parser.add_argument("--devices", type=int, help="devices of the smallest machine; default: those of this one")
+    parser.add_argument("--share", action="store_true", help="let ranks share GPUs; needs NCCL 2.30")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help="the first is the uniform one")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one layout")
     options = parser.parse_args()
     if options.devices is None:
-        options.devices = _count_devices(options.device)
+        options.devices = 64 if options.device == "cpu" else num_devices(options.device)
     outcomes = []
     for number, sizes in enumerate(options.layouts):
         print(f"layout {sizes} ...", flush=True)

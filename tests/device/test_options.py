@@ -1,6 +1,6 @@
 """Options that need CUDA and Transformer Engine: on stages of 1 and 2 GPUs a script trains as on two of 1.
 
-Nobody of us has three GPUs: these tests have not been run.
+With NCCL 2.30 or later one GPU is enough: ranks share it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices import SHARED, has_room_for, num_devices, sharing
 from tests.hosts import ROOT, example_script
 
 TOLERANCE = 0.01  # of bf16
@@ -27,9 +28,9 @@ _MODEL = """
     --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --bf16 --attention-dropout 0
     --hidden-dropout 0 --use-cpu-initialization --transformer-impl transformer_engine --no-gradient-accumulation-fusion
+    --use-distributed-optimizer
 """
 _FUSED = "fused"  # stands for what _MODEL switches off
-_SHARDED = "--use-distributed-optimizer"
 _ALL_BF16 = """configs:
   plain: {transformer_engine_config_type: "TEQuantizationParams", training_recipe: {}}
 matchers:
@@ -37,7 +38,7 @@ matchers:
 """
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices"),
+    pytest.mark.skipif(not has_room_for(3), reason="needs three CUDA devices, or one and NCCL 2.30"),
     pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="needs Transformer Engine"),
 ]
 
@@ -55,7 +56,7 @@ def _needs(package: str) -> pytest.MarkDecorator:
         ["--log-max-attention-logit"],
         ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
         ["--moe-grouped-gemm", "--num-experts", "4", "--disable-bias-linear", "--sequence-parallel"],
-        ["--optimizer-cpu-offload", "--use-precision-aware-optimizer", _SHARDED],
+        ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"],
         pytest.param(
             ["--defer-embedding-wgrad-compute", "--untie-embeddings-and-output-weights", _FUSED],
             marks=_needs("fused_weight_gradient_mlp_cuda"),
@@ -71,9 +72,9 @@ def test_option_that_needs_transformer_engine(flags: list[str]) -> None:
     ("flags", "capability"),
     [
         (["--fp8-format", "hybrid", "--fp8-recipe", "delayed"], (8, 9)),
-        (["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-param-gather", _SHARDED], (8, 9)),
+        (["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-param-gather"], (8, 9)),
         (["--fp4-format", "e2m1"], (10, 0)),
-        (["--fp4-format", "e2m1", "--fp4-param-gather", _SHARDED], (10, 0)),
+        (["--fp4-format", "e2m1", "--fp4-param-gather"], (10, 0)),
     ],
     ids=["fp8", "fp8-gathered", "fp4", "fp4-gathered"],
 )
@@ -112,12 +113,13 @@ def _assert_same(sizes: str, flags: list[str], tolerance: float) -> list[float]:
 def _losses(sizes: str, flags: list[str], launcher: Sequence[str] = ()) -> list[float]:
     num_ranks = sum(map(int, sizes.split(",")))
     launcher = launcher or [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={num_ranks}"]
+    command = [*launcher, f"--nproc-per-node={num_ranks}", *sharing(num_ranks, num_devices("cuda"))]
     model = _MODEL.replace("--no-gradient-accumulation-fusion", "") if _FUSED in flags else _MODEL
     command += ["-m", "vtp_plugin", "run", example_script(), "--vtp-size-list", sizes, *model.split()]
     command += [flag for flag in flags if flag != _FUSED]
     environment = {
         **os.environ,
+        **(SHARED if num_devices("cuda") < num_ranks else {}),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NVTE_CPU_OFFLOAD_V1": "1",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.devices import DEVICE
 from tests.hosts import example_script, norm_tolerance, stock_flags, vocab_size
 from tests.lines import error_line
 from tests.pool import TIMEOUT_S, Pool
@@ -83,7 +84,7 @@ class ScriptRun:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str = "cpu") -> list[str]:
+def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str = DEVICE) -> list[str]:
     """Give the command line of a run that pads the vocabulary as every other run here does.
 
     >>> " ".join(arguments("1,2", extra=["--save", "x"])[-8:])

@@ -41,7 +41,9 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
 
 import vtp_plugin
+from tests.devices import DEVICE
 from tests.group_queries.recorder import refusing_unknown_callers
+from tests.mended import move_what_the_cpu_drew
 from tests.multiproc import leak_watch
 from tests.multiproc.adapted_layers import add_adapters
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
@@ -155,6 +157,7 @@ def run_script(
             }[how]
             os.chdir((folders or {}).get(int(os.environ["RANK"]), os.curdir))
             hooks = ["fork_results_queue", *hooks] if "--save" in arguments else hooks
+            hooks = ["move_to_device", *hooks] if DEVICE != "cpu" and _is_stock(how, arguments) else hooks
             _be_a_process(parent, output, results, start, hooks)
         exit_code = _wait(pid, timeout_s)
         # A checkpoint save starts helpers of 450 MB, which outlive a process that was killed.
@@ -164,6 +167,12 @@ def run_script(
             pickle.loads(results.read_bytes()) if results.exists() else {"steps": [], "evaluations": [], "facts": {}}
         )
         return ScriptRun(exit_code=exit_code, output=output.read_text(errors="replace"), **notes)
+
+
+def _is_stock(how: str, arguments: Sequence[str]) -> bool:
+    """Tell whether Megatron runs as it is: without the plugin, or with a list of equal sizes."""
+    sizes = arguments[arguments.index("--vtp-size-list") + 1] if "--vtp-size-list" in arguments else ""
+    return how == "stock" or (len({*sizes.split(",")}) == 1 and "--layerwise-disaggregated-training" not in arguments)
 
 
 def _run_command(script: str, arguments: Sequence[str]) -> None:
@@ -187,6 +196,8 @@ def _run_plain(script: str, arguments: Sequence[str]) -> None:
 
 def _run_stock(script: str, arguments: Sequence[str]) -> None:
     """Run Megatron with what makes it start on a CPU, and nothing of the plugin's own."""
+    if DEVICE != "cpu":
+        return _run_plain(script, arguments)
     from vtp_plugin.config import VtpConfig
     from vtp_plugin.hosts import find_host
     from vtp_plugin.patches.hosts import load_host
@@ -575,6 +586,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "freeze_weights": _freeze_weights,
     "add_adapters": add_adapters,
     "fork_results_queue": _fork_results_queue,
+    "move_to_device": lambda _facts: move_what_the_cpu_drew(),
     "forget_megatron": _forget_megatron,
     "watch_edge": leak_watch.watch_edge,
     "plant_leaks": leak_watch.plant_leaks,

@@ -44,7 +44,7 @@ def test_what_does_not_fit_or_run_is_named() -> None:
 
 def test_a_wrong_loss_is_wrong() -> None:
     class Options:
-        device, machines = "npu", 2
+        device, machines, share = "npu", 2, False
 
     outcomes = [Outcome("1,1", (2.0, 1.0)), Outcome("1,2", (2.0, 1.001)), Outcome("2,1", (2.0, 1.0))]
     lines, is_well = table(outcomes, Options())  # type: ignore[arg-type]

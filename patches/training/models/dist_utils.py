@@ -1,4 +1,4 @@
-"""U4: the cloud's second chunks, which are empty, are not kept."""
+"""U4: the cloud's second chunks, which are empty, are not kept. P13: what is drawn on the CPU moves to the device."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def _keep_full_chunks(
     chunks = original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
     host.enter_chunk(0)  # not one that is gone
     return chunks
+
+
+@replaces(
+    "megatron.training.models.dist_utils:_wrap_with_mp_wrapper",
+    id="P13",
+    when=Moment.PLATFORM,
+    unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which moves them"},
+    why="its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device; "
+    "training.training:get_model moves it",
+    remove_when="it moves what was drawn on the CPU",
+)
+def _move_to_device(original: Callable[..., list[Any]], model_list: list[Any], config: Any, *args: Any) -> list[Any]:
+    """Move chunks that were drawn on the CPU onto this rank's device, then wrap them as `original` does."""
+    if config.use_cpu_initialization:
+        for chunk in model_list:
+            chunk.cuda()
+    return original(model_list, config, *args)
