@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from vtp_plugin.cli.asked import Asked
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.schedule.cost.simulate import Timeline
+from vtp_plugin.schedule.cost.simulate import Timeline, timeline_of
 from vtp_plugin.schedule.order.actions import Op
 from vtp_plugin.search.fastest import Found
 from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.order import timeline_of
+from vtp_plugin.search.order import course_of
 
 _COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
 _KINDS = {Op.F: "forward", Op.B: "backward"}
@@ -39,9 +39,8 @@ def _name(name: str, choice: Choice) -> str:
 def _rows(asked: Asked, choice: Choice) -> Iterator[tuple[str, list[Box]]]:
     number = min(_MOST_MICROBATCHES, choice.shape.num_microbatches)
     order = choice.order
-    timeline = timeline_of(
-        choice.placement, choice.costs, number, is_planned=order.is_planned, in_flight=order.in_flight
-    )
+    course = course_of(choice.placement, choice.costs, number, is_planned=order.is_planned, in_flight=order.in_flight)
+    timeline = timeline_of(course, choice.costs, mode="rendezvous")
     names = asked.fitted(choice).node_names
     for stage, spans in enumerate(timeline.spans):
         boxes = [

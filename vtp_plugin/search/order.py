@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.simulate import Timeline, simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.schedule.cost.course import Course, Times
+from vtp_plugin.schedule.make.choose import ScheduleRequest, make_course
 from vtp_plugin.schedule.make.generate import one_f_one_b
 from vtp_plugin.schedule.make.limits import choose_limits
 from vtp_plugin.schedule.order.actions import Op
@@ -19,6 +20,8 @@ from vtp_plugin.search.ahead import more_in_flight
 # no more than the other.
 _LEAST_GAIN = 0.005
 _NEAR = 0.002
+# Orders that are kept: many layouts in a row have as many stages. One of 64 stages takes 33 MB.
+_MOST_COURSES = 8
 
 
 class Order(NamedTuple):
@@ -39,18 +42,27 @@ class Order(NamedTuple):
     in_flight: tuple[int, ...]
 
 
-def timeline_of(
+def course_of(
     placement: Placement, costs: Costs, num_microbatches: int, *, is_planned: bool, in_flight: tuple[int, ...] = ()
-) -> Timeline:
-    """Simulate microbatches; the arguments are those of :func:`pipeline_time`."""
-    if is_planned:
-        request = ScheduleRequest(
+) -> Course:
+    """Order microbatches; the arguments are those of :func:`pipeline_time`."""
+    if not num_rings(placement):
+        return _course(placement, num_microbatches, is_planned, in_flight)
+    return make_course(
+        ScheduleRequest(
             placement=placement, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight or None
         )
-        schedule = make_schedule(request)[0]
-    else:
-        schedule = lower(one_f_one_b(placement, num_microbatches), lookahead=0)
-    return simulate(schedule, costs, mode="rendezvous")
+    )
+
+
+@functools.lru_cache(_MOST_COURSES)
+def _course(placement: Placement, num_microbatches: int, is_planned: bool, in_flight: tuple[int, ...]) -> Course:
+    """Order what costs have no say in."""
+    if not is_planned:
+        return Course(lower(one_f_one_b(placement, num_microbatches), lookahead=0))
+    return make_course(
+        ScheduleRequest(placement=placement, num_microbatches=num_microbatches, in_flight=in_flight or None)
+    )
 
 
 def pipeline_time(
@@ -89,23 +101,29 @@ def pipeline_time(
     most = max((num_stages, *in_flight))
     # Interleaved microbatches go in groups of as many as there are stages.
     simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
-    timeline = timeline_of(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    course = course_of(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    times = course.times(costs, mode="rendezvous")
     more = 0.0
     if num_microbatches > simulated:
-        more = (num_microbatches - simulated) * _cycle_s(timeline, costs, simulated, most)
-    ends_s = tuple(spans[-1].end + more for spans in timeline.spans)
-    return Order(timeline.makespan + more, ends_s, timeline.activations, is_planned, in_flight)
+        more = (num_microbatches - simulated) * _cycle_s(course, times, costs, simulated, most)
+    ends_s = tuple(times.of[ends[-1]] + more for ends in course.ends)
+    return Order(times.makespan + more, ends_s, course.activations, is_planned, in_flight)
 
 
-def _cycle_s(timeline: Timeline, costs: Costs, num_microbatches: int, most: int) -> float:
+def _cycle_s(course: Course, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
     """Say how long a microbatch takes while all stages are busy.
 
     The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage
     computes. A U is planned so that its busiest stage never waits, which its first stage may do.
     """
-    placement = timeline.placement
+    placement = course.schedule.placement
     if not num_rings(placement):
-        ends = [span.end for span in timeline.spans[0] if span.action.op is Op.B and span.action.vstage == 0]
+        computes = (action for action in course.schedule.orders[0] if action.op.is_compute)
+        ends = [
+            times.of[end]
+            for action, end in zip(computes, course.ends[0], strict=True)
+            if action.op is Op.B and action.vstage == 0
+        ]
         last = num_microbatches - most - 1
         return (ends[last] - ends[last - 2 * most]) / (2 * most)
     loads = [0.0] * placement.num_stages

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 
-from vtp_plugin.errors import PlanError
 from vtp_plugin.layout.channel import ChannelId
 from vtp_plugin.schedule.cost.bounds import ROUNDING
 from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.advance import advance_orders
+from vtp_plugin.schedule.cost.course import Course
+from vtp_plugin.schedule.order.actions import Action
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.messages import channel_of, link_of, peer_of, started_by
+from vtp_plugin.schedule.order.messages import link_of
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.proof.check import Mode, is_lowered, peak_activations, peak_in_flight, require_valid
+from vtp_plugin.schedule.proof.check import Mode, peak_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,96 +100,40 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     >>> timeline.makespan, round(1 - max(timeline.utilization), 3), timeline.in_flight
     (17.0, 0.294, (2, 1))
     """
-    require_valid(schedule)
-    num_vstages = schedule.placement.num_vstages
-    if len(costs.forward) != num_vstages:
-        raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
-    if not is_lowered(schedule):
-        schedule = lower(schedule, lookahead=max(map(len, schedule.orders)))
-    walk = _Walk(schedule=schedule, costs=costs, mode=mode)
-    walk.run()
-    flights = sorted(walk.flights, key=lambda flight: (flight.sent, flight.channel))
+    return timeline_of(Course(schedule), costs, mode=mode)
+
+
+def timeline_of(course: Course, costs: Costs, *, mode: Mode) -> Timeline:
+    """Find out the same of a schedule that was lined up before."""
+    schedule, times = course.schedule, course.times(costs, mode=mode)
+    placement = schedule.placement
+    spans = []
+    for order, ends in zip(schedule.orders, course.ends, strict=True):
+        computes = (action for action in order if action.op.is_compute)
+        begins = (course.events[end].first for end in ends)
+        spans.append(
+            tuple(
+                Span(action=action, start=times.of[begin], end=times.of[end])
+                for action, begin, end in zip(computes, begins, ends, strict=True)
+            )
+        )
+    flights = []
+    for (action, channel, arrival), start in zip(course.messages, times.departures, strict=True):
+        sent = times.of[course.events[arrival].first]
+        flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=times.of[arrival]))
+    flights.sort(key=lambda flight: (flight.sent, flight.channel))
     sizes: dict[ChannelId, int] = defaultdict(int)
     for flight in flights:
-        sizes[flight.channel] += costs.message_bytes[link_of(schedule.placement, flight.action)]
-    placement = schedule.placement
+        sizes[flight.channel] += costs.message_bytes[link_of(placement, flight.action)]
     return Timeline(
         placement=placement,
-        spans=tuple(map(tuple, walk.spans)),
+        spans=tuple(spans),
         flights=tuple(flights),
-        makespan=max(walk.now),
+        makespan=times.makespan,
         in_flight=tuple(peak_in_flight(schedule, worker) for worker in range(placement.num_workers)),
-        activations=tuple(peak_activations(schedule, vstage) for vstage in range(placement.num_vstages)),
+        activations=course.activations,
         bytes_by_channel=tuple(sorted(sizes.items())),
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Queue:
-    """One channel: the sends and receives on it that have not met yet; the n-th send meets the n-th receive."""
-
-    free_at: float = 0.0
-    sent: deque[tuple[Action, float]] = field(default_factory=deque)
-    posted: deque[float] = field(default_factory=deque)
-
-
-class _Walk:
-    """State of the simulation."""
-
-    def __init__(self, *, schedule: Schedule, costs: Costs, mode: Mode) -> None:
-        self.schedule = schedule
-        self.costs = costs
-        self.mode = mode
-        num_workers = schedule.placement.num_workers
-        self.now = [0.0] * num_workers
-        self.spans: list[list[Span]] = [[] for _ in range(num_workers)]
-        self.flights: list[Flight] = []
-        self.queues: dict[ChannelId, _Queue] = defaultdict(_Queue)
-        # When a message has arrived, by its send and by its receive.
-        self.arrivals: dict[Action, float] = {}
-
-    def run(self) -> None:
-        """Let every worker advance until all have reached the end of their lists."""
-        reached = advance_orders(self.schedule.orders, self.do)
-        if reached != [*map(len, self.schedule.orders)]:
-            raise PlanError(f"{self.schedule.name}: a checked schedule came to a stop at {reached}")
-
-    def do(self, worker: int, action: Action) -> bool:
-        """Do one action; return False if it waits for something whose time is not known yet."""
-        now = self.now[worker]
-        if action.op.is_compute:
-            durations = self.costs.backward if action.op is Op.B else self.costs.forward
-            self.now[worker] = now + durations[action.vstage]
-            self.spans[worker].append(Span(action=action, start=now, end=self.now[worker]))
-            return True
-        if action.op.startswith("WAIT"):
-            arrival = self.arrivals.get(started_by(action))
-            if arrival is None:
-                return False
-            self.now[worker] = max(now, arrival)
-            return True
-        channel = channel_of(self.schedule.placement, action)
-        queue = self.queues[channel]
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            queue.sent.append((action, now))
-        else:
-            queue.posted.append(now)
-        self.move(channel, queue)
-        return True
-
-    def move(self, channel: ChannelId, queue: _Queue) -> None:
-        """Let every message of a channel leave whose time of departure is known."""
-        while queue.sent and (queue.posted or self.mode == "buffered"):
-            action, sent = queue.sent.popleft()
-            link = link_of(self.schedule.placement, action)
-            latency, transfer_time = self.costs.latency[link], self.costs.transfer_time(link)
-            start = max(sent, queue.free_at)
-            if self.mode == "rendezvous":
-                start = max(start, queue.posted.popleft() + latency)
-            queue.free_at = start + transfer_time
-            end = queue.free_at + latency
-            self.flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=end))
-            self.arrivals[action] = self.arrivals[peer_of(self.schedule.placement, action)] = end
 
 
 def choose_lookahead(schedule: Schedule, costs: Costs) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.schedule.cost.course import Course
 from vtp_plugin.schedule.cost.simulate import choose_lookahead
 from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
 from vtp_plugin.schedule.make.limits import choose_limits
@@ -67,6 +68,18 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     require_valid(lowered)
     about = f"{schedule.name}, microbatches: {request.num_microbatches}, lookahead: {lookahead}"
     return lowered, f"schedule {lowered.digest}: {about}{reason}"
+
+
+def make_course(request: ScheduleRequest) -> Course:
+    """Return the same schedule, proven, too, to be simulated.
+
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
+    >>> course = make_course(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
+    >>> course.activations, len(course.messages)
+    ((2, 1), 8)
+    """
+    schedule, lookahead, _ = _order(request)
+    return Course(lower(schedule, lookahead=lookahead))
 
 
 def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
