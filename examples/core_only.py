@@ -8,7 +8,7 @@ A uniform list leaves Megatron alone. With the same seed it prints the same loss
 
     torchrun --nproc-per-node 2 examples/core_only.py --sizes 1,1
 
-``--device cuda`` and ``--device npu`` have not been run.
+``--device cuda`` was run on one GPU that the ranks shared (see ``tests/devices.py``); ``--device npu`` was never run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import vtp_plugin
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SEED = 1234
-VOCAB_SIZE = 256  # divisible by the size of every stage that holds the embedding or the head
+VOCAB_SIZE = 264  # divisible by the size of every stage that holds the embedding or the head, up to four
 SEQ_LENGTH = 32
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
@@ -77,8 +77,8 @@ def build_model(num_stages: int) -> DistributedDataParallel:
     """Build this rank's part of the model: its stage's layers, and the embedding or the head where the model ends."""
     config = TransformerConfig(
         num_layers=2 * num_stages,
-        hidden_size=64,
-        num_attention_heads=4,
+        hidden_size=96,
+        num_attention_heads=12,  # the size of every stage divides it
         # The size of this rank's stage.
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=num_stages,
@@ -107,7 +107,7 @@ def build_model(num_stages: int) -> DistributedDataParallel:
 def batches(step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield tokens and labels ``[B, S]`` of every microbatch; the first and the last stage make the same ones.
 
-    Each sample counts up from a random byte, so there is something to learn.
+    Each sample counts up from a random token, so there is something to learn.
     """
     replica = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(SEED + 1000 * step + replica)

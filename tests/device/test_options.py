@@ -25,7 +25,7 @@ TOLERANCE = 0.01  # of bf16
 TOLERANCE_OF_FEW_BITS = 0.03
 _MODEL = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-iters 0 --mock-data
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-interval 9 --eval-iters 0 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --bf16 --attention-dropout 0
     --hidden-dropout 0 --use-cpu-initialization --transformer-impl transformer_engine --no-gradient-accumulation-fusion
     --use-distributed-optimizer
