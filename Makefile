@@ -52,6 +52,11 @@ test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs
 test-mm: ## MindSpeed-MM's own script on CPU; its trees by VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM, VENV=/its/environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py
 
+test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/gpus.md
+	$(BIN)/python -m pytest -n 0 tests/device
+	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/test_training.py \
+		tests/multiproc/test_u_training.py tests/multiproc/test_unequal_dp_training.py
+
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
 

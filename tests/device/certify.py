@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, help="devices of the smallest machine; default: those of this one")
     parser.add_argument("--share", action="store_true", help="let ranks share GPUs; needs NCCL 2.30")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help="the first of each length is what others are compared with")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help="first of each length the uniform one")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one layout")
     options = parser.parse_args()
     if options.devices is None:

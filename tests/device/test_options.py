@@ -23,14 +23,14 @@ from tests.hosts import ROOT, example_script
 
 TOLERANCE = 0.01  # of bf16
 TOLERANCE_OF_FEW_BITS = 0.03
-_MODEL = """
+MODEL = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-interval 9 --eval-iters 0 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --bf16 --attention-dropout 0
-    --hidden-dropout 0 --use-cpu-initialization --transformer-impl transformer_engine --no-gradient-accumulation-fusion
-    --use-distributed-optimizer
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --log-interval 1 --eval-interval 1000
+    --eval-iters 0 --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127
+    --make-vocab-size-divisible-by 64 --bf16 --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
+    --transformer-impl transformer_engine --no-gradient-accumulation-fusion --use-distributed-optimizer
 """
-_FUSED = "fused"  # stands for what _MODEL switches off
+_FUSED = "fused"  # stands for what MODEL switches off
 _ALL_BF16 = """configs:
   plain: {transformer_engine_config_type: "TEQuantizationParams", training_recipe: {}}
 matchers:
@@ -114,7 +114,7 @@ def _losses(sizes: str, flags: list[str], launcher: Sequence[str] = ()) -> list[
     num_ranks = sum(map(int, sizes.split(",")))
     launcher = launcher or [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={num_ranks}", *sharing(num_ranks, num_devices("cuda"))]
-    model = _MODEL.replace("--no-gradient-accumulation-fusion", "") if _FUSED in flags else _MODEL
+    model = MODEL.replace("--no-gradient-accumulation-fusion", "") if _FUSED in flags else MODEL
     command += ["-m", "vtp_plugin", "run", example_script(), "--vtp-size-list", sizes, *model.split()]
     command += [flag for flag in flags if flag != _FUSED]
     environment = {

@@ -1,4 +1,4 @@
-"""The script with which owners of devices certify the plugin, tried on CPU."""
+"""What owners of devices run to certify the plugin, tried on CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from tests.device.certify import LAYOUTS, Outcome, table
+from tests.device.test_options import MODEL
 from tests.hosts import ROOT
-from tests.pool import free_port
+from tests.multiproc.script_cases import launch, succeeded
+from tests.pool import Pool, free_port
 
 
 def certify(*words: str) -> tuple[int, str]:
@@ -49,3 +51,11 @@ def test_a_wrong_loss_is_wrong() -> None:
     lines, is_well = table(outcomes, Options())  # type: ignore[arg-type]
     assert not is_well
     assert [line.rsplit(" | ", 1)[1] for line in lines[-3:]] == ["trains |", "**wrong** |", "equal |"]
+
+
+@pytest.mark.needs("our_example")
+def test_flags_of_the_options_for_devices_train(script_pool: Pool) -> None:
+    """All but Transformer Engine's layers."""
+    local = ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"]
+    words = [*MODEL.split(), *local, "--vtp-device", "cpu", "--vtp-size-list", "1,2", "--train-iters", "1"]
+    assert len(succeeded(launch(script_pool, 3, {"arguments": words}))[-1].steps) == 1
