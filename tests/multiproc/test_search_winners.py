@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import resharding_flags
 from tests.multiproc.script_cases import MODEL, assert_same_training, train
 from tests.pool import Pool
 from vtp_plugin.cli.main import main
@@ -16,6 +17,10 @@ from vtp_plugin.cli.main import main
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 
 MAX_CARDS = 6
+EXPERTS = (
+    *("--num-experts", "6", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
+    *("--no-bias-gelu-fusion", "--disable-bias-linear", "--sequence-parallel"),
+)
 
 
 def write_cluster(path: Path, seed: int) -> None:
@@ -42,21 +47,37 @@ def check(pool: Pool, path: Path, capsys: pytest.CaptureFixture[str], seed: int)
 
 
 def trains(
-    pool: Pool, path: Path, capsys: pytest.CaptureFixture[str], asked: list[str], given: tuple[str, ...] = ()
+    pool: Pool,
+    path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    given: tuple[str, ...] = (),
+    *,
+    spread: tuple[str, ...] = (),
+    cp: int = 1,
 ) -> list[int]:
-    """Search, train what was found, and stages of one rank each; flags that were given are for both."""
-    flags = [*MODEL, "--global-batch-size", "8", *asked, *given, "--cluster", str(path)]
+    """Search, train what was found, and stages of one rank each; flags that were given are for both.
+
+    ``spread`` are flags that spread a sequence, or experts, over more ranks: only what was found has them.
+    """
+    flags = [*MODEL, "--global-batch-size", "8", *asked, *given, *spread, "--cluster", str(path)]
     main(["search", *flags, "--json"])
     best = json.loads(capsys.readouterr().out)["best"][0]
     sizes, replicas = best["sizes"], best["num_replicas"]
     words = [*given, *best["flags"], "--global-batch-size", "8"]
-    runs = train(pool, ",".join(map(str, sizes)), words, dp=replicas)
     # One rank a stage, with the same layers and the same padding of the vocabulary.
     ones = ",".join("1" for _ in sizes)
     divisor = int(words[words.index("--make-vocab-size-divisible-by") + 1]) * math.lcm(sizes[0], sizes[-1])
-    words[words.index("--vtp-size-list") + 1] = ones
-    words += ["--make-vocab-size-divisible-by", str(divisor)]
-    assert_same_training(runs, train(pool, ones, words))
+    alone = [*words, "--vtp-size-list", ones, "--make-vocab-size-divisible-by", str(divisor)]
+    if spread:
+        # Experts on several ranks draw other weights than on one, so both begin with the same ones.
+        start = ["--save", str(path.parent / "start"), "--save-interval", "1", "--train-iters", "1"]
+        train(pool, ones, [*alone, *start])
+        load = ["--load", str(path.parent / "start"), "--finetune", *resharding_flags()]
+        words, alone = [*words, *load], [*alone, *load]
+    hooks = ["context_parallel"] if cp > 1 else []
+    runs = train(pool, ",".join(map(str, sizes)), [*words, *spread], dp=replicas * cp, hooks=hooks)
+    assert_same_training(runs, train(pool, ones, alone))
     return [*sizes]
 
 
@@ -73,6 +94,31 @@ def test_a_u_that_was_found_trains_as_uniform_stages_do(
     )
     asked = ["--num-layer-list", "1,2,1", "--vtp-stages", "2:2"]
     assert trains(pool, path, capsys, asked, ("--layerwise-disaggregated-training",)) == [1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("given", "spread", "cp"),
+    [
+        pytest.param(EXPERTS, ("--expert-model-parallel-size", "2"), 1, id="experts"),
+        pytest.param(("--lr", "1e-3"), ("--context-parallel-size", "2"), 2, id="context"),
+    ],
+)
+def test_a_winner_with_spread_sequences_or_experts_trains(
+    given: tuple[str, ...],
+    spread: tuple[str, ...],
+    cp: int,
+    pool: Pool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 0.01\n[links.inside]\nlatency_us = 1\ngbyte_per_s = 200\n"
+        "[links.between]\nlatency_us = 10\ngbyte_per_s = 25\n"
+        "[[nodes]]\ncards = 'one'\ncards_per_node = 2\n[[nodes]]\ncards = 'one'\ncards_per_node = 4\n"
+    )
+    assert trains(pool, path, capsys, ["--vtp-stages", "2:3"], given, spread=spread, cp=cp) == [1, 2]
 
 
 def test_a_winner_trains_as_uniform_stages_do(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
