@@ -219,12 +219,12 @@ def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = 
         own.run(world_size, "tests.pool_jobs:run_code", {"code": textwrap.dedent(code)}, env=env)
 
 
-def start_python(*words: str, timeout_s: float = 600.0) -> str:
+def start_python(*words: str, timeout_s: float = 600.0, path: str = PYTHON_PATH) -> str:
     """Start a process of its own with these words, as a user does, and return what it prints; it must end well."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH},
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=timeout_s,

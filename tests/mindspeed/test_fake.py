@@ -12,7 +12,7 @@ from tests.hosts import PYTHON_PATH
 from tests.mindspeed.launcher import launch
 from tests.multiproc import script_cases
 from tests.multiproc.script_cases import arguments, num_ranks
-from tests.pool import Pool
+from tests.pool import Pool, start_python
 
 pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
 
@@ -97,6 +97,22 @@ def assert_right(code: int, output: str, reference: dict[str, list[float]]) -> N
     # Our replacements lie around the fake's, and both run.
     reports = set(re.findall(r"calls (\[.*?\]) lost (\[.*?\])", output))
     assert reports == {("['initialize_model_parallel', 'validate_args']", "[]")}
+
+
+def test_profile_times_what_the_adaptor_has_patched(tmp_path: Path) -> None:
+    code = """
+import sys
+from vtp_plugin.cli.main import main
+main(sys.argv[1:])
+from mindspeed.calls import NAMES
+from vtp_plugin.ground.mindspeed import loaded_adaptor
+print(loaded_adaptor(), "validate_args" in NAMES)
+"""
+    model = script_cases.MODEL[: script_cases.MODEL.index("--lr")]
+    words = [*model, "--vocab-size", "128", "--transformer-impl", "local", "--vtp-device", "cpu", "--tp-sizes", "1"]
+    words += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--use-cpu-initialization"]
+    out = start_python("-c", code, "profile", *words, "--rounds", "1", "--out", str(tmp_path / "a.toml"), path=PATH)
+    assert out.splitlines()[-1] == "mindspeed.megatron_adaptor True"
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground.log import wrap
-from vtp_plugin.ground.mindspeed import has_mindspeed, loaded_adaptor
+from vtp_plugin.ground.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.hosts import family_of, find_megatron, find_torch, problems_of
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class _Report:
         choose_device(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.mindspeed = _import_adaptor()
+            self.mindspeed = _describe_adaptor()
 
     def _try_patches(self, device: DeviceName) -> None:
         """Apply the patches as a U-shaped run does (it needs all of them), note their state, and revert them."""
@@ -249,18 +249,17 @@ def _is_replaced(target: str) -> bool:
     return hasattr(accessor, MARKER)
 
 
-def _import_adaptor() -> str:
-    """Import the adaptor, MindSpeed-LLM's where it is installed, and say what it has done.
+def _describe_adaptor() -> str:
+    """Import the adaptor, and say what it has done.
 
     Returns:
         Its module, its folder, and the number of names that it has patched.
     """
-    package = "mindspeed_llm" if importlib.util.find_spec("mindspeed_llm") is not None else "mindspeed.megatron_adaptor"
-    importlib.import_module(package)
+    adaptor = import_adaptor()
     names = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
     spec = importlib.util.find_spec("mindspeed")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return f"{loaded_adaptor()} ({', '.join(folders)}), {len(names)} names patched"
+    return f"{adaptor} ({', '.join(folders)}), {len(names)} names patched"
 
 
 def _interfaces() -> Iterator[str]:

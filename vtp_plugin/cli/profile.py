@@ -23,6 +23,7 @@ from vtp_plugin.cluster.profile import write_links, write_profile
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.words import without
 from vtp_plugin.footprint.model import Model
+from vtp_plugin.ground.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.hosts import find_host
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def run(options: argparse.Namespace) -> None:
 def _device(options: argparse.Namespace) -> Iterator[Session]:
     """Find the card, and let Megatron use it."""
     choose_device(options.vtp_device or "auto")
+    if has_mindspeed():
+        import_adaptor()  # its layers are timed
     vtp_plugin.apply(device=options.vtp_device or "auto")
     try:
         session = current_session()

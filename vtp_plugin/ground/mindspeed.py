@@ -2,11 +2,12 @@
 
 MindSpeed reads the command line and patches Megatron while its adaptor is imported (``mindspeed.megatron_adaptor``,
 ``mindspeed_llm.megatron_adaptor``). It needs a Megatron that nobody has imported yet, so ours must come after it.
-Nothing of MindSpeed is imported here.
+Only :func:`import_adaptor` imports anything of MindSpeed.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -43,6 +44,16 @@ def loaded_adaptor() -> str:
 def has_mindspeed() -> bool:
     """Tell whether MindSpeed can be imported."""
     return importlib.util.find_spec("mindspeed") is not None
+
+
+def import_adaptor() -> str:
+    """Import the adaptor, as a script of MindSpeed's does, MindSpeed-LLM's where it is installed, and return its name.
+
+    It comes before anything of Megatron, and reads ``sys.argv``.
+    """
+    package = "mindspeed_llm" if importlib.util.find_spec("mindspeed_llm") is not None else "mindspeed.megatron_adaptor"
+    importlib.import_module(package)
+    return loaded_adaptor()
 
 
 class ImportWatch(MetaPathFinder):
