@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vtp_plugin.cluster.durations import speed_of
 from vtp_plugin.cluster.machines import Card, Links, Time
-from vtp_plugin.cluster.memory import held_bytes
+from vtp_plugin.cluster.memory import counted_twice, held_bytes
 from vtp_plugin.cluster.read import parse_cluster, read_cluster
 from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.cluster.table import Table
@@ -18,9 +19,16 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Experts, Model
 from vtp_plugin.footprint.sizes import Microbatch, Routing
 from vtp_plugin.footprint.state import Training, footprints
-from vtp_plugin.layout.chunks import plain_chunks
+from vtp_plugin.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.question import Link
+from vtp_plugin.search.judge import place
+from vtp_plugin.search.question import Kind, Link
+from vtp_plugin.search.room import held_bytes_of
+
+
+def _chunk(start: int, end: int, *, is_first: bool = False, is_last: bool = False) -> Chunk:
+    return Chunk(layers=tuple(range(start, end)), is_first=is_first, is_last=is_last, is_whole=False)
+
 
 MODEL = Model(
     num_layers=6,
@@ -177,6 +185,36 @@ def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ..
         expected = planned[layout.leader(stage, 0, 0)].held_bytes(len(layers) - stage)
         assert held(2, 1, start, start + number, stage == 0, stage == len(layers) - 1, len(layers) - stage) == expected
         start += number
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "num_chunks", "chunks"),
+    [
+        # A U: the edge has the ends of the model.
+        ((1, 4, 1), 1, [[_chunk(0, 1, is_first=True), _chunk(5, 6, is_last=True)], [_chunk(1, 5)]]),
+        ((4, 2), 2, [[_chunk(0, 2, is_first=True), _chunk(3, 5)], [_chunk(2, 3), _chunk(5, 6, is_last=True)]]),
+    ],
+    ids=["U", "interleaved"],
+)
+def test_virtual_stages_of_a_rank_share_communicators(
+    layers: tuple[int, ...], num_chunks: int, chunks: list[list[Chunk]], is_tied: bool
+) -> None:
+    model = replace(MODEL, is_tied=is_tied)
+    training = Training(
+        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None,
+        backend="nccl",
+    )  # fmt: skip
+    batch = Microbatch(length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True)
+    planned = footprints(model, training, PipelineLayout.from_sizes((2, 4), world_size=6), chunks, batch)
+    asked: Any = SimpleNamespace(
+        held_bytes=held_bytes(model, training, batch), counted_twice=counted_twice(model, training, batch)
+    )
+    shape: Any = SimpleNamespace(num_replicas=1)
+    placement, parts = place(2, layers, num_chunks)
+    found = held_bytes_of(asked, shape, [Kind((0,), 2), Kind((0,), 4)], placement, parts, [0] * len(parts))
+    assert found == [planned[0].held_bytes(0), planned[2].held_bytes(0)]
+    assert planned[0].overhead_bytes > 1 << 20
 
 
 def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan() -> None:

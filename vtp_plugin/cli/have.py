@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cli.asked import read_padded_model
-from vtp_plugin.cluster.memory import held_bytes
+from vtp_plugin.cluster.memory import counted_twice, held_bytes
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
@@ -18,7 +19,6 @@ from vtp_plugin.fit.reasons import describe
 from vtp_plugin.fit.search import Fitted
 from vtp_plugin.ground.values import parse_bytes
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.question import HeldBytes
 
 
 def add_have_flags(group: argparse._ArgumentGroup) -> None:
@@ -56,20 +56,20 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
 
     ask = read_ask(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:
-        ask = dataclasses.replace(ask, held_bytes=_held_bytes(args, ask))
+        ask = _with_memory(args, ask)
     fitted, rivals = fit(nodes, ask)
     return write_fitted(config, fitted), fitted, describe(fitted, ask, rivals)
 
 
-def _held_bytes(args: argparse.Namespace, ask: Ask) -> HeldBytes:
-    """Give what says how much stages hold, with the activations of their microbatches in flight, if those are known."""
+def _with_memory(args: argparse.Namespace, ask: Ask) -> Ask:
+    """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
     layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
     has_activations = not activation_flags.why_no_activations(args, layout)
-    return held_bytes(
+    what = (
         read_padded_model(args, ask),
         model_flags.read_training(args, layout),
         activation_flags.read_microbatch(args) if has_activations else None,
-        cp=ask.cp,
-        ep=ask.ep,
-        etp=ask.etp,
     )
+    spread: dict[str, Any] = {"cp": ask.cp, "ep": ask.ep, "etp": ask.etp}
+    held, twice = held_bytes(*what, **spread), counted_twice(*what, **spread)
+    return dataclasses.replace(ask, held_bytes=held, counted_twice=twice)

@@ -10,7 +10,7 @@ from vtp_plugin.footprint.sizes import Microbatch
 from vtp_plugin.footprint.state import Footprint, Training, footprints
 from vtp_plugin.layout.chunks import Chunk
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.question import HeldBytes
+from vtp_plugin.search.question import CountedTwice, HeldBytes
 
 
 def held_bytes(
@@ -64,6 +64,33 @@ def held_bytes(
         state += rows[end][0] - rows[start][0]
         kept += rows[end][1] - rows[start][1]
         return state + kept * in_flight
+
+    return of_stage
+
+
+def counted_twice(
+    model: Model,
+    training: Training,
+    batch: Microbatch | None,
+    *,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+) -> CountedTwice:
+    """Give what says how much virtual stages of one rank share: communicators, workspaces, the allocator's blocks.
+
+    The arguments are those of :func:`held_bytes`.
+    """
+
+    @cache
+    def of_stage(tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
+        layout = PipelineLayout.from_sizes((tp,), world_size=tp * cp * num_replicas, cp=cp, ep=ep, etp=etp)
+
+        def held(*ends: tuple[bool, bool]) -> int:
+            chunks = [Chunk(layers=(0,), is_first=first, is_last=last, is_whole=first and last) for first, last in ends]
+            return _fullest(footprints(model, training, layout, (chunks,), batch))[0]
+
+        return sum(map(held, ends)) - held(*ends)
 
     return of_stage
 

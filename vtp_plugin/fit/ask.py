@@ -12,7 +12,7 @@ from vtp_plugin.layout.replicas import ReplicaMap
 from vtp_plugin.options.checks.batch import check_batches
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
-from vtp_plugin.search.question import HeldBytes
+from vtp_plugin.search.question import CountedTwice, HeldBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Ask:
         ends: of a U-shaped pipeline, layers of the edge's first and last part; None for others.
         is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12.
         held_bytes: what a stage holds; None where that is not known.
+        counted_twice: of it by a stage with several virtual stages.
     """
 
     args: Any
@@ -46,6 +47,7 @@ class Ask:
     ends: tuple[int, int] | None = None
     is_alike: bool = False
     held_bytes: HeldBytes | None = None
+    counted_twice: CountedTwice | None = None
 
     def __post_init__(self) -> None:
         flags = {

@@ -128,6 +128,7 @@ def _question(nodes: Sequence[Node], ask: Ask, pools: Sequence[Sequence[int]], n
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
         held_bytes=ask.held_bytes,
+        counted_twice=ask.counted_twice,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
         objective="cards",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.search.lists import kinds_of
 from vtp_plugin.search.question import HeldBytes, Kind, Pool, Question, Shape, Speed
-from vtp_plugin.search.room import held_by
+from vtp_plugin.search.room import held_by, held_twice
 from vtp_plugin.search.stage import Works, best_hop_s
 
 
@@ -108,7 +108,8 @@ def _holds(question: Question, shape: Shape, edge: Kind, memory_bytes: int | Non
     end = held_by(
         question, shape, edge, (question.num_layers - last, question.num_layers), 1, is_first=False, is_last=True
     )
-    return memory_bytes is None or start + end <= memory_bytes
+    both = start + end - held_twice(question, shape, edge, [(True, False), (False, True)])
+    return memory_bytes is None or both <= memory_bytes
 
 
 def _cut(pool: Pool, start: int, end: int, *, is_kept: bool) -> Pool:

@@ -139,6 +139,10 @@ HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
 """Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
 it, whether it has the embedding, whether it has the head, the microbatches of which it keeps activations."""
 
+CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
+"""Bytes that a rank holds once for all virtual stages of its stage, though the sum over them counts them for every one:
+its tensor-parallel size, the replicas, and of each virtual stage whether it has the embedding, and the head."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -151,6 +155,7 @@ class Question:
         most_stages: likewise.
         across: between two sites, by their names in order; where none is given, the slower of the pools' own.
         held_bytes: of a stage; None where memory does not count.
+        counted_twice: of a stage with several virtual stages; None for nothing.
         tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
         edge: of a U, the site of its first stage.
         around: of a U, the layers of the edge's first and last part; None for others.
@@ -169,6 +174,7 @@ class Question:
     most_stages: int
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     held_bytes: HeldBytes | None = None
+    counted_twice: CountedTwice | None = None
     tied_bytes: int = 0
     edge: str = ""
     around: tuple[int, int] | None = None

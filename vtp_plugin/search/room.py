@@ -30,10 +30,22 @@ def held_bytes_of(
         peaks: microbatches of which each keeps activations.
     """
     held = [0] * len(kinds)
+    ends: list[list[tuple[bool, bool]]] = [[] for _ in kinds]
     for vstage, (stage, part, peak) in enumerate(zip(placement.stages, parts, peaks, strict=True)):
-        is_last = vstage == placement.num_vstages - 1
-        held[stage] += held_by(question, shape, kinds[stage], part, peak, is_first=vstage == 0, is_last=is_last)
-    return held
+        is_first, is_last = vstage == 0, vstage == placement.num_vstages - 1
+        held[stage] += held_by(question, shape, kinds[stage], part, peak, is_first=is_first, is_last=is_last)
+        ends[stage].append((is_first, is_last))
+    return [
+        num_bytes - held_twice(question, shape, kind, own)
+        for num_bytes, kind, own in zip(held, kinds, ends, strict=True)
+    ]
+
+
+def held_twice(question: Question, shape: Shape, kind: Kind, ends: Sequence[tuple[bool, bool]]) -> int:
+    """Say what the virtual stages of a stage have in common, each with whether it has the embedding, and the head."""
+    if question.counted_twice is None or len(ends) == 1:
+        return 0
+    return question.counted_twice(kind.tp, shape.num_replicas, tuple(ends))
 
 
 def held_by(
