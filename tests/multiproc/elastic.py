@@ -92,7 +92,7 @@ def undisturbed(
     return {int(found[1]): float(found[3]) for found in STEP.finditer(done.stdout)}
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass
 class Cluster:
     """Nodes that run one script.
 
