@@ -14,7 +14,7 @@ from tests.multiproc import script_cases
 from tests.multiproc.script_cases import arguments, num_ranks
 from tests.pool import Pool, start_python
 
-pytest.importorskip("megatron.training", reason="whole scripts need megatron.training")
+pytestmark = pytest.mark.needs("scripts_here")
 
 SCRIPT = Path(__file__).with_name("script_with_fake.py")
 PATH = os.pathsep.join([PYTHON_PATH, str(SCRIPT.parent / "fake")])
