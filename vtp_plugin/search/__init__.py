@@ -1,9 +1,9 @@
 """Which list of sizes has the shortest step on nodes whose cards differ, from what layers cost on them: pure functions.
 
-``question`` says what is asked, in numbers alone, and what is best; ``lists`` goes through what the cards allow and
-bounds it, ``stage_orders`` puts the stages of a list in order, ``split`` shares out layers, ``put`` finds nodes
-(``pack`` if only room counts), ``cross`` says what boundaries cost by each transport, ``judge`` simulates, ``fastest``
-does one after the other, ``uniform`` says what stock Megatron has.
+``question`` says what is asked, in numbers alone, and what is best; ``lists`` goes through what the cards allow, and
+leaves out what is too slow by ``bounds``, ``stage_orders`` puts the stages of a list in order, ``split`` shares out
+layers, ``put`` finds nodes (``pack`` if only room counts), ``cross`` says what boundaries cost by each transport,
+``judge`` simulates, ``fastest`` does one after the other, ``uniform`` says what stock Megatron has.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

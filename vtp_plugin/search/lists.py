@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import combinations_with_replacement
 from operator import mul
 from typing import NamedTuple
 
+from vtp_plugin.search.bounds import Demand, bound_list, layers_demanded, least_of_card, most_layers, steps_demanded
 from vtp_plugin.search.put import has_rooms
 from vtp_plugin.search.question import Kind, Question, Shape
-from vtp_plugin.search.stage import Work, Works, most_held
+from vtp_plugin.search.stage import Work, Works
 
-# So much of a layer is no time.
-_ROUNDING = 1e-9
 # Replicas of a stage are in several pools only if there are at most so many of them.
 _MOST_MIXED = 8
 
@@ -76,59 +74,137 @@ def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: 
         reach: which lists are looked at.
         below_s: gives what a step must be shorter than; it ends a walk that takes too long by an error of its own.
     """
-    kinds = kinds_of(shape, is_mixing=reach.is_mixing)
-    most_stages = min(question.most_stages, question.num_layers)
-    most_s = min(below_s() / shape.num_microbatches, 1e9)
-    # Layers that a stage can have at most, and what a card adds to that at best, of each pool, from each kind on.
-    most_layers = [_most_layers(question, shape, kind, works[kind], most_s) for kind in kinds]
-    pools = range(len(shape.pools))
-    best = [
-        [
-            max(
-                (n / one.tp for n, one in zip(most_layers[i:], kinds[i:], strict=True) if place in one.places),
-                default=0,
-            )
-            / shape.num_replicas
-            for place in pools
-        ]
-        for i in range(len(kinds) + 1)
-    ]
-    # Where memory is the limit, both ends of the model may have time enough.
-    is_by_time = all(
-        number == _whole(most_s, works[kind].least_s) for number, kind in zip(most_layers, kinds, strict=True)
-    )
-    needed = question.num_layers + (_lost([works[kind] for kind in kinds], most_s) if is_by_time else 0) - _ROUNDING
+    walk = _Walk(question, shape, works, reach, below_s)
+    for goal in _goals(question, shape, walk.kinds) if question.objective == "cards" else (None,):
+        yield from walk.go(goal, 0, walk.rooms, 0, walk.start, ())
 
-    rooms = [sum(pool.rooms) for pool in shape.pools]
-    if sum(map(mul, best[0], rooms)) < needed:
-        return
-    takes = [[kind.tp * kind.places.count(place) for place in pools] for kind in kinds]
-    limits = [_most_of(shape, kind) for kind in kinds]
+
+class _Walk:
+    """Goes through how many stages of each kind there may be; the arguments are those of :func:`rows`."""
+
+    def __init__(
+        self, question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]
+    ) -> None:
+        self.question, self.shape, self.works, self.reach, self.below_s = question, shape, works, reach, below_s
+        self.kinds = kinds_of(shape, is_mixing=reach.is_mixing)
+        own = [works[kind] for kind in self.kinds]
+        self.most_layers = most_layers(question, shape, self.kinds, own, below_s())
+        self.most_stages = min(question.most_stages, question.num_layers)
+        self.rooms = [sum(pool.rooms) for pool in shape.pools]
+        self.takes = [[kind.tp * kind.places.count(place) for place in range(len(self.rooms))] for kind in self.kinds]
+        self.is_mixed = [len(kind.pools) > 1 for kind in self.kinds]
+        self.limits = [_most_of(shape, kind) for kind in self.kinds]
+        self.demands = [[self._sum(*one) for one in demand] for demand in self._demands(own)]
+        self.start = [[0.0] * len(demand) for demand in self.demands]
+
+    def _demands(self, works: Sequence[Work]) -> Iterator[Demand]:
+        """Yield what a list must have: room for all layers, and little enough time in which stages wait."""
+        question, shape, below_s = self.question, self.shape, self.below_s()
+        yield layers_demanded(question, shape, works, self.most_layers, below_s)
+        fewest = min((kind.tp for kind in self.kinds), default=1) * shape.num_replicas
+        num_stages = min(self.most_stages, sum(self.rooms) // fewest)
+        if self.kinds and not question.runs_ahead and below_s < math.inf and num_stages < shape.num_microbatches:
+            yield steps_demanded(question, shape, self.kinds, works, below_s)
+
+    def _sum(self, of_kind: Sequence[float], most: float) -> _Sum:
+        """Add the least that a card may still add: unused, or in a stage of one of the kinds from each on."""
+        starts = range(len(self.kinds) + 1)
+        of_room = [least_of_card(self.shape, self.kinds[i:], of_kind[i:]) for i in starts]
+        return _Sum(of_kind, of_room, most)
 
     def go(
-        goal: _Goal | None, first: int, left: list[int], stages: int, layers: int, chosen: list[tuple[Kind, int]]
+        self,
+        goal: _Goal | None,
+        first: int,
+        left: Sequence[int],
+        stages: int,
+        sums: Sequence[Sequence[float]],
+        chosen: tuple[tuple[Kind, int], ...],
     ) -> Iterator[Row]:
-        if first == len(kinds):
-            row = Row(tuple(chosen), 0.0) if goal is not None else _row(question, shape, works, chosen, below_s())
-            if stages >= question.least_stages and row.bound_s < below_s() and _goes_in(question, shape, row):
+        """Yield the lists that begin with what is chosen.
+
+        Args:
+            goal: where cards count, what a list must have.
+            first: the next kind.
+            left: cards of every pool.
+            stages: that are chosen.
+            sums: of what is demanded, over them.
+            chosen: kinds, and how many stages of each.
+        """
+        if first == len(self.kinds):
+            row = Row(chosen, 0.0 if goal is not None else self._bound_s(chosen))
+            if stages >= self.question.least_stages and row.bound_s < self.below_s() and self._goes_in(row):
                 yield row
             return
-        kind, own, take, share = kinds[first], most_layers[first], takes[first], best[first + 1]
-        most = min(most_stages - stages, limits[first]) if own else 0
-        for count in _counts(kind, reach, chosen, left, most):
+        kind, take = self.kinds[first], self.takes[first]
+        for count in self._counts(first, left, stages, chosen):
             rest = [number - count * each for number, each in zip(left, take, strict=True)] if count else left
-            now = layers + count * own
-            # Without a function call: this is asked millions of times.
-            to_come = 0.0
-            for place in pools:
-                to_come += share[place] * rest[place]
-            if now + to_come >= needed:
-                more = [*chosen, (kind, count)] if count else chosen
-                if goal is None or goal.is_near(kinds[first + 1 :], more):
-                    yield from go(goal, first + 1, rest, stages + count, now, more)
+            more = [
+                [now + count * one.of_kind[first] for now, one in zip(row, demand, strict=True)]
+                for row, demand in zip(sums, self.demands, strict=True)
+            ]
+            if self._may_do(first + 1, rest, more):
+                longer = (*chosen, (kind, count)) if count else chosen
+                if goal is None or goal.is_near(self.kinds[first + 1 :], longer):
+                    yield from self.go(goal, first + 1, rest, stages + count, more, longer)
 
-    for goal in _goals(question, shape, kinds) if question.objective == "cards" else (None,):
-        yield from go(goal, 0, rooms, 0, 0, [])
+    def _counts(
+        self, first: int, left: Sequence[int], stages: int, chosen: Sequence[tuple[Kind, int]]
+    ) -> Sequence[int]:
+        """List how many stages of a kind there may be, the most first."""
+        if not self.most_layers[first]:
+            return (0,)
+        most = min(self.most_stages - stages, self.limits[first])
+        for number, each in zip(left, self.takes[first], strict=True):
+            if each and number < each * most:
+                most = number // each
+        if most < 1:
+            return (0,)
+        kind = self.kinds[first]
+        if self.is_mixed[first]:
+            # Sorted by their pools, replicas of one stage of a size at most are in two of them.
+            is_other = any(one.tp == kind.tp and len(set(one.places)) > 1 for one, _ in chosen)
+            return (0,) if is_other else (1, 0)
+        if len({one.tp for one, _ in chosen if one.places == kind.places} | {kind.tp}) > self.reach.most_sizes:
+            return (0,)
+        return (most, 0) if self.reach.takes_all else range(most, -1, -1)
+
+    def _may_do(self, first: int, rest: Sequence[int], sums: Sequence[Sequence[float]]) -> bool:
+        """Whether the cards that are left may be enough for all that is demanded."""
+        for row, demand in zip(sums, self.demands, strict=True):
+            for now, one in zip(row, demand, strict=True):
+                if now + sum(map(mul, one.of_room[first], rest)) <= one.most:
+                    break
+            else:
+                return False
+        return True
+
+    def _bound_s(self, chosen: Sequence[tuple[Kind, int]]) -> float:
+        own, counts = [self.works[kind] for kind, _ in chosen], [count for _, count in chosen]
+        return bound_list(self.question, self.shape, own, counts, self.below_s())
+
+    def _goes_in(self, row: Row) -> bool:
+        """Whether there is room for a list; where cards count, also whether every site has a stage."""
+        question, shape = self.question, self.shape
+        if question.objective == "cards":
+            used = {shape.pools[kind.places[0]].site for kind, _ in row.counts}
+            if used < {pool.site for pool in shape.pools} - {question.edge}:
+                return False
+        return has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])
+
+
+class _Sum(NamedTuple):
+    """What the stages of a list add up to, and must not be above a limit.
+
+    Attributes:
+        of_kind: what a stage of each kind adds.
+        of_room: the least that a card of each pool may still add, from each kind on.
+        most: the limit.
+    """
+
+    of_kind: Sequence[float]
+    of_room: Sequence[Sequence[float]]
+    most: float
 
 
 class _Goal(NamedTuple):
@@ -157,148 +233,8 @@ def _goals(question: Question, shape: Shape, kinds: Sequence[Kind]) -> Iterator[
         yield from (_Goal(ranks, stages) for stages in range(fewest, min(most, ranks // smallest) + 1))
 
 
-def _goes_in(question: Question, shape: Shape, row: Row) -> bool:
-    """Whether there is room for a list; where cards count, also whether every site has a stage."""
-    if question.objective == "cards":
-        used = {shape.pools[kind.places[0]].site for kind, _ in row.counts}
-        if used < {pool.site for pool in shape.pools} - {question.edge}:
-            return False
-    return has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])
-
-
 def _most_of(shape: Shape, kind: Kind) -> int:
     """Count the stages of a kind that there is room for."""
     return min(
         sum(room // kind.tp for room in shape.pools[place].rooms) // kind.places.count(place) for place in kind.pools
     )
-
-
-def _most_layers(question: Question, shape: Shape, kind: Kind, work: Work, most_s: float) -> int:
-    """Bound the layers of a stage by its time; with less memory than for all layers by that, too."""
-    held = most_held(question, shape, kind, work)
-    whole = _whole(most_s, work.least_s)
-    return whole if held >= question.num_layers else min(held, whole)
-
-
-def _counts(
-    kind: Kind, reach: Reach, chosen: Sequence[tuple[Kind, int]], left: Sequence[int], most: int
-) -> Sequence[int]:
-    """List how many stages of a kind there may be, the most first."""
-    most = min(most, *(left[place] // (kind.tp * kind.places.count(place)) for place in kind.pools))
-    if len(kind.pools) > 1:
-        # Sorted by their pools, replicas of one stage of a size at most are in two of them.
-        is_other = any(one.tp == kind.tp and len(one.pools) > 1 for one, _ in chosen)
-        return (0,) if is_other or most < 1 else (1, 0)
-    sizes = {one.tp for one, _ in chosen if one.places == kind.places} | {kind.tp}
-    if len(sizes) > reach.most_sizes or most < 1:
-        return (0,)
-    return (most, 0) if reach.takes_all else range(most, -1, -1)
-
-
-def _row(question: Question, shape: Shape, works: Works, chosen: Sequence[tuple[Kind, int]], below_s: float) -> Row:
-    """Bound a list; what is no shorter than ``below_s`` even in parts of layers is not bounded any further."""
-    if not chosen:
-        return Row((), math.inf)
-    own, counts = [works[kind] for kind, _ in chosen], [count for _, count in chosen]
-    rates = [1 / work.least_s for work in own]
-    rate = sum(map(mul, counts, rates))
-    if question.runs_ahead:
-        any_s = _any_order_s(shape.num_microbatches, question.num_layers, own, counts)
-        if any_s < below_s:
-            any_s = max(any_s, shape.num_microbatches * _busiest(question.num_layers, counts, own))
-        return Row(tuple(chosen), any_s)
-    bound = partial(_least_s, question, shape, sum(counts), rate, slowest=min(rates), quickest=max(rates))
-    least_s = bound(question.num_layers / rate)
-    if least_s < below_s:
-        least_s = bound(_busiest(question.num_layers, counts, own))
-    return Row(tuple(chosen), least_s)
-
-
-def _busiest(num_layers: int, counts: Sequence[int], works: Sequence[Work]) -> float:
-    """Bound the time of the busiest stage: the shortest in which whole layers and both ends of the model have room."""
-    layers_s = [work.least_s for work in works]
-    # Asked for each of many lists: no calls inside.
-    events = {(more, work.least_s) for work in works for more in work.ends_s}
-    time = num_layers / sum(count / layer_s for count, layer_s in zip(counts, layers_s, strict=True))
-    while True:
-        room = sum([count * int(time / layer_s + _ROUNDING) for count, layer_s in zip(counts, layers_s, strict=True)])
-        if room >= num_layers and room >= num_layers + _lost(works, time):
-            return time
-        time = min(
-            [
-                more + (int((time - more) / layer_s + _ROUNDING) + 1) * layer_s if time > more else more + layer_s
-                for more, layer_s in events
-            ]
-        )
-
-
-def _whole(time: float, layer_s: float) -> int:
-    """Count the layers that a stage computes in a time."""
-    return int(time / layer_s + _ROUNDING) if time > 0 else 0
-
-
-def _lost(works: Sequence[Work], time: float) -> int:
-    """Count the layers that have no room, since the first and the last stage have more to do than layers."""
-    if not works:
-        return 0
-
-    def lost(end: int) -> int:
-        return min(_whole(time, work.least_s) - _whole(time - work.ends_s[end], work.least_s) for work in works)
-
-    # Often there is nothing before the layers.
-    first = lost(1) if any(work.ends_s[1] for work in works) else 0
-    last = lost(2)
-    return min(first + last, lost(3)) if first else last
-
-
-def _least_s(
-    question: Question, shape: Shape, stages: int, rate: float, busiest: float, *, slowest: float, quickest: float
-) -> float:
-    """Bound a step from below.
-
-    Let t be the time of the busiest stage, at least T. In it all stages together could compute rate t layers, and
-    compute L, so the sum of their times is at least p t - D with D = (rate t - L) / slowest. Then the bound of
-    :mod:`~vtp_plugin.search.split` is at least (m + p - 1) t - 2 D. That grows with t if m + p - 1 >= 2 rate / slowest.
-    Without that, half of what fills the pipeline is certain.
-
-    Args:
-        question: what is asked.
-        shape: of the step.
-        stages: of the pipeline, at least.
-        rate: layers in a second, of all stages, at most.
-        busiest: T, L / rate or more.
-        slowest: layers in a second of the slowest stage, at least.
-        quickest: of the quickest stage, at most; 0 if it is not known.
-    """
-    microbatches, layers = shape.num_microbatches, question.num_layers
-    if microbatches > stages and microbatches + stages - 1 >= 2 * rate / slowest:
-        missing = max(0.0, rate * busiest - layers) / slowest
-        return max(microbatches * busiest, (microbatches + stages - 1) * busiest - 2 * missing)
-    if not quickest:
-        return microbatches * busiest
-    half = microbatches - 1 - (min(stages, microbatches) - 1) / 2
-    return max(microbatches * busiest, layers / quickest + half * busiest)
-
-
-def _any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
-    """Bound a step from below, with any number of microbatches in flight, as if layers could be cut.
-
-    Let B be the bound of :mod:`~vtp_plugin.search.split`, without links: for each stage i, P_i + m t_i <= B, where P_i
-    is the sum of t before it. So B - P_(i+1) = B - P_i - t_i >= (1 - 1/m) (B - P_i), and
-    t_i <= B / m (1 - 1/m)^(i-1). In that time stages compute most layers where the quickest is the first; all together
-    must compute L.
-
-    Args:
-        num_microbatches: m, of a replica.
-        num_layers: L, of the model.
-        works: of the kinds of stages.
-        counts: stages of each.
-    """
-    left = 1 - 1 / num_microbatches
-    share, layers_s = 1.0, 0.0
-    for layer_s, count in sorted((work.least_s, count) for work, count in zip(works, counts, strict=True)):
-        rest = share * left**count
-        # The sum of a geometric series, times 1 - left.
-        layers_s += (share - rest) / layer_s
-        share = rest
-    return num_layers / layers_s

@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from vtp_plugin.search.cross import least_together_s
 from vtp_plugin.search.question import Kind, Question, Shape
@@ -49,8 +50,7 @@ class Split:
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Begin:
+class _Begin(NamedTuple):
     """A beginning of the pipeline.
 
     ``before_s`` is P of the next stage; ``still_s``, ``once_s`` and ``twice_s`` are the largest bounds of the stages so
@@ -216,14 +216,17 @@ def _least(stages: _Stages, below_s: float) -> list[Split]:
         num_after = num_stages - stage - 1
         in_flight = _in_flight(question, shape, num_after)
         for start, row in begins.items():
+            first_s = min(begin.before_s for begin in row)
             for end, times in stages.ends(stage, start):
                 left = num_layers - end
                 to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
                 rest_s = shape.num_microbatches * left / rates[stage] if left else 0.0
                 tail_s = 0.0 if stage else tail(question, shape, kind, work, end)
+                if first_s + tail_s + sum(times) + hops_s[stage] + rest_s >= below_s:
+                    continue
                 for begin in row:
                     new = _add(begin, times, hops_s[stage], in_flight, shape.num_microbatches, end - start, tail_s)
-                    if max(new.least_s(to_come_s), new.before_s + rest_s) < below_s:
+                    if new.before_s + rest_s < below_s and new.least_s(to_come_s) < below_s:
                         _keep(grown.setdefault(end, []), new, _NEAR * below_s if below_s < math.inf else 0.0)
         begins = grown
     return sorted(Split(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
@@ -292,19 +295,26 @@ def _add(
     tail_s: float,
 ) -> _Begin:
     """Add a stage, and the link behind it."""
+    # Without function calls: this is asked millions of times.
     forward, backward = times_s
     both = forward + backward
     before_s = begin.before_s + tail_s
     own = before_s + num_microbatches * both
-    least, most = sorted(((in_flight - 1) * forward, (in_flight - 1) * backward))
-    # With all microbatches in flight at once the two times of idling may be one.
-    twice = own - least - most if num_microbatches > in_flight else -math.inf
+    least, most = (in_flight - 1) * forward, (in_flight - 1) * backward
+    if most < least:
+        least, most = most, least
+    still_s = begin.still_s
+    once_s, other = begin.once_s + both, own - least
+    twice_s = begin.twice_s + 2 * both
+    if num_microbatches > in_flight:
+        # With all microbatches in flight at once the two times of idling may be one.
+        twice_s = max(twice_s, other - most)
     return _Begin(
-        before_s=before_s + both + hop_s,
-        still_s=max(begin.still_s, own),
-        once_s=max(begin.once_s + both, own - least) + hop_s,
-        twice_s=max(begin.twice_s + 2 * both, twice) + 2 * hop_s,
-        layers=(*begin.layers, num_layers),
+        before_s + both + hop_s,
+        own if own > still_s else still_s,
+        (other if other > once_s else once_s) + hop_s,
+        twice_s + 2 * hop_s,
+        (*begin.layers, num_layers),
     )
 
 

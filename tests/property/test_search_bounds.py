@@ -1,0 +1,95 @@
+"""What the search leaves out by a bound is no better: every list, order and way to share out layers is bounded here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from vtp_plugin.search.lists import Reach, Row, rows
+from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.split import bound
+from vtp_plugin.search.stage import Works
+
+REACH = Reach(99, is_mixing=True)
+
+
+def random_question(seed: int) -> Question:
+    """Make two kinds of cards, and so many microbatches that most lists have fewer stages."""
+    chance = random.Random(seed)
+    num_layers, replicas = chance.randint(3, 7), chance.choice([1, 1, 2])
+    loss_of_a_cut = chance.choice([0.0, 0.1, 0.4])
+    # Where layers are alike, and nothing else takes time, bounds are as tight as they can be.
+    is_plain = seed % 4 < 2
+    head = 0.0 if is_plain else chance.choice([0.0, 0.4, 2.0])
+    forward = tuple(1.0 if is_plain else chance.choice([1.0, 1.0, 1.5]) for _ in range(num_layers))
+
+    def speed(size: int, pace: float) -> Speed:
+        cut = pace * (1 / size + loss_of_a_cut * (size > 1))
+        return Speed(
+            forward_s=tuple(cut * time for time in forward),
+            backward_s=tuple((1.0 if is_plain else chance.choice([1.0, 2.0])) * cut * time for time in forward),
+            first_s=(0.2 * cut, 0.3 * cut) if seed % 4 == 2 else (0.0, 0.0),
+            last_s=(head * cut, 2 * head * cut),
+            update_s=(0.0 if is_plain else 0.1 * cut,) * num_layers,
+            gradient_bytes=(8,) * num_layers,
+        )
+
+    pools = tuple(
+        Pool(
+            name=name,
+            rooms=tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 2))),
+            speeds={size: speed(size, pace) for size in (1, 2)},
+            between=Link(latency_s=0.0 if is_plain else chance.choice([0.0, 0.1])),
+        )
+        for name, pace in (("new", 1.0), ("old", chance.choice([1.3, 1.7, 2.0, 4.0])))
+    )
+    shape = Shape(
+        num_replicas=replicas, num_microbatches=chance.choice([2, 5, 6, 8, 30]), micro_batch_size=1, pools=pools
+    )
+    return Question(num_layers=num_layers, shapes=(shape,), least_stages=1, most_stages=4)
+
+
+def least(question: Question, row: Row, works: Works) -> float:
+    """Return the least bound of all orders of a list, and of all ways to share out the layers."""
+    (shape,) = question.shapes
+    kinds = [kind for kind, count in row.counts for _ in range(count)]
+    found = math.inf
+    for order in set(itertools.permutations(kinds)):
+        for cuts in itertools.combinations(range(1, question.num_layers), len(order) - 1):
+            ends = [0, *cuts, question.num_layers]
+            layers = [end - start for start, end in itertools.pairwise(ends)]
+            found = min(found, bound(question, shape, order, [works[kind] for kind in order], layers))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_no_list_is_left_out_that_may_be_quicker(seed: int) -> None:
+    question = random_question(seed)
+    (shape,) = question.shapes
+    works = Works(shape)
+    every = {row: least(question, row, works) for row in rows(question, shape, works, REACH, lambda: math.inf)}
+    assert every
+    for row, least_s in every.items():
+        assert row.bound_s <= least_s * (1 + 1e-9), row
+    # What is asked for is shorter than all, than some, or than none.
+    for below_s in sorted(every.values())[:: max(1, len(every) // 8)]:
+        kept = {row.counts for row in rows(question, shape, works, REACH, lambda limit=below_s: limit)}
+        assert {row.counts for row, least_s in every.items() if least_s < below_s * (1 - 1e-9)} <= kept
+
+
+def test_a_bound_leaves_out_most_lists() -> None:
+    """Of long lists of slow stages, which wait for each other."""
+    layer = Speed(forward_s=(1.0,) * 12, backward_s=(2.0,) * 12)
+    cut = Speed(forward_s=(0.55,) * 12, backward_s=(1.1,) * 12)
+    pool = Pool(name="", rooms=(8,), speeds={1: layer, 2: cut})
+    shape = Shape(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
+    question = Question(num_layers=12, shapes=(shape,), least_stages=1, most_stages=8)
+    works = Works(shape)
+    shortest = min(least(question, row, works) for row in rows(question, shape, works, REACH, lambda: 110.0))
+    every = [*rows(question, shape, works, REACH, lambda: math.inf)]
+    left = [*rows(question, shape, works, REACH, lambda: shortest * 1.01)]
+    assert [[(kind.tp, count) for kind, count in row.counts] for row in left] == [[(2, 4)]]
+    assert len(every) == 24
