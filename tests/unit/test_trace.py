@@ -101,7 +101,7 @@ def _trace(folder: Path, steps: tuple[int, int] = (2, 3), owner: Owner | None = 
     plan = Plan(schedule=schedule, costs=uniform_costs(schedule.placement, latency=0.5))
     for number in range(num_steps):
         tracing.begin_step()
-        tracing.note_plan(lambda: plan)
+        tracing.note_plan(3, lambda: plan)
         assert recorder.is_on == (steps[0] <= number + 1 <= steps[1])
         for action in schedule.orders[0]:
             with recorder.span(Cause.BACKWARD if action.op.is_backward else Cause.FORWARD, action):
@@ -131,6 +131,26 @@ def test_only_the_steps_that_were_asked_for_are_kept(tmp_path: Path) -> None:
     _trace(tmp_path, steps=(4, 9))
     (file,) = read_files(tmp_path)
     assert [step.number for step in file.steps] == [4, 5] and len(file.clocks) == 1
+
+
+def test_a_plan_is_made_once_for_a_reason(tmp_path: Path) -> None:
+    """Making it takes longer than all else of a step's record."""
+    made: list[int] = []
+
+    def make(num_microbatches: int) -> Plan:
+        made.append(num_microbatches)
+        return Plan(schedule=one_f_one_b(2, num_microbatches), costs=None)
+
+    file = LineFile(trace_path(tmp_path, 0), option="--vtp-trace", is_continued=False)
+    apart = ClockOffset(at_s=0.0, offset_s=0.0, error_s=0.0)
+    tracing = Tracing(file, _owner(), Recorder(CpuPlatform("of the test")), steps=(2, 7), compare_clocks=lambda: apart)
+    for num_microbatches in (3, 3, 3, 4, 4, 3, 3, 5):
+        tracing.begin_step()
+        tracing.note_plan(num_microbatches, lambda number=num_microbatches: make(number))
+    tracing.close()
+    assert made == [3, 4, 3]
+    (traced,) = read_files(tmp_path)
+    assert [traced.plans[step.plan].schedule.num_microbatches for step in traced.steps] == [3, 3, 4, 4, 3, 3]
 
 
 def test_a_device_is_read_by_its_own_clock(tmp_path: Path) -> None:

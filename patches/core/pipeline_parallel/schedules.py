@@ -113,8 +113,9 @@ def _run_stock(
     if not arguments.get("forward_only", False):
         session.begin_step()
         if session.tracing is not None:
-            config = get_model_config(chunks_of(model)[0])
-            session.tracing.note_plan(lambda: _stock_plan(pipeline, config, arguments))
+            group_size = get_model_config(chunks_of(model)[0]).microbatch_group_size_per_vp_stage
+            reason = arguments["num_microbatches"], group_size
+            session.tracing.note_plan(reason, lambda: _stock_plan(pipeline, *reason))
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
     with _told_by_timers(session, model):
@@ -142,12 +143,10 @@ def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> li
         return run_step(course, **_with_checked_batches(course.session, arguments))
 
 
-def _stock_plan(pipeline: Pipeline, config: Any, arguments: dict[str, Any]) -> Plan:
+def _stock_plan(pipeline: Pipeline, num_microbatches: int, group_size: int | None) -> Plan:
     """Make the order in which a function of Megatron computes; it knows no costs."""
     request = ScheduleRequest(
-        placement=pipeline.plan.placement,
-        num_microbatches=arguments["num_microbatches"],
-        group_size=config.microbatch_group_size_per_vp_stage,
+        placement=pipeline.plan.placement, num_microbatches=num_microbatches, group_size=group_size
     )
     return Plan(schedule=make_schedule(request)[0], costs=None)
 
@@ -225,7 +224,7 @@ class OwnCourse:
         )
         if self.session.tracing is not None and not call.forward_only:
             costs = self.runner.costs
-            self.session.tracing.note_plan(lambda: Plan(schedule=schedule, costs=costs))
+            self.session.tracing.note_plan((schedule, costs), lambda: Plan(schedule=schedule, costs=costs))
         link_forms = _link_forms(host, groups, call, forms, schedule.placement)
         return StepPlan(
             schedule=schedule,

@@ -47,6 +47,8 @@ class Tracing:
         self._ended: list[RecordedStep] = []
         self._times: HostTimes | None = None
         self._plans: set[str] = set()
+        self._reason: object = None
+        self._plan = ""
         atexit.register(self.close)
 
     def begin_step(self) -> None:
@@ -68,22 +70,27 @@ class Tracing:
             self._note_clock()
             self._file.close()
 
-    def note_plan(self, make: Callable[[], Plan]) -> None:
+    def note_plan(self, reason: object, make: Callable[[], Plan]) -> None:
         """Note what the step that has begun is to do.
 
         Args:
-            make: called only where the step is traced.
+            reason: what the plan follows from: with an equal one it is that of the step before.
+            make: called only where the step is traced, and the plan is another one.
         """
         if self._current is None:
             return
         with self._recorder.span(Cause.TRACE):
-            plan = make()
-            digest = hashlib.sha256(f"{plan.schedule.digest} {plan.costs}".encode()).hexdigest()[:16]
-            self._current.plan = digest
-            if self._owner.rank == 0 and digest not in self._plans:
-                self._file.write(plan_line(digest, plan))
-            # A run plans anew a few times at most.
-            self._plans.add(digest)
+            if reason != self._reason:
+                self._plan, self._reason = self._digest(make()), reason
+            self._current.plan = self._plan
+
+    def _digest(self, plan: Plan) -> str:
+        digest = hashlib.sha256(f"{plan.schedule.digest} {plan.costs}".encode()).hexdigest()[:16]
+        if self._owner.rank == 0 and digest not in self._plans:
+            self._file.write(plan_line(digest, plan))
+        # A run plans anew a few times at most.
+        self._plans.add(digest)
+        return digest
 
     def close(self) -> None:
         """Write what has been recorded, and end; idempotent."""
