@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,39 +64,49 @@ def in_turn(programs: Sequence[tuple[Path, Sequence[str]]], num_turns: int) -> l
     """
     found: list[defaultdict[str, list[float]]] = [defaultdict(list) for _ in programs]
     with ExitStack() as stack:
-        connections = [_started(stack, tree, words) for tree, words in programs]
+        started = [_Program(stack, tree, words) for tree, words in programs]
         for number in range(num_turns):
-            for place in range(len(connections)):
-                index = (place + number) % len(connections)
-                connections[index].send(True)
-                for name, figure in _received(connections[index]).items():
+            for place in range(len(started)):
+                index = (place + number) % len(started)
+                for name, figure in started[index].measure().items():
                     found[index][name].append(figure)
-        for connection in connections:
-            connection.send(False)
+        for program in started:
+            program.connection.send(False)
     return [{name: statistics.median(values) for name, values in own.items()} for own in found]
 
 
-def _started(stack: ExitStack, tree: Path, words: Sequence[str]) -> Connection:
-    """Start a program, and wait until it is warm; what it prints is shown if it fails."""
-    own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    server = stack.enter_context(socket.create_server(str(own / "turns"), family=socket.AF_UNIX))
-    server.settimeout(1.0)
-    output = stack.enter_context((own / "output").open("wb"))
-    command = [*words, "--turns", str(own / "turns")]
-    program = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
-    stack.callback(_end, program)
-    deadline_s = time.monotonic() + _TIMEOUT_S
-    while program.poll() is None and time.monotonic() < deadline_s:
-        with suppress(TimeoutError):
-            return stack.enter_context(Connection(server.accept()[0].detach()))
-    said = (own / "output").read_text(errors="replace")
-    sys.exit(f"{' '.join(words)} in {tree} did not get ready:\n{said[-3000:]}")
+class _Program:
+    """A program that has started and is warm; what it prints is shown if it fails."""
 
+    def __init__(self, stack: ExitStack, tree: Path, words: Sequence[str]) -> None:
+        self._name = f"{' '.join(words)} in {tree}"
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(socket.create_server(str(own / "turns"), family=socket.AF_UNIX))
+        server.settimeout(1.0)
+        self._output = own / "output"
+        output = stack.enter_context(self._output.open("wb"))
+        command = [*words, "--turns", str(own / "turns")]
+        process = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
+        stack.callback(_end, process)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while process.poll() is None and time.monotonic() < deadline_s:
+            with suppress(TimeoutError):
+                self.connection = stack.enter_context(Connection(server.accept()[0].detach()))
+                return
+        self._fail("did not get ready")
 
-def _received(connection: Connection) -> Figures:
-    if not connection.poll(_TIMEOUT_S):
-        sys.exit(f"a program did not measure within {_TIMEOUT_S:g} s")
-    return connection.recv()
+    def measure(self) -> Figures:
+        """Let it measure once."""
+        try:
+            self.connection.send(True)
+            if self.connection.poll(_TIMEOUT_S):
+                return self.connection.recv()
+        except (EOFError, ConnectionError):
+            self._fail("ended while it measured")
+        self._fail(f"did not measure within {_TIMEOUT_S:g} s")
+
+    def _fail(self, what: str) -> NoReturn:
+        sys.exit(f"{self._name} {what}:\n{self._output.read_text(errors='replace')[-3000:]}")
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:

@@ -66,3 +66,12 @@ def test_a_program_that_fails_is_named_with_what_it_said() -> None:
     with pytest.raises(SystemExit, match=r"no such thing(.|\n)*") as failed:
         in_turn([(ROOT, [sys.executable, "-c", "import sys; sys.exit('no such thing')"])], 1)
     assert "did not get ready" in str(failed.value)
+
+
+def test_a_program_that_fails_in_its_turn_is_named_with_what_it_said(tmp_path: Path) -> None:
+    failing = IN_TURN.replace(
+        "    with open", '    if own == "5":\n        sys.exit("the disk is full")\n    with open'
+    )
+    programs = [(ROOT, [sys.executable, "-c", failing, own, str(tmp_path / "log")]) for own in ("1", "5")]
+    with pytest.raises(SystemExit, match=r"ended while it measured:(.|\n)*the disk is full"):
+        in_turn(programs, 2)
