@@ -370,8 +370,8 @@ def all_costs(
     return found
 
 
-def check(seed: int) -> float:
-    question, cards = random_question(seed)
+def check(seed: int, num_layers: int = 0) -> float:
+    question, cards = random_question(seed, num_layers)
     found, least = fastest(question), brute(question, cards)
     assert found.is_complete
     if not found.best:
@@ -415,6 +415,12 @@ def test_a_long_step_is_as_long_as_its_first_part_says(latency: float, is_planne
 @pytest.mark.parametrize("seed", range(12))
 def test_a_dozen_clusters(seed: int) -> None:
     check(seed)
+
+
+@pytest.mark.parametrize("seed", [43, 396])
+def test_the_best_layers_are_not_those_with_the_least_bound(seed: int) -> None:
+    """These were missed by 2.7 and by 1.4 % when a beginning was dropped for good where another was no worse."""
+    check(seed, num_layers=6)
 
 
 @pytest.mark.full

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from vtp_plugin.search.frame import Frame, frames
 from vtp_plugin.search.interleave import busiest_s, interleaved_lists
 from vtp_plugin.search.judge import Choice, judge
 from vtp_plugin.search.lists import Reach, Row, rows
 from vtp_plugin.search.question import Kind, Question
-from vtp_plugin.search.split import bound, split
+from vtp_plugin.search.split import Split, bound, split
 from vtp_plugin.search.stage_orders import orders
 from vtp_plugin.search.uniform import uniform_lists
 
@@ -21,6 +22,24 @@ from vtp_plugin.search.uniform import uniform_lists
 _SHARE = 0.002
 # Different sizes in one pool, round after round: most of what is good comes early, and bounds the rest.
 _ROUNDS = (Reach(1, takes_all=True), Reach(1), Reach(2), Reach(2, is_mixing=True), Reach(99, is_mixing=True))
+# Of ways to share out layers that begin with as many of them so many are kept when they are looked at once more.
+_MOST_ALIKE = 8
+
+
+class _Open(NamedTuple):
+    """An order that may be quicker with other layers.
+
+    Attributes:
+        bound_s: for any layers.
+        frame: around it.
+        order: of its stages.
+        known: layers that were looked at.
+    """
+
+    bound_s: float
+    frame: Frame
+    order: tuple[Kind, ...]
+    known: frozenset[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +92,7 @@ class _Search:
         self.is_complete = True
         self.num_judged = 0
         self.frames = [*frames(question)]
+        self.open: list[_Open] = []
 
     @property
     def below_s(self) -> float:
@@ -112,6 +132,7 @@ class _Search:
                 if self._bound_s(frame, row) >= self.below_s:
                     break
                 self._try(self.frames[frame], row)
+        self._try_again()
         self._try_interleaved()
 
     def _bound_s(self, index: int, row: Row) -> float:
@@ -138,14 +159,31 @@ class _Search:
         """Try a list in all orders."""
         found = []
         for order in orders(frame.question, frame.shape, row):
-            self._check_time()
-            works = [frame.works[kind] for kind in order]
-            splits = split(frame.question, frame.shape, order, works, self._below_s(frame))
+            splits = self._splits(frame, order)
             found += [(one.bound_s, one.layers, order) for one in splits]
+            if splits:
+                known = frozenset(one.layers for one in splits)
+                self.open.append(_Open(splits[0].bound_s, frame, order, known))
         for bound_s, layers, order in sorted(found):
             if bound_s >= self._below_s(frame):
                 break
             self._judge(frame, order, layers, is_stock=self.question.objective == "cards")
+
+    def _try_again(self) -> None:
+        """Try orders again whose bound leaves room for a shorter step, with other layers."""
+        for bound_s, frame, order, known in sorted(self.open, key=lambda one: one.bound_s):
+            if bound_s >= self._below_s(frame):
+                continue
+            for one in self._splits(frame, order, most_alike=_MOST_ALIKE):
+                if one.bound_s >= self._below_s(frame):
+                    break
+                if one.layers not in known:
+                    self._judge(frame, order, one.layers)
+
+    def _splits(self, frame: Frame, order: Sequence[Kind], *, most_alike: int = 1) -> list[Split]:
+        self._check_time()
+        works = [frame.works[kind] for kind in order]
+        return split(frame.question, frame.shape, order, works, self._below_s(frame), most_alike=most_alike)
 
     def _try_interleaved(self) -> None:
         if not self.question.chunks or self.question.around is not None:

@@ -15,7 +15,8 @@ Between sites a planned order may have more in flight (:mod:`~vtp_plugin.search.
 The first stage is the last one to end, so what it does with its gradients then comes on top: P_1 begins with that.
 
 As stages are added, R_i grows and P_i stays: of all stages so far, four numbers say what the bound will be, and of two
-beginnings with the same layers, one that is not better in any of the four is dropped.
+beginnings with the same layers, one that is not better in any of the four is dropped. A step is longer than its bound,
+though, and not always by as much: so what was dropped is looked at once more, when it is known what is short enough.
 """
 
 from __future__ import annotations
@@ -79,7 +80,13 @@ _START = _Begin(0.0, 0.0, -math.inf, -math.inf, ())
 
 
 def split(
-    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], below_s: float
+    question: Question,
+    shape: Shape,
+    kinds: Sequence[Kind],
+    works: Sequence[Work],
+    below_s: float,
+    *,
+    most_alike: int = 1,
 ) -> list[Split]:
     """Find the layers with the least bound, and others that may be as good.
 
@@ -89,20 +96,22 @@ def split(
         kinds: of the stages, in order.
         works: what each costs.
         below_s: only steps that may be shorter count.
+        most_alike: a beginning is dropped where so many others are no worse.
 
     Returns:
         Those with the least bound first; none if no step can be shorter, or the memory is too small.
     """
     more_s = _together_s(question, kinds, works)
     if question.objective == "step":
-        return _least(_Stages(question, shape, kinds, works, more_s, below_s / shape.num_microbatches), below_s)
+        stages = _Stages(question, shape, kinds, works, more_s, below_s / shape.num_microbatches)
+        return _least(stages, below_s, most_alike)
     busiest_s = _quickest_s(question, shape, kinds, works, more_s)
     if busiest_s == math.inf:
         return []
     # No step is longer where links take no time.
     below_s = min(below_s, (shape.num_microbatches + len(kinds)) * busiest_s)
     every = (_Stages(question, shape, kinds, works, more_s, busiest_s, number) for number in _numbers(question, kinds))
-    return sorted(one for stages in every for one in _least(stages, below_s))
+    return sorted(one for stages in every for one in _least(stages, below_s, most_alike))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,7 @@ def _quickest_s(
     return most
 
 
-def _least(stages: _Stages, below_s: float) -> list[Split]:
+def _least(stages: _Stages, below_s: float, most_alike: int) -> list[Split]:
     question, shape, kinds, works = stages.question, stages.shape, stages.kinds, stages.works
     num_stages, num_layers = len(kinds), question.num_layers
     hops_s = _hops(question, shape, kinds)
@@ -210,6 +219,7 @@ def _least(stages: _Stages, below_s: float) -> list[Split]:
         hops_left.append(hops_left[-1] + hop)
         least.append(min(least[-1], work.least_s))
     rates, hops_left, least = rates[::-1], hops_left[::-1], least[::-1]
+    near_s = _NEAR * below_s if most_alike == 1 and below_s < math.inf else 0.0
     begins: dict[int, list[_Begin]] = {0: [_START]}
     for stage, (kind, work) in enumerate(zip(kinds, works, strict=True)):
         grown: dict[int, list[_Begin]] = {}
@@ -227,7 +237,7 @@ def _least(stages: _Stages, below_s: float) -> list[Split]:
                 for begin in row:
                     new = _add(begin, times, hops_s[stage], in_flight, shape.num_microbatches, end - start, tail_s)
                     if new.before_s + rest_s < below_s and new.least_s(to_come_s) < below_s:
-                        _keep(grown.setdefault(end, []), new, _NEAR * below_s if below_s < math.inf else 0.0)
+                        _keep(grown.setdefault(end, []), new, near_s, most_alike)
         begins = grown
     return sorted(Split(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
 
@@ -318,9 +328,13 @@ def _add(
     )
 
 
-def _keep(row: list[_Begin], new: _Begin, near_s: float) -> None:
-    """Add a beginning to those with as many layers, unless one of them is as good; drop those that it beats."""
-    if any(new.is_no_better(old, near_s) for old in row):
-        return
-    row[:] = [old for old in row if not old.is_no_better(new, near_s)]
+def _keep(row: list[_Begin], new: _Begin, near_s: float, most_alike: int) -> None:
+    """Add a beginning to those with as many layers, unless so many are as good; drop those that it alone beats."""
+    as_good = 0
+    for old in row:
+        as_good += new.is_no_better(old, near_s)
+        if as_good == most_alike:
+            return
+    if most_alike == 1:
+        row[:] = [old for old in row if not old.is_no_better(new, near_s)]
     row.append(new)
