@@ -87,6 +87,7 @@ class _Program:
         output = stack.enter_context(self._output.open("wb"))
         command = [*words, "--turns", str(own / "turns")]
         process = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
+        self._process = process
         stack.callback(_end, process)
         deadline_s = time.monotonic() + _TIMEOUT_S
         while process.poll() is None and time.monotonic() < deadline_s:
@@ -106,6 +107,7 @@ class _Program:
         self._fail(f"did not measure within {_TIMEOUT_S:g} s")
 
     def _fail(self, what: str) -> NoReturn:
+        _end(self._process)  # what it says last may come after it has closed the connection
         sys.exit(f"{self._name} {what}:\n{self._output.read_text(errors='replace')[-3000:]}")
 
 

@@ -128,7 +128,7 @@ def test_over_a_slow_line_more_microbatches_are_in_flight_as_far_as_memory_goes(
 ) -> None:
     words = ("--vtp-stages", "2:2", "--json", "--cluster", str(tmp_path / "cluster.toml"))
     found_s, rows = [], []
-    for memory in ("200GiB", "70GiB", "64GiB"):
+    for memory in ("200GiB", "70GiB", "64GiB", "60GiB"):
         (tmp_path / "cluster.toml").write_text(
             f"[cards.one]\nteraflops = 1000\nmemory = '{memory}'\n"
             "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
@@ -142,8 +142,9 @@ def test_over_a_slow_line_more_microbatches_are_in_flight_as_far_as_memory_goes(
         flag = ["--vtp-in-flight", ",".join(map(str, best["in_flight"]))]
         assert "planned" in best["flags"] and (flag[0] in best["flags"]) is (best["in_flight"] != [2, 1])
         assert flag[0] not in best["flags"] or " ".join(flag) in " ".join(best["flags"])
-    assert rows == [[4, 1], [3, 1], [2, 1]]
-    assert found_s == sorted(found_s) and found_s[0] < 0.7 * found_s[2], found_s
+    # With 70 and 64 GiB the first stage gives a layer away to have one more in flight.
+    assert rows == [[4, 1], [4, 1], [3, 1], [2, 1]]
+    assert found_s == sorted(found_s) and found_s[0] < 0.7 * found_s[3], found_s
 
 
 def test_another_transport_is_named_where_a_run_would_be_slower_by_itself(

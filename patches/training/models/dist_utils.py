@@ -1,4 +1,4 @@
-"""U4: the cloud's second chunks, which are empty, are not kept. P13: what is drawn on the CPU moves to the device."""
+"""U4: the cloud's second chunks, which are empty, are not kept. P14: what is drawn on the CPU moves to the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _keep_full_chunks(
 
 @replaces(
     "megatron.training.models.dist_utils:_wrap_with_mp_wrapper",
-    id="P13",
+    id="P14",
     when=Moment.PLATFORM,
     unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which moves them"},
     why="its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device; "
