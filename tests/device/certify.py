@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # it is started as a script
-from tests.devices import SHARED, num_devices, sharing
+from tests.devices import SHARED, can_share, num_devices, sharing
 
 LAYOUTS = ("1,1", "1,2", "2,1", "2,2", "1,3", "1,1,1", "1,2,2")
 TOLERANCE = 1e-4  # of single precision on a device, whose sums have another order; on CPU it is 1e-6
@@ -85,7 +85,7 @@ def run_layout(sizes: str, options: argparse.Namespace, port: int) -> Outcome:
     except subprocess.TimeoutExpired:
         return Outcome(sizes, note=f"no end within {options.timeout_s:g} s")
     if done.returncode != 0:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if "rror: " in line]
         return Outcome(sizes, note=(lines or ["it failed without a line"])[0][:200])
     return Outcome(sizes, tuple(float(loss) for loss in _LOSS.findall(done.stdout)))
 
@@ -132,6 +132,15 @@ def _version(distribution: str) -> str:
         return ""
 
 
+def _problem(options: argparse.Namespace) -> str:
+    """Say why nothing can run here; empty if it can."""
+    if not options.devices:
+        return f"--device {options.device}: torch sees no such device on this machine"
+    if options.share and not (options.device == "cuda" and can_share()):
+        return "--share: only GPUs can be shared, with NCCL 2.30 or later; give every rank a device of its own"
+    return ""
+
+
 def main() -> None:
     """Run all layouts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,6 +157,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.devices is None:
         options.devices = 64 if options.device == "cpu" else num_devices(options.device)
+    if problem := _problem(options):
+        sys.exit(f"certify: {problem}")
     outcomes = []
     for number, sizes in enumerate(options.layouts):
         print(f"layout {sizes} ...", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ def certify(*words: str) -> tuple[int, str]:
         text=True,
         timeout=300,
         cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -41,6 +43,14 @@ def test_what_does_not_fit_or_run_is_named() -> None:
     code, output = certify("--layouts", "1,1", "1,2", "--devices", "1")
     assert code == 1
     assert output.count("needs more than 1 devices on a machine") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("--device", "cuda"), "torch sees no such device"), (("--share",), "only GPUs can be shared")]
+)
+def test_what_cannot_run_is_one_line(words: tuple[str, ...], said: str) -> None:
+    code, output = certify(*words)
+    assert code == 1 and said in output and "Traceback" not in output, output
 
 
 def test_a_wrong_loss_is_wrong() -> None:
