@@ -86,11 +86,10 @@ class _Program:
         self._output = own / "output"
         output = stack.enter_context(self._output.open("wb"))
         command = [*words, "--turns", str(own / "turns")]
-        process = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
-        self._process = process
-        stack.callback(_end, process)
+        self._process = subprocess.Popen(command, cwd=tree, env=environment_of(tree), stdout=output, stderr=output)
+        stack.callback(_end, self._process)
         deadline_s = time.monotonic() + _TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline_s:
+        while self._process.poll() is None and time.monotonic() < deadline_s:
             with suppress(TimeoutError):
                 self.connection = stack.enter_context(Connection(server.accept()[0].detach()))
                 return

@@ -62,12 +62,15 @@ def has_room_for(num_ranks: int, device: str = "cuda") -> bool:
     return count >= num_ranks or (count > 0 and device == "cuda" and can_share())
 
 
-def sharing(num_ranks: int, count: int) -> list[str]:
-    """Return what ``torchrun`` needs before ``python`` where ranks share devices; nothing where each has its own.
+def sharing(num_ranks: int, count: int) -> tuple[list[str], dict[str, str]]:
+    """Return the words between ``torchrun`` and a script's, and variables, with which ranks share devices.
 
-    >>> sharing(2, 2), sharing(3, 1)[:3]
-    ([], ['--no-python', 'sh', '-c'])
+    Nothing where each has its own.
+
+    >>> sharing(2, 2), sharing(3, 1)[0][:3]
+    (([], {}), ['--no-python', 'sh', '-c'])
     """
     if num_ranks <= count:
-        return []
-    return ["--no-python", "sh", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {count})) exec "$@"', "rank", sys.executable]
+        return [], {}
+    words = ["--no-python", "sh", "-c", f'LOCAL_RANK=$((LOCAL_RANK % {count})) exec "$@"', "rank", sys.executable]
+    return words, SHARED

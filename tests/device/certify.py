@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # it is started as a script
-from tests.devices import SHARED, can_share, num_devices, sharing
+from tests.devices import can_share, num_devices, sharing
 
 LAYOUTS = ("1,1", "1,2", "2,1", "2,2", "1,3", "1,1,1", "1,2,2")
 TOLERANCE = 1e-4  # of single precision on a device, whose sums have another order; on CPU it is 1e-6
@@ -67,17 +67,18 @@ def run_layout(sizes: str, options: argparse.Namespace, port: int) -> Outcome:
     if most > options.devices and not options.share:
         return Outcome(sizes, note=f"needs more than {options.devices} devices on a machine")
     here = ranks_here(sizes, options.machine, options.machines)
+    shared, variables = sharing(here, options.devices) if options.share else ([], {})
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={options.machines}", f"--node-rank={options.machine}"),
         *(f"--nproc-per-node={here}",),
         *(f"--master-addr={options.master_addr}", f"--master-port={port}"),
-        *(sharing(here, options.devices) if options.share else ()),
+        *shared,
         *(str(ROOT / "examples" / "core_only.py"), "--sizes", sizes, "--device", options.device),
         *("--steps", str(options.steps)),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= SHARED if options.share else {}
+    environment |= variables
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=options.timeout_s, check=False

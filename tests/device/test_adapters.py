@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from tests.devices import SHARED, has_room_for, num_devices, sharing
+from tests.devices import has_room_for, num_devices, sharing
 from tests.hosts import ROOT
 
 NUM_STEPS = 10  # in bf16 and with Adam, more of them drift apart
@@ -41,8 +41,9 @@ def test_adapters_of_mcore_bridge() -> None:
 def _losses(sizes: str) -> list[float]:
     num_ranks = sum(map(int, sizes.split(",")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    shared, variables = sharing(num_ranks, num_devices(DEVICE))
     command += [
-        *sharing(num_ranks, num_devices(DEVICE)),
+        *shared,
         str(ROOT / "tests" / "device" / "adapters.py"),
         "--sizes",
         sizes,
@@ -53,7 +54,7 @@ def _losses(sizes: str) -> list[float]:
     ]
     environment = {
         **os.environ,
-        **(SHARED if num_devices(DEVICE) < num_ranks else {}),
+        **variables,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }

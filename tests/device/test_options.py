@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices import SHARED, has_room_for, num_devices, sharing
+from tests.devices import has_room_for, num_devices, sharing
 from tests.hosts import ROOT, example_script
 
 TOLERANCE = 0.01  # of bf16
@@ -113,13 +113,14 @@ def _assert_same(sizes: str, flags: list[str], tolerance: float) -> list[float]:
 def _losses(sizes: str, flags: list[str], launcher: Sequence[str] = ()) -> list[float]:
     num_ranks = sum(map(int, sizes.split(",")))
     launcher = launcher or [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={num_ranks}", *sharing(num_ranks, num_devices("cuda"))]
+    shared, variables = sharing(num_ranks, num_devices("cuda"))
+    command = [*launcher, f"--nproc-per-node={num_ranks}", *shared]
     model = MODEL.replace("--no-gradient-accumulation-fusion", "") if _FUSED in flags else MODEL
     command += ["-m", "vtp_plugin", "run", example_script(), "--vtp-size-list", sizes, *model.split()]
     command += [flag for flag in flags if flag != _FUSED]
     environment = {
         **os.environ,
-        **(SHARED if num_devices("cuda") < num_ranks else {}),
+        **variables,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NVTE_CPU_OFFLOAD_V1": "1",

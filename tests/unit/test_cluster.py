@@ -11,7 +11,7 @@ import pytest
 
 from vtp_plugin.cluster.durations import speed_of
 from vtp_plugin.cluster.machines import Card, Links, Time
-from vtp_plugin.cluster.memory import counted_twice, held_bytes
+from vtp_plugin.cluster.memory import StageMemory
 from vtp_plugin.cluster.read import parse_cluster, read_cluster
 from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.cluster.table import Table
@@ -177,7 +177,7 @@ def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ..
         has_fused_rope=is_engine, has_hidden_dropout=is_engine, eight_bits="tensor" if is_engine else "",
         routing=Routing(topk=2) if model is SPARSE else None,
     )  # fmt: skip
-    held = held_bytes(model, training, batch)
+    held = StageMemory(model, training, batch).held_bytes
     layout = PipelineLayout.from_sizes((2,) * len(layers), world_size=2 * len(layers))
     planned = footprints(model, training, layout, plain_chunks(6, len(layers), layers=layers), batch)
     start = 0
@@ -207,9 +207,8 @@ def test_virtual_stages_of_a_rank_share_communicators(
     )  # fmt: skip
     batch = Microbatch(length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True)
     planned = footprints(model, training, PipelineLayout.from_sizes((2, 4), world_size=6), chunks, batch)
-    asked: Any = SimpleNamespace(
-        held_bytes=held_bytes(model, training, batch), counted_twice=counted_twice(model, training, batch)
-    )
+    memory = StageMemory(model, training, batch)
+    asked: Any = SimpleNamespace(held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
     shape: Any = SimpleNamespace(num_replicas=1)
     placement, parts = place(2, layers, num_chunks)
     found = held_bytes_of(asked, shape, [Kind((0,), 2), Kind((0,), 4)], placement, parts, [0] * len(parts))
@@ -226,7 +225,7 @@ def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan()
         length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, is_engine=True,
         routing=Routing(topk=2),
     )  # fmt: skip
-    held = held_bytes(SPARSE, training, batch, cp=2, ep=4)
+    held = StageMemory(SPARSE, training, batch, cp=2, ep=4).held_bytes
     layout = PipelineLayout.from_sizes((2, 2), world_size=16, cp=2, ep=4)
     planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)), batch)
     for stage, (start, end) in enumerate(((0, 2), (2, 6))):

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cluster.durations import speed_of
 from vtp_plugin.cluster.machines import Cluster, Nodes
-from vtp_plugin.cluster.memory import counted_twice, held_bytes
+from vtp_plugin.cluster.memory import StageMemory
 from vtp_plugin.cluster.profile import check_origins, features
 from vtp_plugin.cluster.shares import Batch
 from vtp_plugin.config import VtpConfig
@@ -108,17 +107,15 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
             f"{', '.join(map(str, sizes))}; give another one"
         )
     # Activations grow with the size; the largest one is safe for all.
-    what = model, training, replace(microbatch, size=max(sizes))
-    spread: dict[str, Any] = {"cp": ask.cp, "ep": ask.ep, "etp": ask.etp}
-    held = held_bytes(*what, **spread)
+    memory = StageMemory(model, training, replace(microbatch, size=max(sizes)), cp=ask.cp, ep=ask.ep, etp=ask.etp)
     question = Question(
         num_layers=model.num_layers,
         shapes=shapes,
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
         across=cluster.links.across,
-        held_bytes=held,
-        counted_twice=counted_twice(*what, **spread),
+        held_bytes=memory.held_bytes,
+        counted_twice=memory.counted_twice,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
@@ -131,7 +128,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         question=question,
         ask=ask,
         cluster=cluster,
-        held_bytes=held,
+        held_bytes=memory.held_bytes,
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         samples=args.global_batch_size,
         silent=tuple(dict.fromkeys(_silent(cluster))),

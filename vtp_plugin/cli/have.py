@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cli.asked import read_padded_model
-from vtp_plugin.cluster.memory import counted_twice, held_bytes
+from vtp_plugin.cluster.memory import StageMemory
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
@@ -65,11 +64,12 @@ def _with_memory(args: argparse.Namespace, ask: Ask) -> Ask:
     """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
     layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
     has_activations = not activation_flags.why_no_activations(args, layout)
-    what = (
+    memory = StageMemory(
         read_padded_model(args, ask),
         model_flags.read_training(args, layout),
         activation_flags.read_microbatch(args) if has_activations else None,
+        cp=ask.cp,
+        ep=ask.ep,
+        etp=ask.etp,
     )
-    spread: dict[str, Any] = {"cp": ask.cp, "ep": ask.ep, "etp": ask.etp}
-    held, twice = held_bytes(*what, **spread), counted_twice(*what, **spread)
-    return dataclasses.replace(ask, held_bytes=held, counted_twice=twice)
+    return dataclasses.replace(ask, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
