@@ -29,7 +29,7 @@ TIMES = [
 ORIGIN = Origin(name="new.toml", device="a card", megatron="0.19.0", model=features(MODEL, itemsize_bytes=2, topk=2))
 LINKS = Links(
     inside={"": Link(latency_s=5e-6, bytes_per_s=2e9)},
-    across={("cloud", "edge"): Link(latency_s=0.02, bytes_per_s=1e8)},
+    across={("cloud", "edge"): Link(latency_s=0.02, bytes_per_s=1e8, at_once=2)},
     sums={"": {2: Link(latency_s=0.25, bytes_per_s=4.0)}, "old": {2: Link(latency_s=0.5, bytes_per_s=8.0)}},
 )
 CLUSTER = """
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_again(folder: Path) -> None:
     cluster = read_cluster(folder / "cluster.toml")
     assert cluster.nodes[0].card.times == tuple(TIMES) and cluster.nodes[0].card.origin == ORIGIN
     links = cluster.links
-    assert links.inside[""].latency_s == 5e-6 and links.across["cloud", "edge"].bytes_per_s == 1e8
+    assert links.inside[""].latency_s == 5e-6 and links.across["cloud", "edge"] == LINKS.across["cloud", "edge"]
     assert links.sum_of("old", 2) == Link(latency_s=0.5, bytes_per_s=8.0)
     assert (links.sum_of("new", 2), links.sum_of("new", 3)) == (LINKS.sums[""][2], None)
 

@@ -192,13 +192,14 @@ def _link(table: Table) -> Link:
 def write_links(links: Links) -> str:
     """Give the text of a file of links.
 
-    >>> line, sums = Link(latency_s=0.02, bytes_per_s=1e8), {2: Link(latency_s=2e-5, bytes_per_s=1e9)}
+    >>> line, sums = Link(latency_s=0.02, bytes_per_s=1e8, at_once=1), {2: Link(latency_s=2e-5, bytes_per_s=1e9)}
     >>> print(write_links(Links(across={("cloud", "edge"): line}, sums={"": sums})))
     # Written by `python -m vtp_plugin profile --links`; a cluster's file names it: [links] profile = "FILE".
     <BLANKLINE>
     [across."cloud edge"]
     latency_us = 20000.0
     gbyte_per_s = 0.1
+    at_once = 1
     <BLANKLINE>
     [sums.2]
     latency_us = 20.0
@@ -214,7 +215,9 @@ def write_links(links: Links) -> str:
         of_kind = f"sums.{json.dumps(kind)}" if kind else "sums"
         tables += [(f"{of_kind}.{number}", link) for number, link in each.items()]
     for name, link in tables:
-        row = {"latency_us": _rounded(1e6 * link.latency_s), "gbyte_per_s": _rounded(link.bytes_per_s / 1e9)}
+        row: dict[str, object] = {"latency_us": _rounded(1e6 * link.latency_s)}
+        row |= {"gbyte_per_s": _rounded(link.bytes_per_s / 1e9)}
+        row |= {} if link.at_once is None else {"at_once": link.at_once}
         lines += ["", f"[{name}]", *_rows(row)]
     return "\n".join([*lines, ""])
 

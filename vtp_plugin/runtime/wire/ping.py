@@ -7,7 +7,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations_with_replacement
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,46 +19,56 @@ from vtp_plugin.search.question import Link
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _NUM_WARM, _NUM_SMALL, _NUM_LARGE = 3, 50, 10
-# Of links of one kind, so many pairs are tried; the slowest counts.
-_MOST_PAIRS = 3
+# Of links of one kind, so many nodes, or pairs of nodes, are tried, the slowest counts; so many cards of each at once.
+_MOST_TRIES, _MOST_AT_ONCE = 3, 8
 _PAUSE_S = 0.01
 # More ranks than this are hardly one stage.
 _MOST_SUMMED = 8
+_Value = TypeVar("_Value")
 LinkName = tuple[str, ...]
 """``inside`` and a kind of card, ``between`` and a site, or ``across`` and two sites in order."""
 
 
-def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[int, int]]]:
-    """Choose ranks for each kind of link, no two pairs of one kind on the same nodes.
+def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[tuple[int, int], ...]]]:
+    """Choose ranks for each kind of link: of some nodes, or pairs of nodes, as many pairs as share no rank.
 
     Args:
         locations: of all ranks.
 
-    >>> locations = [Location(node=node, site=site, kind="") for node, site in (("a", ""), ("a", ""), ("b", ""))]
+    >>> locations = [Location(node=node, site="", kind="") for node in "aabb"]
     >>> choose_pairs(locations)
-    {('inside', ''): [(0, 1)], ('between', ''): [(0, 2)]}
+    {('inside', ''): [((0, 1),), ((2, 3),)], ('between', ''): [((0, 2), (1, 3))]}
     """
-    chosen: defaultdict[LinkName, dict[tuple[str, ...], tuple[int, int]]] = defaultdict(dict)
-    for one, other in combinations(range(len(locations)), 2):
-        first, second = locations[one], locations[other]
-        if first.node == second.node:
+    nodes: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, location in enumerate(locations):
+        nodes[location.node].append(rank)
+    chosen: defaultdict[LinkName, list[tuple[tuple[int, int], ...]]] = defaultdict(list)
+    for one, other in combinations_with_replacement(nodes.values(), 2):
+        first, second = locations[one[0]], locations[other[0]]
+        if one is other:
             name: LinkName = ("inside", first.kind)
         elif first.site == second.site:
             name = ("between", first.site)
         else:
             name = ("across", *sorted((first.site, second.site)))
-        chosen[name].setdefault((first.node, second.node), (one, other))
-    return {name: [*pairs.values()][:_MOST_PAIRS] for name, pairs in chosen.items()}
+        pairs = zip(one[::2], one[1::2], strict=False) if one is other else zip(one, other, strict=False)
+        if found := tuple(pairs)[:_MOST_AT_ONCE]:
+            chosen[name].append(found)
+    return {name: tries[:_MOST_TRIES] for name, tries in chosen.items()}
 
 
 def slowest_links(links: Mapping[LinkName, Sequence[Link]]) -> Links:
-    """Take the slowest of each kind.
+    """Take the slowest of each kind, and the fewest cards that send at once.
 
-    >>> links = [Link(latency_s=1.0, bytes_per_s=8.0), Link(latency_s=2.0, bytes_per_s=4.0)]
-    >>> slowest_links({("inside", ""): links}).inside[""].bytes_per_s
-    4.0
+    >>> links = [Link(latency_s=1.0, bytes_per_s=8.0, at_once=2), Link(latency_s=2.0, bytes_per_s=4.0)]
+    >>> slowest_links({("inside", ""): links}).inside[""]
+    Link(latency_s=2.0, bytes_per_s=4.0, at_once=2)
     """
-    slowest = {name: max(each, key=lambda link: link.time_s(_LARGE_BYTES)) for name, each in links.items()}
+    slowest = {}
+    for name, each in links.items():
+        known = [link.at_once for link in each if link.at_once is not None]
+        link = max(each, key=lambda link: link.time_s(_LARGE_BYTES))
+        slowest[name] = dataclasses.replace(link, at_once=min(known, default=None))
 
     def of(kind: str) -> dict[str, Link]:
         return {name[1]: link for name, link in slowest.items() if name[0] == kind}
@@ -93,15 +104,10 @@ def time_links(platform: Platform, location: Location) -> Links | None:
     Returns:
         The links, on rank 0; None on others.
     """
-    locations: list[Location] = [location] * dist.get_world_size()
-    dist.all_gather_object(locations, location)
+    locations = _told(location)
     links: dict[LinkName, list[Link]] = {}
     for name, pairs in choose_pairs(locations).items():
-        for pair in pairs:
-            # All are told what the first of a pair has timed, and so wait for it.
-            told = [_time_pair(pair, platform)]
-            dist.broadcast_object_list(told, src=pair[0])
-            links.setdefault(name, []).extend(link for link in told if link is not None)
+        links[name] = [_time_pairs(each, platform) for each in pairs]
     sums: dict[str, dict[int, Link]] = {}
     for kind, ranks in choose_summed(locations).items():
         for number in range(2, len(ranks) + 1):
@@ -114,13 +120,45 @@ def time_links(platform: Platform, location: Location) -> Links | None:
     return dataclasses.replace(slowest_links(links), sums=sums) if dist.get_rank() == 0 else None
 
 
-def _time_pair(pair: tuple[int, int], platform: Platform) -> Link | None:
-    """Send back and forth between two ranks; None on the others."""
-    if dist.get_rank() not in pair:
-        return None
-    latency_s = _one_way_s(pair, platform, _SMALL_BYTES, _NUM_SMALL)
-    large_s = _one_way_s(pair, platform, _LARGE_BYTES, _NUM_LARGE)
-    return _link(latency_s, large_s)
+def _time_pairs(pairs: Sequence[tuple[int, int]], platform: Platform) -> Link:
+    """Send back and forth between two ranks, then between all pairs at once. All ranks call it."""
+    own = next((pair for pair in pairs if dist.get_rank() in pair), None)
+    alone_s = (0.0, 0.0)
+    if own is not None and own == pairs[0]:
+        latency_s = _one_way_s(own, platform, _SMALL_BYTES, _NUM_SMALL)
+        alone_s = latency_s, _one_way_s(own, platform, _LARGE_BYTES, _NUM_LARGE)
+    # All are told what the first of the pair has timed, and so wait for it.
+    latency_s, large_s = _told(alone_s)[pairs[0][0]]
+    link = _link(latency_s, large_s)
+    if len(pairs) == 1:
+        return link
+    if own is not None:
+        _one_way_s(own, platform, _SMALL_BYTES, 1)  # the first message of two ranks takes longer
+    dist.barrier()
+    together_s = max(_told(0.0 if own is None else _one_way_s(own, platform, _LARGE_BYTES, _NUM_LARGE)))
+    share = _link(latency_s, together_s).bytes_per_s / link.bytes_per_s
+    return dataclasses.replace(link, at_once=num_at_once(len(pairs), share))
+
+
+def num_at_once(num_pairs: int, share: float) -> int:
+    """Say how many cards send at full speed at once.
+
+    Args:
+        num_pairs: that sent at once.
+        share: of the speed of one alone that the slowest of them had.
+
+    >>> [num_at_once(4, share) for share in (1.02, 0.95, 0.7, 0.26, 0.01)]
+    [4, 4, 3, 1, 1]
+    """
+    # A little less than full speed is chance.
+    return min(num_pairs, max(1, int(num_pairs * share + 0.25)))
+
+
+def _told(value: _Value) -> list[_Value]:
+    """Tell all ranks what each of them has, in rank order."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
