@@ -40,6 +40,7 @@ _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_sta
 _EXPERTS = "tests/multiproc/test_experts.py::test_experts"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
 _DEVICE = "tests/device/test_options.py"
+_ENGINE = f"{_DEVICE}::test_option_that_needs_transformer_engine"  # run on one GPU, docs/gpus.md
 _NEEDS_ENGINE = f"not run: needs CUDA and Transformer Engine, {_DEVICE} does it"
 
 
@@ -378,7 +379,7 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host",
-        _NEEDS_ENGINE,
+        _ENGINE,
         "--fine-grained-activation-offloading",
     ),
     *refused_unequal(
@@ -469,8 +470,12 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "clip_qk takes the maximum of a layer's heads over the replicas of its stage",
-        f"not run: needs CUDA and Transformer Engine 2.9, {_DEVICE} does it",
+        _ENGINE,
         "--log-max-attention-logit",
+    ),
+    *supported(
+        "clip_qk takes the maximum of a layer's heads over the replicas of its stage",
+        f"not run: needs CUDA and Transformer Engine 2.9, {_DEVICE} does it",
         "--qk-clip",
     ),
     *supported(
