@@ -82,8 +82,11 @@ def test_short_cells_keep_the_last_digit() -> None:
 def test_trace_has_every_compute_and_message(timeline: Timeline) -> None:
     events = json.loads(chrome_trace(timeline))["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    stages, channels = processes["stages"], processes["channels"]
+    assert stages > max(row for _, row in threads)
     for stage, spans in enumerate(timeline.spans):
-        assert threads[0, stage] == f"stage {stage}"
+        assert threads[stages, stage] == f"stage {stage}"
         found = [e for e in events if e["ph"] == "X" and e["tid"] == stage]
         assert [parse_action(e["name"]) for e in found] == [span.action for span in spans]
         for event, span in zip(found, spans, strict=True):
@@ -93,7 +96,7 @@ def test_trace_has_every_compute_and_message(timeline: Timeline) -> None:
     begins = {e["id"]: e for e in events if e["ph"] == "b"}
     ends = {e["id"]: e for e in events if e["ph"] == "e"}
     assert begins.keys() == ends.keys() and len(begins) == len(timeline.flights)
-    assert all(threads[1, event["tid"]] == event["cat"] for event in begins.values())
+    assert all(threads[channels, event["tid"]] == event["cat"] for event in begins.values())
 
 
 def test_nothing_to_show_is_drawn() -> None:

@@ -62,11 +62,21 @@ def arrow(name: str, number: int, start: tuple[int, int, float], end: tuple[int,
 def document(events: Iterable[Event], about: Event | None = None) -> str:
     """Write events as one file.
 
+    Processes get numbers behind those of all rows: a row with the number of its process is its main thread in Perfetto,
+    and so is row 0, so rows 0 and 1 of a process 1 would be one.
+
     Args:
         events: in any order.
         about: what else the file says.
+
+    >>> text = document([box(0, 0, "", "", 0.0, 1.0), box(1, 0, "", "", 0.0, 1.0), box(1, 2, "", "", 0.0, 1.0)])
+    >>> [(event["pid"], event["tid"]) for event in json.loads(text)["traceEvents"]]
+    [(3, 0), (4, 0), (4, 2)]
     """
-    whole: Event = {"displayTimeUnit": "ms", **(about or {}), "traceEvents": list(events)}
+    known = list(events)
+    first = 1 + max((int(str(event["tid"])) for event in known), default=0)
+    numbered = [event | {"pid": first + int(str(event["pid"]))} for event in known]
+    whole: Event = {"displayTimeUnit": "ms", **(about or {}), "traceEvents": numbered}
     return json.dumps(whole, separators=(",", ":")) + "\n"
 
 
