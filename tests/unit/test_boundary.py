@@ -590,8 +590,9 @@ class TestPipelineBoundaries:
             (1, 0, 1, (4, 5), (1,)),
         ]
         forward, backward = (boundaries[1].channel(direction) for direction in Direction)
-        assert (forward.name, forward.src.ranks, forward.dst.ranks) == ("boundary 0->1, forward", (1,), (4, 5))
-        assert (backward.name, backward.src.ranks, backward.dst.ranks) == ("boundary 0->1, backward", (4, 5), (1,))
+        name = "boundary 0->1, replica dp 1 cp 0"
+        assert (forward.name, forward.src.ranks, forward.dst.ranks) == (f"{name}, forward", (1,), (4, 5))
+        assert (backward.name, backward.src.ranks, backward.dst.ranks) == (f"{name}, backward", (4, 5), (1,))
         assert forward.strategy == backward.strategy == "sliced"
 
     def test_equal_context_parallelism_is_one_boundary_for_each_rank_of_it(self) -> None:
@@ -601,6 +602,15 @@ class TestPipelineBoundaries:
             (0, ((0,),), ((2, 3),)),
             (1, ((1,),), ((4, 5),)),
         ]
+
+    @pytest.mark.parametrize("mode", DpMode)
+    @pytest.mark.parametrize(("dp", "cp"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((2, 4), (2, 2)), ((2, 2), (1, 2))])
+    def test_no_two_have_the_same_name(self, mode: DpMode, dp: tuple[int, int], cp: tuple[int, int]) -> None:
+        """A trace, or an error, tells the messages of replicas apart by their names."""
+        layout = PipelineLayout((StageGrid(1, dp=dp[0], cp=cp[0]), StageGrid(2, dp=dp[1], cp=cp[1])))
+        names = [b.name(way) for b in pipeline_boundaries(layout, is_ring=False, dp_mode=mode) for way in Direction]
+        assert len({*names}) == len(names)
+        assert ("replica" in names[0]) == (len(names) > 2)
 
     @pytest.mark.parametrize("is_ring", [True, False])
     def test_single_stage_has_none(self, is_ring: bool) -> None:
@@ -694,8 +704,8 @@ class TestTransportRules:
             (
                 DpMode.SPLIT,
                 [
-                    ("boundary 0->1, forward", ((0,),), ((2, 3), (4, 5))),
-                    ("boundary 0->1, forward", ((1,),), ((6, 7), (8, 9))),
+                    ("boundary 0->1, replica dp 0->0+1 cp 0, forward", ((0,),), ((2, 3), (4, 5))),
+                    ("boundary 0->1, replica dp 1->2+3 cp 0, forward", ((1,),), ((6, 7), (8, 9))),
                 ],
             ),
         ],

@@ -19,7 +19,7 @@ from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_pl
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.trace.causes import Cause, Stretch
 from vtp_plugin.trace.compare import TracedStep, differences, explained, join_files, slower_by_itself
-from vtp_plugin.trace.explain import Share, explain, totals
+from vtp_plugin.trace.explain import Share, arrivals, explain, totals
 from vtp_plugin.trace.files import (
     Owner,
     Plan,
@@ -31,7 +31,7 @@ from vtp_plugin.trace.files import (
     step_line,
     trace_path,
 )
-from vtp_plugin.trace.planned import measured_costs, plan_shares
+from vtp_plugin.trace.planned import crossings_of, measured_costs, plan_shares
 from vtp_plugin.trace.stages import format_stages, parse_stages, stage_times
 
 U = u_placement(3)
@@ -163,6 +163,27 @@ def test_a_wait_counts_by_what_the_other_side_did() -> None:
         1: [(Cause.BUBBLE, 3.0), (Cause.MESSAGE, 2.0), (Cause.FINISH, 1.0)],
         2: [(Cause.BUBBLE, 2.0), (Cause.MESSAGE, 2.0), (Cause.FINISH, 1.0)],
     }
+
+
+def test_a_message_of_several_senders_comes_from_the_last() -> None:
+    """Those who sent it wait, too, until it has left: to them nothing comes."""
+    name = "boundary 0->1, replica dp 0 cp 0, forward, microbatch 0"
+    times = {0: (Cause.SEND, 4.0, 4.5), 1: (Cause.SEND, 6.0, 6.5), 2: (Cause.WAIT, 1.0, 8.0)}
+    shares = [
+        Share(
+            rank=rank,
+            worker=rank // 2,
+            start_s=0.0,
+            end_s=10.0,
+            stretches=tuple(
+                Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in (one, (Cause.WAIT, 9.0, 9.5))
+            ),
+        )
+        for rank, one in times.items()
+    ]
+    found = [(share.rank, wait.start_s, dict(sent)) for share, wait, sent in arrivals(shares)]
+    assert found == [(2, 1.0, {0: 4.0, 1: 6.0}), (2, 9.0, {0: 4.0, 1: 6.0})]
+    assert [*crossings_of(shares)] == [(2, name, 2.0)]
 
 
 def test_costs_are_taken_from_the_trace() -> None:

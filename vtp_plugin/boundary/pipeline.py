@@ -32,7 +32,7 @@ class PipelineBoundary:
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.boundary.strategies.table.STRATEGIES`.
-        is_shared: Whether ranks of one stage have several such boundaries, one for each replica that they serve.
+        is_single: Whether all of both stages is in it. Others name their replica, so that no two have the same name.
         tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
         rivals: Strategies that a run tries as well at its start.
     """
@@ -45,7 +45,7 @@ class PipelineBoundary:
     src: Side
     dst: Side
     strategy: str
-    is_shared: bool = False
+    is_single: bool = True
     tensor_bytes: int | None = None
     rivals: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ class PipelineBoundary:
 
     def name(self, direction: Direction) -> str:
         """Name boundary and direction as error messages do: `boundary 0->1, forward`."""
-        replica = f", {self.replica_name}" if self.is_shared else ""
+        replica = "" if self.is_single else f", {self.replica_name}"
         return f"boundary {self.upstream}->{self.downstream}{replica}, {direction}"
 
 
@@ -115,8 +115,10 @@ def pipeline_boundaries(
         strategy, _ = rules.choose(layout, upstream, downstream)
         src, dst = layout.stages[upstream], layout.stages[downstream]
         tensor_bytes = _whole_bytes(layout, replicas, rules.tensor_bytes, upstream, downstream)
-        for dp_ranks in replicas.joined(upstream, downstream):
-            for cp_rank in range(src.cp) if src.cp == dst.cp else (None,):
+        joined = [*replicas.joined(upstream, downstream)]
+        cp_ranks = [*range(src.cp)] if src.cp == dst.cp else [None]
+        for dp_ranks in joined:
+            for cp_rank in cp_ranks:
                 boundaries.append(
                     PipelineBoundary(
                         upstream=upstream,
@@ -130,7 +132,7 @@ def pipeline_boundaries(
                         src=_side(layout, upstream, dp_ranks[0], cp_rank),
                         dst=_side(layout, downstream, dp_ranks[1], cp_rank),
                         strategy=strategy,
-                        is_shared=src.dp != dst.dp and not replicas.is_split,
+                        is_single=len(joined) * len(cp_ranks) == 1,
                         tensor_bytes=tensor_bytes,
                         rivals=rules.rivals(layout, upstream, downstream),
                     )

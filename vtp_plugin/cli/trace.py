@@ -20,6 +20,7 @@ from vtp_plugin.trace.compare import (
     median_s,
     slower_by_itself,
 )
+from vtp_plugin.trace.explain import arrivals
 from vtp_plugin.trace.files import RankFile, read_files
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step"}
@@ -136,13 +137,10 @@ def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
 
 
 def _messages(step: TracedStep, zero_s: float) -> Iterator[tuple[str, tuple[int, int, float], tuple[int, int, float]]]:
-    """Yield what crossed: its name, and where its arrow begins and ends."""
-    sent = {one.name: (share.rank, one) for share in step.shares for one in share.stretches if one.cause is Cause.SEND}
-    for share in step.shares:
-        for one in share.stretches:
-            rank, send = sent.get(one.name, (share.rank, one))
-            if one.cause is Cause.WAIT and rank != share.rank:
-                yield one.name, (_RUN, rank, send.start_s - zero_s), (_RUN, share.rank, one.end_s - zero_s)
+    """Yield what crossed: its name, and where its arrow begins, at the last rank that sends, and ends."""
+    for share, wait, sent in arrivals(step.shares):
+        last = max(sent, key=lambda rank: sent[rank])
+        yield wait.name, (_RUN, last, sent[last] - zero_s), (_RUN, share.rank, wait.end_s - zero_s)
 
 
 def _summary(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[str]:

@@ -95,11 +95,32 @@ def flatten(share: Share) -> list[Stretch]:
     return flat
 
 
+def sends(shares: Sequence[Share]) -> dict[str, dict[int, float]]:
+    """Say of each message which ranks send it, and when each of them begins to."""
+    begun_s: dict[str, dict[int, float]] = defaultdict(dict)
+    for share in shares:
+        for one in share.stretches:
+            if one.cause is Cause.SEND:
+                begun_s[one.name].setdefault(share.rank, one.start_s)
+    return begun_s
+
+
+def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, Mapping[int, float]]]:
+    """Yield each wait for what others send: the receiver, the wait, and when which rank began to send."""
+    sent = sends(shares)
+    for share in shares:
+        for one in share.stretches:
+            begun_s = sent.get(one.name, {})
+            if one.cause is Cause.WAIT and begun_s and share.rank not in begun_s:
+                yield share, one, begun_s
+
+
 def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
     """Say of all ranks in one step what their time went to, without a gap.
 
-    A wait for a message is ``BUBBLE`` until the other side has begun to send it, and ``MESSAGE`` after that. So is a
-    finish, until the message has come to the ranks of the stage. A wait until a message has left is ``MESSAGE``.
+    A wait for a message is ``BUBBLE`` until all ranks of the other side have begun to send it, and ``MESSAGE`` after
+    that. So is a finish, until the message has come to the ranks of the stage. A wait until a message has left is
+    ``MESSAGE``.
 
     Args:
         shares: of all ranks, on one clock.
@@ -107,26 +128,19 @@ def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
     Returns:
         By rank.
     """
-    sent_s: dict[str, float] = {}
+    sent = sends(shares)
+    sent_s = {name: max(begun_s.values()) for name, begun_s in sent.items()}
     come_s: dict[tuple[int, str], float] = {}
-    senders: dict[str, set[int]] = defaultdict(set)
-    for share in shares:
-        for one in share.stretches:
-            if one.cause is Cause.SEND:
-                sent_s[one.name] = max(one.start_s, sent_s.get(one.name, one.start_s))
-                senders[one.name].add(share.rank)
-    for share in shares:
-        for one in share.stretches:
-            if one.cause is Cause.WAIT and share.rank not in senders[one.name]:
-                key = share.worker, one.name
-                come_s[key] = max(one.end_s, come_s.get(key, one.end_s))
+    for share, wait, _ in arrivals(shares):
+        key = share.worker, wait.name
+        come_s[key] = max(wait.end_s, come_s.get(key, wait.end_s))
     return {
         share.rank: [
             part
             for one in flatten(share)
             for part in _parts(
                 one,
-                sent_s=None if share.rank in senders.get(one.name, ()) else sent_s.get(one.name),
+                sent_s=None if share.rank in sent.get(one.name, ()) else sent_s.get(one.name),
                 come_s=come_s.get((share.worker, one.name)),
             )
         ]

@@ -17,7 +17,7 @@ from vtp_plugin.schedule.order.messages import peer_of, receives_for
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.trace.causes import Cause, Stretch
-from vtp_plugin.trace.explain import Share
+from vtp_plugin.trace.explain import Share, arrivals
 
 _COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD}
 Boundary = tuple[int, int, Direction]
@@ -162,12 +162,10 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[Share]]) -> Co
 
 def crossings_of(shares: Sequence[Share]) -> Iterator[tuple[int, str, float]]:
     """Yield how long messages took whose receiver waited before they were sent: its rank, their name, seconds."""
-    sent = {one.name: one.start_s for share in shares for one in share.stretches if one.cause is Cause.SEND}
-    for share in shares:
-        own = {one.name for one in share.stretches if one.cause is Cause.SEND}
-        for one in share.stretches:
-            if one.cause is Cause.WAIT and one.name not in own and one.start_s < sent.get(one.name, -math.inf):
-                yield share.rank, one.name, max(0.0, one.end_s - sent[one.name])
+    for share, wait, sent in arrivals(shares):
+        sent_s = max(sent.values())
+        if wait.start_s < sent_s:
+            yield share.rank, wait.name, max(0.0, wait.end_s - sent_s)
 
 
 def crossing_s(costs: Costs, placement: Placement, boundary: tuple[int, int]) -> float:
