@@ -14,6 +14,7 @@ from vtp_plugin.schedule.cost.simulate import Timeline, simulate
 from vtp_plugin.schedule.make.generate import one_f_one_b, plain_forward_only
 from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
 from vtp_plugin.schedule.order.actions import parse_action
+from vtp_plugin.schedule.order.messages import channel_label
 from vtp_plugin.schedule.order.placement import plain_placement
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -93,10 +94,14 @@ def test_trace_has_every_compute_and_message(timeline: Timeline) -> None:
             assert event["ts"] == pytest.approx(span.start * 1e6) and event["dur"] >= 0
         for first, second in pairwise(found):
             assert first["ts"] + first["dur"] <= second["ts"] + 1e-3
-    begins = {e["id"]: e for e in events if e["ph"] == "b"}
-    ends = {e["id"]: e for e in events if e["ph"] == "e"}
-    assert begins.keys() == ends.keys() and len(begins) == len(timeline.flights)
-    assert all(threads[channels, event["tid"]] == event["cat"] for event in begins.values())
+    begins, ends = ({e["id2"]["local"]: e for e in events if e["ph"] == letter} for letter in "be")
+    assert begins.keys() == ends.keys() == set(range(len(timeline.flights)))
+    for number, flight in enumerate(timeline.flights):
+        begin, end = begins[number], ends[number]
+        row = channel_label(timeline.placement, flight.channel)
+        assert (begin["pid"], begin["name"], end["name"]) == (channels, row, row)
+        assert parse_action(begin["args"]["message"]) == flight.action
+        assert (begin["ts"], end["ts"]) == pytest.approx((flight.start * 1e6, flight.end * 1e6))
 
 
 def test_nothing_to_show_is_drawn() -> None:

@@ -30,10 +30,22 @@ def box(process: int, row: int, name: str, kind: str, start_s: float, end_s: flo
     return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": row, **times}
 
 
-def flight(process: int, row: int, name: str, kind: str, number: int, start_s: float, end_s: float) -> Iterable[Event]:
-    """Draw what may overlap others of its row, such as a message."""
-    common: Event = {"name": name, "cat": kind, "id": number, "pid": process, "tid": row}
-    yield {"ph": "b", "ts": _us(start_s)} | common
+def flight(process: int, row_name: str, name: str, number: int, start_s: float, end_s: float) -> Iterable[Event]:
+    """Draw what may overlap others of its row, such as a message.
+
+    A row is made of what has its name, since Perfetto gives each name a row; what it is stands beside it when it is
+    chosen.
+
+    Args:
+        process: group of rows.
+        row_name: of the row.
+        name: of the box.
+        number: of it in the process.
+        start_s: when it begins.
+        end_s: when it ends.
+    """
+    common: Event = {"name": row_name, "cat": "message", "id2": {"local": number}, "pid": process, "tid": 0}
+    yield {"ph": "b", "ts": _us(start_s), "args": {"message": name}} | common
     yield {"ph": "e", "ts": _us(end_s)} | common
 
 

@@ -149,12 +149,9 @@ def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
             times = unit_s * span.start, unit_s * span.end
             events.append(chrome.box(0, worker, str(span.action), _pass_name(span.action), *times))
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
-    channels = [*names]
-    for row, name in enumerate(names.values()):
-        events += chrome.name_row(1, row, name)
     for number, flight in enumerate(timeline.flights):
-        row, times = channels.index(flight.channel), (unit_s * flight.start, unit_s * flight.end)
-        events += chrome.flight(1, row, str(flight.action), names[flight.channel], number, *times)
+        times = unit_s * flight.start, unit_s * flight.end
+        events += chrome.flight(1, names[flight.channel], str(flight.action), number, *times)
     return chrome.document(events)
 
 
