@@ -165,10 +165,10 @@ def test_a_wait_counts_by_what_the_other_side_did() -> None:
     }
 
 
-def test_a_message_of_several_senders_comes_from_the_last() -> None:
-    """Those who sent it wait, too, until it has left: to them nothing comes."""
+def test_parts_of_a_message_come_from_one_rank_after_another() -> None:
+    """Those who sent them wait, too, until they have left: to them nothing comes."""
     name = "boundary 0->1, replica dp 0 cp 0, forward, microbatch 0"
-    times = {0: (Cause.SEND, 4.0, 4.5), 1: (Cause.SEND, 6.0, 6.5), 2: (Cause.WAIT, 1.0, 8.0)}
+    times = {0: (Cause.SEND, 4.0, 4.5), 1: (Cause.SEND, 6.0, 6.5), 2: (Cause.WAIT, 1.0, 5.0)}
     shares = [
         Share(
             rank=rank,
@@ -181,9 +181,11 @@ def test_a_message_of_several_senders_comes_from_the_last() -> None:
         )
         for rank, one in times.items()
     ]
-    found = [(share.rank, wait.start_s, dict(sent)) for share, wait, sent in arrivals(shares)]
-    assert found == [(2, 1.0, {0: 4.0, 1: 6.0}), (2, 9.0, {0: 4.0, 1: 6.0})]
-    assert [*crossings_of(shares)] == [(2, name, 2.0)]
+    found = [(share.rank, wait.start_s, *sent) for share, wait, *sent in arrivals(shares)]
+    assert found == [(2, 1.0, 0, 4.0), (2, 9.0, 1, 6.0)]
+    assert [*crossings_of(shares)] == [(2, name, 1.0)]
+    waits = [(one.cause, one.length_s) for one in explain(shares)[2] if one.cause is not Cause.OTHER]
+    assert waits == [(Cause.BUBBLE, 3.0), (Cause.MESSAGE, 1.0), (Cause.MESSAGE, 0.5)]
 
 
 def test_costs_are_taken_from_the_trace() -> None:

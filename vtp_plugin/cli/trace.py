@@ -137,10 +137,9 @@ def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
 
 
 def _messages(step: TracedStep, zero_s: float) -> Iterator[tuple[str, tuple[int, int, float], tuple[int, int, float]]]:
-    """Yield what crossed: its name, and where its arrow begins, at the last rank that sends, and ends."""
-    for share, wait, sent in arrivals(step.shares):
-        last = max(sent, key=lambda rank: sent[rank])
-        yield wait.name, (_RUN, last, sent[last] - zero_s), (_RUN, share.rank, wait.end_s - zero_s)
+    """Yield what crossed: its name, and where its arrow begins and ends."""
+    for share, wait, sender, sent_s in arrivals(step.shares):
+        yield wait.name, (_RUN, sender, sent_s - zero_s), (_RUN, share.rank, wait.end_s - zero_s)
 
 
 def _summary(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[str]:

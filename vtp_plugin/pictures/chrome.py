@@ -50,25 +50,19 @@ def flight(process: int, row_name: str, name: str, number: int, start_s: float, 
 
 
 def arrow(name: str, number: int, start: tuple[int, int, float], end: tuple[int, int, float]) -> Iterable[Event]:
-    """Draw an arrow from a box to another.
+    """Draw an arrow from a box to the first one that begins where it ends, or later.
+
+    It never ends at a box that began before the other one: Perfetto turns such arrows round.
 
     Args:
         name: of what it stands for.
         number: of the arrow in the trace.
         start: process, row and time, inside a box.
-        end: the same of its end.
+        end: process, row and time.
     """
     for letter, (process, row, at_s) in (("s", start), ("f", end)):
-        more: Event = {"bp": "e"} if letter == "f" else {}
-        yield {
-            "ph": letter,
-            "name": name,
-            "cat": "message",
-            "id": number,
-            "pid": process,
-            "tid": row,
-            "ts": _us(at_s),
-        } | more
+        common: Event = {"ph": letter, "name": name, "cat": "message", "id": number}
+        yield common | {"pid": process, "tid": row, "ts": _us(at_s)}
 
 
 def document(events: Iterable[Event], about: Event | None = None) -> str:

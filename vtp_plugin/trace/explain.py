@@ -105,20 +105,32 @@ def sends(shares: Sequence[Share]) -> dict[str, dict[int, float]]:
     return begun_s
 
 
-def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, Mapping[int, float]]]:
-    """Yield each wait for what others send: the receiver, the wait, and when which rank began to send."""
+def last_sender(begun_s: Mapping[int, float], until_s: float) -> int:
+    """Say which rank began last to send what somebody waited for until a time: waits for several ranks come in turn.
+
+    >>> [last_sender({0: 4.0, 1: 6.0}, until_s) for until_s in (8.0, 5.0, 3.0)]
+    [1, 0, 0]
+    """
+    known = [rank for rank, start_s in begun_s.items() if start_s <= until_s]
+    # By clocks that are a little apart all may seem to begin later.
+    return max(known, key=lambda rank: begun_s[rank]) if known else min(begun_s, key=lambda rank: begun_s[rank])
+
+
+def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, int, float]]:
+    """Yield each wait for what others send: the receiver, the wait, which rank sent it, and when that began to."""
     sent = sends(shares)
     for share in shares:
         for one in share.stretches:
             begun_s = sent.get(one.name, {})
             if one.cause is Cause.WAIT and begun_s and share.rank not in begun_s:
-                yield share, one, begun_s
+                rank = last_sender(begun_s, one.end_s)
+                yield share, one, rank, begun_s[rank]
 
 
 def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
     """Say of all ranks in one step what their time went to, without a gap.
 
-    A wait for a message is ``BUBBLE`` until all ranks of the other side have begun to send it, and ``MESSAGE`` after
+    A wait for a message is ``BUBBLE`` until the rank that it waits for has begun to send it, and ``MESSAGE`` after
     that. So is a finish, until the message has come to the ranks of the stage. A wait until a message has left is
     ``MESSAGE``.
 
@@ -129,9 +141,13 @@ def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
         By rank.
     """
     sent = sends(shares)
-    sent_s = {name: max(begun_s.values()) for name, begun_s in sent.items()}
+
+    def sent_s(rank: int, one: Stretch) -> float | None:
+        begun_s = sent.get(one.name, {})
+        return None if not begun_s or rank in begun_s else begun_s[last_sender(begun_s, one.end_s)]
+
     come_s: dict[tuple[int, str], float] = {}
-    for share, wait, _ in arrivals(shares):
+    for share, wait, *_ in arrivals(shares):
         key = share.worker, wait.name
         come_s[key] = max(wait.end_s, come_s.get(key, wait.end_s))
     return {
@@ -140,7 +156,7 @@ def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
             for one in flatten(share)
             for part in _parts(
                 one,
-                sent_s=None if share.rank in sent.get(one.name, ()) else sent_s.get(one.name),
+                sent_s=sent_s(share.rank, one),
                 come_s=come_s.get((share.worker, one.name)),
             )
         ]

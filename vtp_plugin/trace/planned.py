@@ -162,8 +162,7 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[Share]]) -> Co
 
 def crossings_of(shares: Sequence[Share]) -> Iterator[tuple[int, str, float]]:
     """Yield how long messages took whose receiver waited before they were sent: its rank, their name, seconds."""
-    for share, wait, sent in arrivals(shares):
-        sent_s = max(sent.values())
+    for share, wait, _, sent_s in arrivals(shares):
         if wait.start_s < sent_s:
             yield share.rank, wait.name, max(0.0, wait.end_s - sent_s)
 
