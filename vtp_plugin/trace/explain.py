@@ -105,15 +105,25 @@ def sends(shares: Sequence[Share]) -> dict[str, dict[int, float]]:
     return begun_s
 
 
-def last_sender(begun_s: Mapping[int, float], until_s: float) -> int:
-    """Say which rank began last to send what somebody waited for until a time: waits for several ranks come in turn.
+def sender(begun_s: Mapping[int, float], rank: int, until_s: float) -> int | None:
+    """Say which rank began last to send what a rank waited for: waits for several ranks come in turn.
 
-    >>> [last_sender({0: 4.0, 1: 6.0}, until_s) for until_s in (8.0, 5.0, 3.0)]
-    [1, 0, 0]
+    Args:
+        begun_s: when each sender began.
+        rank: that waited.
+        until_s: when its wait ended.
+
+    Returns:
+        The sender; None where nobody is known to send it, or where the rank itself does.
+
+    >>> [sender({0: 4.0, 1: 6.0}, 2, until_s) for until_s in (8.0, 5.0, 3.0)], sender({0: 4.0, 1: 6.0}, 1, 8.0)
+    ([1, 0, 0], None)
     """
-    known = [rank for rank, start_s in begun_s.items() if start_s <= until_s]
+    if not begun_s or rank in begun_s:
+        return None
+    known = [other for other, start_s in begun_s.items() if start_s <= until_s]
     # By clocks that are a little apart all may seem to begin later.
-    return max(known, key=lambda rank: begun_s[rank]) if known else min(begun_s, key=lambda rank: begun_s[rank])
+    return max(known, key=lambda other: begun_s[other]) if known else min(begun_s, key=lambda other: begun_s[other])
 
 
 def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, int, float]]:
@@ -122,8 +132,7 @@ def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, int, flo
     for share in shares:
         for one in share.stretches:
             begun_s = sent.get(one.name, {})
-            if one.cause is Cause.WAIT and begun_s and share.rank not in begun_s:
-                rank = last_sender(begun_s, one.end_s)
+            if one.cause is Cause.WAIT and (rank := sender(begun_s, share.rank, one.end_s)) is not None:
                 yield share, one, rank, begun_s[rank]
 
 
@@ -142,9 +151,10 @@ def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
     """
     sent = sends(shares)
 
-    def sent_s(rank: int, one: Stretch) -> float | None:
+    def sent_s(receiver: int, one: Stretch) -> float | None:
         begun_s = sent.get(one.name, {})
-        return None if not begun_s or rank in begun_s else begun_s[last_sender(begun_s, one.end_s)]
+        rank = sender(begun_s, receiver, one.end_s)
+        return None if rank is None else begun_s[rank]
 
     come_s: dict[tuple[int, str], float] = {}
     for share, wait, *_ in arrivals(shares):

@@ -111,11 +111,10 @@ def time_links(platform: Platform, location: Location) -> Links | None:
     sums: dict[str, dict[int, Link]] = {}
     for kind, ranks in choose_summed(locations).items():
         for number in range(2, len(ranks) + 1):
-            told = [_time_sum(ranks[:number], platform)]
-            dist.broadcast_object_list(told, src=ranks[0])
-            if told[0] is not None:
-                sums.setdefault(kind, {})[number] = told[0]
-    _leave_together()
+            if (link := _told(_time_sum(ranks[:number], platform))[ranks[0]]) is not None:
+                sums.setdefault(kind, {})[number] = link
+    # Up to torch 2.6 a rank that leaves the group while others are still in its last call may never get away.
+    dist.barrier()
     return dataclasses.replace(slowest_links(links), sums=sums) if dist.get_rank() == 0 else None
 
 
@@ -161,29 +160,24 @@ def _told(value: _Value) -> list[_Value]:
 
 
 def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
-    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it."""
+    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it.
+
+    The group ends with all groups: up to torch 2.6 a rank that leaves one while others are in its last call may hang.
+    """
     group = dist.new_group([*ranks])
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+
     # Ranks that compute between two sums come one after another, and on a host they fall asleep in between.
     pause_s = _PAUSE_S if platform.host_blocking_wait else 0.0
 
-    def took_s(group: dist.ProcessGroup, num_bytes: int, number: int) -> float:
+    def took_s(num_bytes: int, number: int) -> float:
         tensor = torch.zeros(num_bytes // 4, device=platform.device())
         each_s = _rounds_s(lambda: dist.all_reduce(tensor, group=group), number, platform, pause_s=pause_s)
         # A layer waits for several of them: where a few take long, as on a busy host, their share counts, too.
         return statistics.mean(each_s)
 
-    link = None
-    if isinstance(group, dist.ProcessGroup):
-        link = _link(took_s(group, _SMALL_BYTES, _NUM_SMALL), took_s(group, _LARGE_BYTES, _NUM_LARGE))
-    _leave_together()
-    if isinstance(group, dist.ProcessGroup):
-        dist.destroy_process_group(group)
-    return link
-
-
-def _leave_together() -> None:
-    """Wait for all ranks: up to torch 2.6 one that leaves a group while others are in its last call may never end."""
-    dist.barrier()
+    return _link(took_s(_SMALL_BYTES, _NUM_SMALL), took_s(_LARGE_BYTES, _NUM_LARGE))
 
 
 def _link(small_s: float, large_s: float) -> Link:
