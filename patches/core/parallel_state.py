@@ -21,8 +21,8 @@ from vtp_plugin.patches.core.model_groups import known
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Writes, Written, replaces
-from vtp_plugin.runtime.wire.model_group import ModelGroup, close_leaders_group, open_leaders_group
-from vtp_plugin.runtime.wire.process_groups import close_groups
+from vtp_plugin.runtime.wire.model_group import ModelGroup, open_leaders_group
+from vtp_plugin.runtime.wire.process_groups import close_groups, settle
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
 
@@ -191,6 +191,7 @@ def _make_groups(
     session.ending.callback(close_groups, _not_kept(made))
     if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
         _unite_replicas(session, writes)
+    session.ending.callback(settle, planned.platform)
     return pipeline_groups
 
 
@@ -226,7 +227,7 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
     layout = planned.layout
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     leaders_group = open_leaders_group(layout, planned.platform, planned.config.timeout_s)
-    session.ending.callback(close_leaders_group, leaders_group, planned.platform)
+    session.ending.callback(close_groups, (leaders_group,))
     make = functools.partial(
         ModelGroup,
         stage_leader=layout.leader(planned.own.stage),

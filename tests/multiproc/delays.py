@@ -52,11 +52,11 @@ def plant_delays(facts: dict[str, Any]) -> None:
     wait_in_forwards(facts, lambda: extra_s(1, FORWARD_DELAY_S))
 
 
-def slow_rank_3(facts: dict[str, Any]) -> Callable[[], None]:
-    """Let rank 3 compute slower than its peers all along, and give the last rank a stand-in for W&B's writer."""
+def slow_rank(slow: int, facts: dict[str, Any]) -> Callable[[], None]:
+    """Let one rank compute slower than its peers all along, and give the last rank a stand-in for W&B's writer."""
     rank = int(os.environ["RANK"])
     logged: list[tuple[int, dict[str, Any]]] = []
-    wait_in_forwards(facts, lambda: FORWARD_S if rank == 3 else 0.0)
+    wait_in_forwards(facts, lambda: FORWARD_S if rank == slow else 0.0)
 
     def note(values: dict[str, Any], iteration: int) -> None:
         logged.append((iteration, values))

@@ -11,6 +11,7 @@ import argparse
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -47,7 +48,7 @@ from tests.mended import move_what_the_cpu_drew
 from tests.multiproc import leak_watch
 from tests.multiproc.adapted_layers import add_adapters
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
-from tests.multiproc.delays import plant_delays, slow_rank_3
+from tests.multiproc.delays import plant_delays, slow_rank
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
@@ -557,7 +558,8 @@ def _freeze_weights(facts: dict[str, Any]) -> None:
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "plant_delays": plant_delays,
-    "slow_rank_3": slow_rank_3,
+    "slow_rank_1": functools.partial(slow_rank, 1),
+    "slow_rank_3": functools.partial(slow_rank, 3),
     "note_samples": _note_samples,
     "old_device": _be_an_old_device,
     "gathered_attention": _gather_attention,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.step.communicator import open_channels
 from vtp_plugin.runtime.step.links import ChannelLink
 from vtp_plugin.runtime.wire.channel import Channel
+from vtp_plugin.runtime.wire.process_groups import settle
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-
-# How long gloo's threads get to drop what a collective has held.
-SETTLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +77,7 @@ def move(moves: Sequence[Move]) -> list[str]:
         if channel is not None:
             problems += [f"{one}: {problem}" for problem in _exchange(channel, one, rank)]
         del channel
-    # Dropped at once after a collective, a group of torch 2.6 or 2.7 may wait for ever: docs/gloo-dropped-groups.md.
-    time.sleep(SETTLE_S)
+    settle(platform)
     return problems
 
 

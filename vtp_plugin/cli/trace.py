@@ -28,6 +28,7 @@ _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the las
 _COLOURS: dict[str, str] = {
     Cause.FORWARD: "#3f6ca8",
     Cause.BACKWARD: "#b4540a",
+    Cause.LOSS: "#8da7d6",
     Cause.PACK: "#2f7d78",
     Cause.POST: "#5aa39e",
     Cause.SEND: "#1f5753",

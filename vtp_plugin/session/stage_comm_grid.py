@@ -16,7 +16,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.layout.stage_grid import StageRanks
 from vtp_plugin.patching import Writes
 from vtp_plugin.runtime.wire.model_group import ModelGroup
-from vtp_plugin.runtime.wire.process_groups import close_groups
+from vtp_plugin.runtime.wire.process_groups import close_groups, settle
 from vtp_plugin.session.request import watch_for_modules
 from vtp_plugin.session.session import Session
 
@@ -121,6 +121,7 @@ class StageCommGrid(StageRanks):
         self._session.close_module(self._pgs.pop(_PP, None))
         self._known_groups.close()
         groups = [*self._pgs.values(), *self._pipelines, *(self._whole_stages or ())]
+        settle(self._session.choose_platform())
         close_groups(group for group in groups if not isinstance(group, ModelGroup))
         self._pipelines.clear()
         self._pgs.clear()

@@ -18,6 +18,7 @@ class Cause(TextEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    LOSS = "loss"
     BATCH = "batch"
     PACK = "pack"
     POST = "post"
@@ -40,6 +41,7 @@ MEANINGS: Mapping[Cause, str] = MappingProxyType(
     {
         Cause.FORWARD: "a forward of one microbatch, with the collectives inside the stage that the model makes",
         Cause.BACKWARD: "a backward of one microbatch, likewise",
+        Cause.LOSS: "the script's loss function; it waits for other replicas where it sums over them (0.12)",
         Cause.BATCH: "reading a batch, where the script times that",
         Cause.PACK: "a tensor is made ready to cross: gathered inside the stage, cut, made dense",
         Cause.POST: "a receive gets its memory and is handed to the backend",

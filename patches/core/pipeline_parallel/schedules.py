@@ -26,10 +26,12 @@ from vtp_plugin.runtime.step.batches import checked
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.trace.causes import Cause
 from vtp_plugin.trace.files import Plan
 
 # What Megatron reads from the configuration of the first chunk, for all of them.
@@ -80,7 +82,8 @@ def _choose(
     id="H12",
     when=Moment.LIST,
     why="it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, but the "
-    "gradients of all stages are averaged as those of the stage with the loss",
+    "gradients of all stages are averaged as those of the stage with the loss; and a trace tells the loss function, "
+    "which may wait for other replicas, from what the stage computes",
     remove_when="Megatron knows stages with different numbers of replicas",
 )
 def _forward_step(
@@ -93,12 +96,35 @@ def _forward_step(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `forward_step`; other losses than the model's are scaled as on the stage with the loss."""
+    """Run `forward_step`; other losses than the model's are scaled as on the stage with the loss.
+
+    A recorder that is on is told what the script's loss function takes.
+    """
     own = session.pipelines.own
     if own is not None and (share := own.gradient_share) != 1.0:
         # Megatron divides by this number, and multiplies by the context-parallel size of this stage.
         num_microbatches *= share
+    if session.recorder.is_on:
+        forward_step_func = _with_noted_loss(forward_step_func, session.recorder)
     return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
+
+
+def _with_noted_loss(forward_step_func: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Note what the loss function takes that a forward returns beside its output, if it returns one."""
+
+    @functools.wraps(forward_step_func)
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, Callable[..., Any] | None]:
+        output, loss_func = forward_step_func(*args, **kwargs)
+        if loss_func is None:
+            return output, None
+
+        def noted(*values: Any, **options: Any) -> Any:
+            with recorder.span(Cause.LOSS):
+                return loss_func(*values, **options)
+
+        return output, noted
+
+    return forward
 
 
 def _run_stock(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,7 @@ import torch.distributed as dist
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.share import Share
 from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.wire.process_groups import close_groups, open_group
-
-# For a thread of gloo to delete the group's last collective, see docs/gloo-dropped-groups.md.
-_SETTLE_S = 0.05
+from vtp_plugin.runtime.wire.process_groups import open_group
 
 
 class ModelGroup(dist.ProcessGroup):
@@ -81,14 +77,7 @@ def open_leaders_group(layout: PipelineLayout, platform: Platform, timeout_s: fl
     """Open the group of the first ranks of all stages; every rank of the world calls this.
 
     Returns:
-        The group; None on ranks that are not members. :func:`close_leaders_group` ends it.
+        The group; None on ranks that are not members.
     """
     leaders = [layout.leader(stage) for stage in range(layout.num_stages)]
     return open_group(leaders, platform=platform, timeout_s=timeout_s, description="leaders of the stages")
-
-
-def close_leaders_group(group: dist.ProcessGroup | None, platform: Platform) -> None:
-    """Destroy the group of the leaders; every one of them does so after its last step."""
-    if group is not None and platform.host_blocking_wait:
-        time.sleep(_SETTLE_S)
-    close_groups((group,))

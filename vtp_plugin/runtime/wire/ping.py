@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vtp_plugin.cluster.machines import Links, Location
 from vtp_plugin.platform import Platform
+from vtp_plugin.runtime.wire.process_groups import settle
 from vtp_plugin.search.question import Link
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
@@ -97,6 +98,8 @@ def choose_summed(locations: Sequence[Location]) -> dict[str, tuple[int, ...]]:
 def time_links(platform: Platform, location: Location) -> Links | None:
     """Time the links between all ranks of the default group; a collective call, while nothing else is under way.
 
+    The group may end right after it.
+
     Args:
         platform: of this rank.
         location: where it runs.
@@ -113,8 +116,7 @@ def time_links(platform: Platform, location: Location) -> Links | None:
         for number in range(2, len(ranks) + 1):
             if (link := _told(_time_sum(ranks[:number], platform))[ranks[0]]) is not None:
                 sums.setdefault(kind, {})[number] = link
-    # Up to torch 2.6 a rank that leaves the group while others are still in its last call may never get away.
-    dist.barrier()
+    settle(platform)
     return dataclasses.replace(slowest_links(links), sums=sums) if dist.get_rank() == 0 else None
 
 
@@ -160,10 +162,7 @@ def _told(value: _Value) -> list[_Value]:
 
 
 def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
-    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it.
-
-    The group ends with all groups: up to torch 2.6 a rank that leaves one while others are in its last call may hang.
-    """
+    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it."""
     group = dist.new_group([*ranks])
     if not isinstance(group, dist.ProcessGroup):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
 from vtp_plugin.platform.base import Platform
+
+_SETTLE_S = 0.1
 
 
 def open_group(
@@ -44,8 +47,19 @@ def open_group(
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+def settle(platform: Platform) -> None:
+    """Let threads of gloo delete what they have done, before a group that took part in a collective ends.
+
+    Else this process may wait for ever in torch 2.6 and 2.7: docs/gloo-dropped-groups.md.
+    """
+    if platform.host_blocking_wait:
+        time.sleep(_SETTLE_S)
+
+
 def close_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Destroy process groups; every member does so, in the order in which they were opened, once all has arrived.
+
+    After collectives :func:`settle` comes first; messages need no threads.
 
     Args:
         groups: None, and what torch has forgotten with the world, is left out.
