@@ -13,6 +13,7 @@ from vtp_plugin.search.frame import Frame, frames
 from vtp_plugin.search.interleave import busiest_s, interleaved_lists
 from vtp_plugin.search.judge import Choice, judge
 from vtp_plugin.search.lists import Reach, Row, rows
+from vtp_plugin.search.order import forget_courses
 from vtp_plugin.search.question import Kind, Question
 from vtp_plugin.search.split import Split, bound, split
 from vtp_plugin.search.stage_orders import orders
@@ -73,7 +74,10 @@ def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf,
         tell: of the progress.
     """
     search = _Search(question, num_best, time.monotonic() + limit_s, tell)
-    search.run()
+    try:
+        search.run()
+    finally:
+        forget_courses()
     return Found(
         best=tuple(search.best), uniform=search.uniform, is_complete=search.is_complete, num_judged=search.num_judged
     )

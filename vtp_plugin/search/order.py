@@ -65,6 +65,11 @@ def _course(placement: Placement, num_microbatches: int, is_planned: bool, in_fl
     )
 
 
+def forget_courses() -> None:
+    """Give back the memory of the orders that are kept, which a run that goes on after a search would keep."""
+    _course.cache_clear()
+
+
 def pipeline_time(
     placement: Placement,
     costs: Costs,
