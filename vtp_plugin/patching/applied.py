@@ -155,7 +155,7 @@ class AppliedPatches:
 
         Looked through: partial objects, bound methods, wrappers, closures, defaults, and attributes of a callable.
         """
-        of = {id(link): patch for patch in self.patches for link in (patch.target.value, *chain(patch.target.value))}
+        of = self._originals
         seen: set[int] = set()
         ahead = [value]
         while ahead:
@@ -169,6 +169,11 @@ class AppliedPatches:
             if MARKER not in attributes(link):
                 ahead += [part for part in _parts(link) if callable(part) and not isinstance(part, type | ModuleType)]
         return ""
+
+    @functools.cached_property
+    def _originals(self) -> dict[int, Patch]:
+        """By the `id` of an original, or of what it wraps, what replaces it; every step asks."""
+        return {id(link): patch for patch in self.patches for link in (patch.target.value, *chain(patch.target.value))}
 
     def _line_to_move(self, patch: Patch) -> str:
         """Write the imports of a target outside the host as the scripts have them, the main script's first."""
