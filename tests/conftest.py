@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,8 @@ def pytest_sessionstart() -> None:
     """End at once where all whole scripts would fail."""
     if problem := tree_problem():
         raise pytest.UsageError(problem)
+    # A shell that starts tests behind it (&) lets them ignore SIGINT, and so what they send themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
