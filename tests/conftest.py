@@ -19,6 +19,9 @@ use_tree()
 # a name server that drops one of many such queries in a row costs its timeout each time, five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# A shell that starts tests behind it (&) lets them ignore SIGINT, and so what they send themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -50,8 +53,6 @@ def pytest_sessionstart() -> None:
     """End at once where all whole scripts would fail."""
     if problem := tree_problem():
         raise pytest.UsageError(problem)
-    # A shell that starts tests behind it (&) lets them ignore SIGINT, and so what they send themselves.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
