@@ -46,6 +46,7 @@ class Case:
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping;
             "reverted" trains with the plugin, takes it back and then trains as stock.
         schedule: "planned" runs the plugin's executor.
+        in_flight: most microbatches in flight on every stage, of a planned schedule; empty for the default.
         sites: site of every stage; empty means one.
         num_microbatches: per step and replica of the stage with the loss.
         rampup: every step has one more than the one before.
@@ -99,6 +100,7 @@ class Case:
     layers: tuple[int, ...] = ()
     plugin: Plugin = "on"
     schedule: Literal["stock", "planned"] = "stock"
+    in_flight: tuple[int, ...] = ()
     transport: str = "auto"
     sites: tuple[str, ...] = ()
     order: str = "tp-cp-ep-dp-pp"
@@ -228,6 +230,7 @@ def oracle_of(case: Case) -> Case:
         # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
         plugin="forced" if case.varying_lengths and case.vpp > 1 else "on",
         schedule="stock",
+        in_flight=(),
         transport="auto",
         sites=(),
         order="tp-cp-ep-dp-pp",

@@ -76,6 +76,7 @@ def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
         timeout_s=TIMEOUT_S,
         force=force,
         schedule=case.schedule,
+        in_flight=case.in_flight or None,
         layerwise_disaggregated=bool(case.layers),
         num_layer_list=None if _HAS_LAYOUTS else case.layers or None,
         **options,

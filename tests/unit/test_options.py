@@ -54,6 +54,7 @@ SPELLINGS = {
         *("--recompute-num-layers", "2", "--mtp-num-layers", "1"),
     ],
     "--moe-expert-capacity-factor without --num-experts": ["--moe-expert-capacity-factor", "1.5"],
+    "--fp8-recipe delayed": ["--fp8-format", "hybrid", "--fp8-recipe", "delayed"],
     "--recompute-modules mlp without --disable-bias-linear": [
         *("--recompute-granularity", "selective"),
         *("--recompute-modules", "core_attn", "mlp"),
@@ -254,7 +255,7 @@ def test_all_problems_are_one_error() -> None:
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
-    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 7
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 9
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
 

@@ -22,6 +22,7 @@ from vtp_plugin.fit.search import Fitted
 from vtp_plugin.footprint.state import Footprint
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.layout.share import expert_spans
 from vtp_plugin.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.options.derived import (
     ScheduleOptions,
@@ -164,7 +165,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     num_chunks = _num_chunks(args, layout.num_stages)
     why_no_activations = activation_flags.why_no_activations(args, layout)
-    placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
+    spans = expert_spans(layout, replicas)
+    placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
     fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
     return Run(
         config=config,

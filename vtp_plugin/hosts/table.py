@@ -139,5 +139,11 @@ FACTS = (
         versions=(">=0.19",),
         shown_by="tests/unit/test_host_seam.py::test_the_worker_that_saves_is_refused_on_cpus",
     ),
+    Capability(
+        name="loss_summed_over_replicas",
+        what="the loss function of its scripts sums every microbatch over the replicas of the stage",
+        versions=("<0.13",),
+        shown_by="tests/multiproc/test_joint_replicas.py",
+    ),
 )
 """What patches ask besides."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.layout.replicas import ReplicaMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +65,32 @@ def share_of_world(layout: PipelineLayout, rank: int) -> Share:
     Share(ranks=(0, 1, 2), index=2, replica=0)
     """
     return Share(tuple(range(layout.world_size)), rank, 0)
+
+
+def expert_spans(layout: PipelineLayout, replicas: ReplicaMap) -> tuple[int, ...]:
+    """Return, by stage, over how many neighbouring replicas of a team one set of its experts lies.
+
+    These replicas exchange tokens in every forward and backward of the stage. Ranks of one replica, and of one replica
+    number in several teams, do the same at the same time, so they count once.
+
+    >>> layout = PipelineLayout.from_sizes([1, 1], world_size=5, dp=[1, 4], ep=[1, 2])
+    >>> expert_spans(layout, ReplicaMap(dp_sizes=(1, 4)))
+    (1, 2)
+    >>> layout = PipelineLayout.from_sizes([1, 1], world_size=6, dp=[2, 4], ep=[1, 2])
+    >>> expert_spans(layout, ReplicaMap(dp_sizes=(2, 4)))
+    (1, 1)
+    """
+    return tuple(_expert_span(layout, replicas, stage) for stage in range(layout.num_stages))
+
+
+def _expert_span(layout: PipelineLayout, replicas: ReplicaMap, stage: int) -> int:
+    dense, expert = layout.stages[stage], layout.experts[stage]
+    block, replica_size, number = expert.tp * expert.ep, dense.tp * dense.cp, replicas.num_replicas(stage)
+    if replicas.is_split or number == 1:
+        return 1
+    sets: list[set[int]] = []
+    for start in range(0, dense.dp * replica_size, block):
+        dp_ranks = {place // replica_size for place in range(start, start + block)}
+        sets.append({replicas.team_and_replica(stage, dp_rank)[1] for dp_rank in dp_ranks})
+    sizes = (size for size in range(1, number + 1) if number % size == 0)
+    return next(size for size in sizes if all(min(found) // size == max(found) // size for found in sets))

@@ -14,8 +14,10 @@ from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.version import __version__
+from vtp_plugin.hosts import capability, find_host
 from vtp_plugin.layout.pipeline import Coord, PipelineLayout
 from vtp_plugin.layout.replicas import ReplicaMap
+from vtp_plugin.layout.share import expert_spans
 from vtp_plugin.layout.show import describe_layout
 from vtp_plugin.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.options.context import OptionContext
@@ -152,7 +154,13 @@ class PlannedRun:
         """
         config, layout, replicas = self.config, self.layout, self.replicas
         num_stages, is_u_shaped = layout.num_stages, config.layerwise_disaggregated
-        placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings)
+        placement = place_workers(
+            replicas,
+            num_chunks=num_chunks,
+            num_rings=config.num_rings,
+            expert_spans=expert_spans(layout, replicas),
+            is_loss_summed=capability("loss_summed_over_replicas").has(find_host()[1].version),
+        )
         if self.is_recorded and (num_stages == 1 or not self.is_active):
             option = "--vtp-timing" if config.trace is None else f"--vtp-trace {config.trace}"
             sizes = ",".join(map(str, layout.tp_sizes))

@@ -115,6 +115,7 @@ def plan_line(digest: str, plan: Plan) -> dict[str, object]:
         "stages": placement.stages,
         "num_replicas": placement.num_replicas,
         "successors": placement.successors,
+        "joint": placement.joint,
         "num_microbatches": schedule.num_microbatches,
         "orders": [format_actions(order) for order in schedule.orders],
         "costs": None if plan.costs is None else format_costs(plan.costs),
@@ -234,6 +235,7 @@ def _plan(entry: Mapping[str, Any]) -> Plan:
         stages=tuple(entry["stages"]),
         num_replicas=tuple(entry["num_replicas"]),
         successors=tuple(entry["successors"]),
+        joint=tuple((forward, backward) for forward, backward in entry["joint"]),
     )
     schedule = Schedule(
         name=entry["name"],

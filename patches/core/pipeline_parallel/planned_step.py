@@ -194,7 +194,13 @@ def run_step(course: Course, **arguments: Any) -> list[Any]:
         iterators=runner.iterators(call.data_iterator),
         schedule=plan.schedule,
         passes=plan.passes,
-        sync=GradSync(config, chunks, forward_only=call.forward_only, is_first_stage=runner.is_first_stage),
+        sync=GradSync(
+            config,
+            chunks,
+            forward_only=call.forward_only,
+            is_first_stage=runner.is_first_stage,
+            take_turns=runner.take_turns,
+        ),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
     )
     with _timed(config):

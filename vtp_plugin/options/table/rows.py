@@ -93,6 +93,12 @@ def _balances_by(kind: str) -> Test:
     return lambda value: value == kind or (isinstance(value, list) and kind in value)
 
 
+def _scales_over_replicas(args: object, _context: OptionContext) -> bool:
+    """Tell whether Transformer Engine looks for scaling factors among all replicas, inside every compute."""
+    is_used = getattr(args, "fp8", None) or getattr(args, "fp4", None)
+    return bool(is_used) and getattr(args, "fp8_recipe", None) == "delayed"
+
+
 RULES: tuple[OptionRule, ...] = (
     # The pipeline: its schedule, layers and rank order.
     *supported(
@@ -334,6 +340,17 @@ RULES: tuple[OptionRule, ...] = (
         _NEEDS_ENGINE,
         case("--fp8-format", given, "fp8"),
         case("--fp4-format", given, "fp4"),
+    ),
+    *refused_unequal_dp(
+        "delayed scaling finds its factors among all replicas, which run their microbatches in orders of their own and "
+        "would wait for each other inside a forward",
+        replace(case("--fp8-recipe delayed"), applies=_scales_over_replicas),
+        way_out="use another recipe or give every stage the same data-parallel size",
+    ),
+    *refused_unequal_dp(
+        "it compares the norms of queries and keys between the replicas in every forward, which they run in orders of "
+        "their own",
+        "--test-mode",
     ),
     *supported(
         "quantize_param_shard finds the scaling factors of a weight among the replicas of its stage",

@@ -30,10 +30,19 @@ class GradSync:
         chunks: model chunks of this rank's stage.
         forward_only: the pass has no backward.
         is_first_stage: this is the first pipeline stage.
+        take_turns: replicas of this stage share the microbatches of a step. One may then need messages that are sent
+            only after the other has computed, so no forward may wait for the other's: all weights are gathered from the
+            start of the step on.
     """
 
     def __init__(
-        self, config: Any, chunks: Sequence[torch.nn.Module], *, forward_only: bool, is_first_stage: bool
+        self,
+        config: Any,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        forward_only: bool,
+        is_first_stage: bool,
+        take_turns: bool = False,
     ) -> None:
         self._chunks = chunks
         no_sync, grad_sync, param_sync = (
@@ -45,6 +54,7 @@ class GradSync:
         # As in Megatron's plain pipeline, DDP's own hooks gather the weights of a single chunk.
         self._param_sync = self._per_chunk(param_sync) if len(chunks) > 1 else None
         self._is_first_stage = is_first_stage
+        self._gathers_first = take_turns and not forward_only
         self._num_gathered = 0
         self._open = ExitStack()
 
@@ -54,9 +64,21 @@ class GradSync:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Surround a step: gradients are summed only where :meth:`backward` lets them."""
+        if self._gathers_first:
+            self._start_gathers()
         self._disable()
         yield
         self._open.close()
+
+    def _start_gathers(self) -> None:
+        """Start to gather the weights of all chunks whose forwards wait for that, by hooks of Megatron's DDP."""
+        for chunk in self._chunks:
+            # Empty where the gathers do not overlap with forwards, and in the first step of megatron.training.
+            if getattr(chunk, "remove_forward_pre_hook_handles", None):
+                # So the hooks leave it to others to start the next bucket's gather: Megatron's own word for this.
+                chunk.ddp_config.align_param_gather = True
+                chunk.start_param_sync()
+                self._num_gathered = len(self._chunks)
 
     def before_forward(self, chunk: int) -> None:
         """Start to gather the weights of this chunk and the next one, if that has not begun."""

@@ -29,13 +29,17 @@ def in_flight_needed(placement: Placement, costs: Costs) -> int:
 
 
 def in_flight_needed_on(chain: Chain, stage: int) -> int:
-    """Return the same as :func:`in_flight_needed` for any stage, from its first leg to its last."""
+    """Return the same as :func:`in_flight_needed` for any stage, from its first leg to its last.
+
+    It is never less than what replicas that compute jointly need at once.
+    """
     busiest = max(
         sum(chain.durations[q] for q in chain.legs(s)) / num_replicas
         for s, num_replicas in enumerate(chain.num_replicas)
     )
     in_flight = _round_trip(chain, stage) / busiest if busiest else 0
-    return max(1, math.ceil(in_flight / chain.num_replicas[stage] - ROUNDING))
+    joint = math.ceil(math.lcm(*chain.joint) / chain.num_replicas[stage])
+    return max(joint, math.ceil(in_flight / chain.num_replicas[stage] - ROUNDING))
 
 
 def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> float:

@@ -8,9 +8,7 @@ legs: the n-th occurrence of a leg is the n-th microbatch of the worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from itertools import count
 
 from vtp_plugin.errors import PlanError
@@ -35,6 +33,7 @@ class Chain:
         boundaries: Number of the boundary that the message to the next leg crosses, a different one in each direction;
             -1 if there is no message.
         num_replicas: Replicas of every pipeline stage; replica `h mod num_replicas` runs microbatch h.
+        joint: How many neighbouring replicas run a leg jointly (see :attr:`Placement.joint`).
     """
 
     stages: tuple[int, ...]
@@ -43,6 +42,7 @@ class Chain:
     occupancy: tuple[float, ...]
     boundaries: tuple[int, ...]
     num_replicas: tuple[int, ...]
+    joint: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
@@ -94,6 +94,17 @@ class Chain:
         return (max(self.boundaries) + 1) * max(self.num_replicas)
 
     @property
+    def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """By leg and replica, the replicas of its stage that run the leg jointly: for most legs that one alone."""
+        return tuple(
+            tuple(
+                tuple(range(replica - replica % size, replica - replica % size + size))
+                for replica in range(self.num_replicas[stage])
+            )
+            for stage, size in zip(self.stages, self.joint, strict=True)
+        )
+
+    @property
     def num_legs(self) -> int:
         """Number of legs."""
         return len(self.stages)
@@ -124,6 +135,7 @@ class Chain:
             occupancy=(*self.occupancy[-2::-1], 0.0),
             boundaries=(*self.boundaries[-2::-1], -1),
             num_replicas=self.num_replicas,
+            joint=self.joint[::-1],
         )
 
 
@@ -162,10 +174,12 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     if not placement.is_chain:
         raise PlanError(f"virtual stages with the successors {placement.successors} are no chain")
     vstages, durations = [*range(num_vstages)], costs.forward
+    joint = [forward for forward, _ in placement.joint]
     # By leg, the link v between v and v + 1 on which its message goes; -1 if nothing follows.
     links = [*range(num_vstages - 1), -1]
     if not forward_only:
         vstages, durations = vstages + vstages[::-1], durations + costs.backward[::-1]
+        joint += [backward for _, backward in reversed(placement.joint)]
         links += [*reversed(range(num_vstages - 1)), -1]
     is_used = [*map(placement.crosses, links)]
     latency = [costs.latency[link] if used else 0.0 for link, used in zip(links, is_used, strict=True)]
@@ -182,67 +196,8 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
         occupancy=tuple(occupancy),
         boundaries=tuple(boundaries),
         num_replicas=placement.num_replicas,
+        joint=tuple(joint),
     )
-
-
-def dispatch(
-    chain: Chain,
-    num_microbatches: int,
-    ranking: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    detours: Iterator[Sequence[int] | None] | None = None,
-) -> Orders:
-    """Build orders greedily: a free worker starts the highest-ranked leg whose next microbatch has arrived.
-
-    Args:
-        chain: Legs and costs.
-        num_microbatches: Number of microbatches.
-        ranking: `ranking[stage]` lists the legs of a stage, most urgent first.
-        limits: Most microbatches in flight, by worker: past the start of the stage's first leg, not yet through its
-            last.
-        detours: Gives a ranking, or None, for each decision of stage 0; a ranking replaces `ranking[0]` that once.
-    """
-    durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
-    channels, takers = chain.channels, chain.takers
-    last_leg = chain.num_legs - 1
-    arrived, upcoming = _start(chain, num_microbatches)
-    bounds = [(chain.legs(stage)[0], chain.legs(stage)[-1]) for stage in range(chain.num_stages)]
-    workers, num_replicas = chain.workers, chain.num_replicas
-    free_at = [0.0] * len(workers)
-    channel_free_at = [0.0] * chain.num_channels
-    orders: list[list[int]] = [[] for _ in workers]
-    # A worker looks for work when it becomes free and when something arrives for it.
-    events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == chain.stages[0]]
-    while events:
-        now, worker = heappop(events)
-        if free_at[worker] > now:
-            continue
-        stage, replica = workers[worker]
-        first, last = bounds[stage]
-        ranked = ranking[stage]
-        if detours is not None and stage == 0:
-            ranked = next(detours) or ranked
-        for q in ranked:
-            h = upcoming[q][replica]
-            if arrived[q][h] > now:
-                continue
-            if q == first and h - upcoming[last][replica] >= limits[worker] * num_replicas[stage]:
-                continue
-            upcoming[q][replica] = h + num_replicas[stage]
-            orders[worker].append(q)
-            end = free_at[worker] = now + durations[q]
-            heappush(events, (end, worker))
-            if q < last_leg:
-                if queues[q]:
-                    channel = channels[q][h % len(channels[q])]
-                    end = channel_free_at[channel] = max(end, channel_free_at[channel]) + occupancy[q]
-                end += latency[q]
-                arrived[q + 1][h] = end
-                heappush(events, (end, takers[q][h % len(takers[q])]))
-            break
-    if sum(map(len, orders)) != num_microbatches * chain.num_legs:
-        raise PlanError(f"limits {limits} let no microbatch start")
-    return tuple(tuple(order) for order in orders)
 
 
 def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | None:
@@ -256,11 +211,14 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
     channels, takers = chain.channels, chain.takers
     last_leg = chain.num_legs - 1
-    arrived, upcoming = _start(chain, num_microbatches)
+    arrived, upcoming = first_arrivals(chain, num_microbatches)
     workers, num_replicas = chain.workers, chain.num_replicas
+    groups = chain.groups
     free_at = [0.0] * len(workers)
     channel_free_at = [0.0] * chain.num_channels
     reached = [0] * len(workers)
+    # When each worker comes to a joint leg, by leg and microbatch.
+    comes = [[math.inf] * len(times) for times in arrived]
 
     def go(worker: int) -> set[int]:
         order, index, now = orders[worker], reached[worker], free_at[worker]
@@ -272,9 +230,16 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
             there = arrived[q][h]
             if there == math.inf:
                 break
+            start = there if there > now else now
+            if len(group := groups[q][replica]) > 1:
+                comes[q][h] = start
+                start = max(comes[q][h - replica + r] for r in group)
+                if start == math.inf:
+                    break
+                woken.update(worker - replica + r for r in group)
             upcoming[q][replica] = h + num_replicas[stage]
             index += 1
-            now = end = (there if there > now else now) + durations[q]
+            now = end = start + durations[q]
             if q < last_leg:
                 if queues[q]:
                     channel = channels[q][h % len(channels[q])]
@@ -288,7 +253,7 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     return max(free_at) if reached == [len(order) for order in orders] else None
 
 
-def _start(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
+def first_arrivals(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
     """Return, by leg and microbatch, when it arrives, and, by leg and replica, which microbatch is the next."""
     # The loops look beyond the last microbatch: those entries never arrive, so no check of the index is needed.
     size = num_microbatches + max(chain.num_replicas)

@@ -16,7 +16,7 @@ from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.advance import advance_orders
 from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.messages import channel_of, link_of, peer_of, started_by
+from vtp_plugin.schedule.order.messages import channel_of, joint_with, link_of, peer_of, started_by
 from vtp_plugin.schedule.order.schedule import Schedule
 from vtp_plugin.schedule.proof.check import Mode, is_lowered, peak_activations, require_valid
 
@@ -26,7 +26,8 @@ class _Event(NamedTuple):
 
     Attributes:
         first: number of the event before it on its worker; of a message, the one at which it is sent.
-        second: number of the arrival that is waited for; of a message, the event at which its receive is posted.
+        second: number of the arrival that is waited for; of a message, the event at which its receive is posted; where
+            a worker waits for another one before a joint compute, the event at which that one comes to it.
         duration: of a compute, its place among all forwards, then all backwards, by virtual stage; else -1.
         link: of a message; else -1.
         channel: of a message; else -1.
@@ -152,6 +153,8 @@ class _Line:
         self.queues: dict[ChannelId, _Queue] = {}
         # The event at which a message arrives, by its send and by its receive.
         self.arrivals: dict[Action, int] = {}
+        # The event at which each worker came to a joint compute, by its action there.
+        self.comings: dict[Action, int] = {}
 
     def form(self) -> None:
         """Let every worker advance until all have reached the end of their lists."""
@@ -163,6 +166,12 @@ class _Line:
         """Do one action; return False if it waits for something that has not happened yet."""
         placement, now = self.schedule.placement, self.now[worker]
         if action.op.is_compute:
+            if others := joint_with(placement, action):
+                self.comings[action] = now
+                if not self.comings.keys() >= set(others):
+                    return False
+                for other in others:
+                    now = self.add(_Event(now, self.comings[other]))
             duration = action.vstage + placement.num_vstages * (action.op is Op.B)
             self.now[worker] = self.add(_Event(now, now, duration))
             self.ends[worker].append(self.now[worker])

@@ -124,6 +124,7 @@ def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         costs,
         num_rings=rings,
         num_replicas=placement.num_replicas,
+        joint=placement.joint,
         limits=placement.by_worker(limits),
         forward_only=request.forward_only,
     )

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.schedule.make.limits import too_few_in_flight
 from vtp_plugin.schedule.order.actions import Action, Op
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement
 from vtp_plugin.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.schedule.proof.check import check
 
 
 def require_counts(num_stages: int, num_microbatches: int) -> None:
@@ -78,7 +80,8 @@ def one_f_one_b(
     Stages cannot wait for each other in a circle: before its backward of microbatch h, stage s runs forwards up to
     h + n_s (k_s - 1). An earlier stage r runs its forward of x directly after its backward of x - n_r k_r, which is a
     microbatch before h as long as n_s (k_s - 1) < n_r k_r. So everything waits for earlier microbatches or for later
-    stages. (Megatron's P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.) In a tree the next stage is the
+    stages. A joint compute takes a microbatch of each of up to n_s replicas, and n_r k_r >= n_s k_s + n_r leaves room
+    for those. (Megatron's P - s breaks this for 1, 3, 3 and for 1, 2, 2, 2 replicas.) In a tree the next stage is the
     successor, and stages of which neither comes before the other do not wait for each other.
 
     Args:
@@ -88,8 +91,8 @@ def one_f_one_b(
             ahead.
 
     Raises:
-        ConfigError: A count is below 1, replicas cannot share the microbatches, or stages would wait for each other in
-            a circle.
+        ConfigError: A count is below 1, replicas cannot share the microbatches, or stages, or replicas that compute
+            jointly, would wait for each other in a circle.
 
     >>> print(one_f_one_b(2, 3).describe())
     stage 0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -111,7 +114,11 @@ def one_f_one_b(
         forwards = _computes(Op.F, placement, worker, num_microbatches)
         backwards = _computes(Op.B, placement, worker, num_microbatches)
         orders.append(_one_f_one_b_order(forwards, backwards, in_flight[placement.stage_of(worker)] - 1))
-    return Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
+    schedule = Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
+    # Without joint computes the condition above is enough, and the default limits are enough in any case.
+    if in_flight != (least := one_f_one_b_limits(placement)) and max(map(max, placement.joint)) > 1 and check(schedule):
+        raise too_few_in_flight(in_flight, least)
+    return schedule
 
 
 def one_f_one_b_limits(placement: Placement) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError
@@ -48,6 +49,16 @@ def by_stage(in_flight: tuple[int, ...] | None, num_stages: int) -> tuple[int, .
     return in_flight * num_stages if in_flight is not None and len(in_flight) == 1 else in_flight
 
 
+def too_few_in_flight(asked: Sequence[int], least: Sequence[int]) -> LayoutError:
+    """Say that limits stop replicas of a stage which wait for each other inside a compute."""
+    shown, needed = (",".join(map(str, limits)) for limits in (asked, least))
+    return LayoutError(
+        f"--vtp-in-flight {shown}: replicas of a stage wait for each other inside a compute (their experts lie on "
+        "several replicas, or the loss function sums over them), so that each of them needs a microbatch at the same "
+        f"time; give {needed} or more, or leave it out"
+    )
+
+
 def choose_limits(
     in_flight: Sequence[int] | None, placement: Placement, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], str]:
@@ -62,6 +73,9 @@ def choose_limits(
         placement: Which stage holds which virtual stage.
         costs: Of the placement.
         num_microbatches: Microbatches of the step.
+
+    Raises:
+        ConfigError: What was asked for does not fit the stages, or is less than replicas that compute jointly need.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> from vtp_plugin.schedule.order.placement import u_placement
@@ -84,5 +98,7 @@ def choose_limits(
     else:
         check_in_flight(in_flight, num_stages)
         asked = by_stage(tuple(in_flight), num_stages) or ()
+        if any(map(operator.lt, asked, placement.least_in_flight)):
+            raise too_few_in_flight(asked, placement.least_in_flight)
         reason = "as asked"
     return tuple(min(limit, num_microbatches) for limit in asked), reason

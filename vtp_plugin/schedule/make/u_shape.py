@@ -12,6 +12,7 @@ work are F1, F2, .., and the backwards .., B2, B1.
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from vtp_plugin.schedule.cost.bounds import ROUNDING, in_flight_needed_on, lower
 from vtp_plugin.schedule.cost.chain import (
     Chain,
     Orders,
-    dispatch,
     in_flight,
     in_ticks,
     make_chain,
@@ -31,9 +31,10 @@ from vtp_plugin.schedule.cost.chain import (
     to_actions,
 )
 from vtp_plugin.schedule.cost.costs import Costs
+from vtp_plugin.schedule.cost.greedy import dispatch
 from vtp_plugin.schedule.make.generate import require_counts, require_shares
 from vtp_plugin.schedule.make.rankings import rankings
-from vtp_plugin.schedule.order.placement import Placement, u_placement
+from vtp_plugin.schedule.order.placement import Joint, Placement, u_placement
 from vtp_plugin.schedule.order.schedule import Schedule
 
 _CLOUD_SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, math.inf)  # microbatches above need; infinity: up to the limit
@@ -128,6 +129,7 @@ def plan_u_shape(
     *,
     num_rings: int = 1,
     num_replicas: tuple[int, ...] = (),
+    joint: Joint = (),
     limits: Sequence[int] | None = None,
     forward_only: bool = False,
 ) -> UOrder:
@@ -146,20 +148,21 @@ def plan_u_shape(
         costs: Of the P + 1 virtual stages; with R rings, of all R P + 1.
         num_rings: How often a microbatch passes the cloud, R.
         num_replicas: Replicas of every stage; one each by default.
+        joint: Which replicas wait for each other in which computes; none by default. See :attr:`Placement.joint`.
         limits: Most microbatches in flight on each worker: it holds an activation of each, from the start of its first
             forward to the end of its last backward. No limit by default.
         forward_only: No backward pass; a limit then counts from the start of FS to the end of FE on the edge.
 
     Raises:
-        ConfigError: P < 2, m < 1, not one limit for each worker, a limit below 1, costs of another placement, or
-            replicas that cannot share the microbatches or serve each other in turn.
+        ConfigError: P < 2, m < 1, not one limit for each worker, a limit below 1 or below what a joint compute takes,
+            costs of another placement, or replicas that cannot share the microbatches or serve each other in turn.
 
     >>> from vtp_plugin.schedule.cost.costs import u_costs
     >>> plan = plan_u_shape(3, 16, u_costs(3, latency=2.0), limits=(7, 7, 7))
     >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
     (109.0, 109.0, 129.0)
     """
-    placement = u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas)
+    placement = u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas, joint=joint)
     require_counts(num_stages, num_microbatches)
     require_shares(placement, num_microbatches)
     limits = (num_microbatches,) * placement.num_workers if limits is None else tuple(limits)
@@ -207,6 +210,8 @@ def _check_limits(limits: tuple[int, ...], placement: Placement) -> None:
         )
     if min(limits) < 1:
         raise ConfigError(f"in-flight limits {limits}: no microbatch could ever start; every entry must be at least 1")
+    if any(map(operator.lt, limits, least := placement.by_worker(placement.least_in_flight))):
+        raise ConfigError(f"in-flight limits {limits}: replicas that compute jointly need at least {least}")
 
 
 class _Search:

@@ -95,6 +95,21 @@ def inputs_of(placement: Placement, compute: Action) -> set[Action]:
     return {Action(op=op, vstage=w, microbatch=compute.microbatch) for op, w in needed}
 
 
+def joint_with(placement: Placement, compute: Action) -> tuple[Action, ...]:
+    """Return the computes of other workers that are one joint compute with this one; most have none.
+
+    >>> from vtp_plugin.schedule.order.actions import parse_action
+    >>> from vtp_plugin.schedule.order.placement import plain_placement
+    >>> placement = plain_placement(2, num_replicas=(1, 2), joint=((1, 1), (2, 1)))
+    >>> [[str(one) for one in joint_with(placement, parse_action(text))] for text in ("1F3", "1B3")]
+    [['1F2'], []]
+    """
+    together = placement.joint_microbatches(compute.vstage, compute.microbatch, is_backward=compute.op.is_backward)
+    return tuple(
+        Action(op=compute.op, vstage=compute.vstage, microbatch=h) for h in together if h != compute.microbatch
+    )
+
+
 def receives_for(placement: Placement, compute: Action) -> tuple[Action, ...]:
     """Return the receives of a compute's inputs; none if they are samples or come from the same stage.
 

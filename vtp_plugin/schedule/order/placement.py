@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.layout.replicas import ReplicaMap
@@ -23,16 +25,22 @@ class Placement:
     of a wide one in turn. A *worker* is one replica of one stage; without replicas it is the stage. Workers are
     numbered stage by stage.
 
+    A collective inside a compute may span replicas: that of experts that lie on several of them, for example. Then
+    these replicas run the compute *jointly*: each waits in it for the others, so all must come to it, with the same
+    number of microbatches of this virtual stage behind them.
+
     Attributes:
         stages: `stages[v]` is the stage that holds virtual stage v. Every stage from 0 on holds at least one.
         num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
+        joint: By virtual stage, how many neighbouring replicas run its forward jointly, and how many its backward; by
+            default each runs alone, (1, 1). Replicas 0 to n - 1 are the first such group, n to 2n - 1 the second.
         successors: `successors[v]` is the virtual stage that takes the output of v, a later one; one entry for each but
             the last, which has the loss. By default a chain: v + 1.
 
     Raises:
         ConfigError: There is no virtual stage, a stage number is left out, the list of replicas has another length than
             the list of stages, two stages with a boundary between them have numbers of replicas of which neither
-            divides the other, or a successor is not a later virtual stage.
+            divides the other, a successor is not a later virtual stage, or replicas do not fall into joint groups.
 
     >>> u_placement(3).stages, u_placement(3).vstages(0), u_placement(3).chunk(3)
     ((0, 1, 2, 0), (0, 3), 1)
@@ -42,11 +50,15 @@ class Placement:
     >>> two_encoders = Placement(stages=(0, 1, 2, 3), successors=(2, 2, 3))
     >>> two_encoders.predecessors(2), two_encoders.boundaries
     ((0, 1), ((0, 2), (1, 2), (2, 3)))
+    >>> experts = plain_placement(2, num_replicas=(1, 4), joint=((1, 1), (2, 2)))
+    >>> [list(experts.joint_microbatches(1, h, is_backward=False)) for h in (0, 3, 5)]
+    [[0, 1], [2, 3], [4, 5]]
     """
 
     stages: tuple[int, ...]
     num_replicas: tuple[int, ...] = ()
     successors: tuple[int, ...] = ()
+    joint: tuple[tuple[int, int], ...] = ()
     _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -81,6 +93,14 @@ class Placement:
                     f"{downstream} cannot serve each other in turn: {high} mod {low} = {high % low} must be 0"
                 )
         object.__setattr__(self, "num_replicas", num_replicas)
+        object.__setattr__(self, "joint", self.joint or ((1, 1),) * self.num_vstages)
+        if len(self.joint) != self.num_vstages or any(
+            num_replicas[stage] % size for stage, sizes in zip(self.stages, self.joint, strict=True) for size in sizes
+        ):
+            raise ConfigError(
+                f"joint replicas {self.joint} of virtual stages on stages with {num_replicas} replicas: each virtual "
+                "stage needs two numbers that divide them"
+            )
         object.__setattr__(self, "_first_workers", tuple(sum(num_replicas[:i]) for i in range(self.num_stages)))
 
     @property
@@ -165,6 +185,27 @@ class Placement:
         stage = self.stages[vstage]
         return self._first_workers[stage] + microbatch % self.num_replicas[stage]
 
+    def joint_microbatches(self, vstage: int, microbatch: int, *, is_backward: bool) -> range:
+        """List the microbatches whose forwards, or backwards, on a virtual stage are one joint compute with this one.
+
+        >>> list(plain_placement(2, num_replicas=(1, 2)).joint_microbatches(1, 5, is_backward=True))
+        [5]
+        """
+        size = self.joint[vstage][is_backward]
+        first = microbatch - microbatch % self.num_replicas[self.stages[vstage]] % size
+        return range(first, first + size)
+
+    @property
+    def least_in_flight(self) -> tuple[int, ...]:
+        """By stage, how many microbatches a worker must be able to have in flight: a joint compute takes several.
+
+        >>> plain_placement(2, num_replicas=(1, 4), joint=((1, 1), (2, 2))).least_in_flight
+        (2, 1)
+        """
+        # Joint groups of n run microbatches 0 to n - 1, n to 2n - 1, and so on; those of other stages may overlap them.
+        together = math.lcm(*chain.from_iterable(self.joint))
+        return tuple(math.ceil(together / number) for number in self.num_replicas)
+
     def microbatches(self, worker: int, num_microbatches: int) -> range:
         """List the microbatches of a step that a worker handles.
 
@@ -195,14 +236,18 @@ class Placement:
         )
 
 
-def plain_placement(num_stages: int, *, num_replicas: tuple[int, ...] = ()) -> Placement:
+Joint = tuple[tuple[int, int], ...]
+"""See :attr:`Placement.joint`."""
+
+
+def plain_placement(num_stages: int, *, num_replicas: tuple[int, ...] = (), joint: Joint = ()) -> Placement:
     """Place one virtual stage on each stage: (0, 1, .., P-1).
 
     >>> plain_placement(3).stages
     (0, 1, 2)
     """
     _require_stages(num_stages, 1)
-    return Placement(stages=tuple(range(num_stages)), num_replicas=num_replicas)
+    return Placement(stages=tuple(range(num_stages)), num_replicas=num_replicas, joint=joint)
 
 
 def interleaved_placement(num_stages: int, num_chunks: int) -> Placement:
@@ -215,7 +260,9 @@ def interleaved_placement(num_stages: int, num_chunks: int) -> Placement:
     return Placement(stages=tuple(range(num_stages)) * num_chunks)
 
 
-def u_placement(num_stages: int, *, num_rings: int = 1, num_replicas: tuple[int, ...] = ()) -> Placement:
+def u_placement(
+    num_stages: int, *, num_rings: int = 1, num_replicas: tuple[int, ...] = (), joint: Joint = ()
+) -> Placement:
     """Place the first and the last part of the model on stage 0, the edge: (0, 1, .., P-1, 0).
 
     With several rings the model goes through the cloud as often, and through the edge between: an encoder, then a
@@ -231,7 +278,7 @@ def u_placement(num_stages: int, *, num_rings: int = 1, num_replicas: tuple[int,
         raise ConfigError(f"a U-shaped pipeline of {num_stages} stage: it needs an edge and at least one cloud stage")
     if num_rings < 1:
         raise ConfigError(f"a U-shaped pipeline of {num_rings} rings: it needs at least one")
-    return Placement(stages=(*range(num_stages),) * num_rings + (0,), num_replicas=num_replicas)
+    return Placement(stages=(*range(num_stages),) * num_rings + (0,), num_replicas=num_replicas, joint=joint)
 
 
 def num_rings(placement: Placement) -> int:
@@ -251,30 +298,47 @@ def _require_stages(num_stages: int, num_chunks: int) -> None:
         raise ConfigError(f"{num_stages} stages with {num_chunks} chunks each: both must be at least 1")
 
 
-def place_workers(replicas: ReplicaMap, *, num_chunks: int, num_rings: int) -> Placement:
+def place_workers(
+    replicas: ReplicaMap,
+    *,
+    num_chunks: int,
+    num_rings: int,
+    expert_spans: Sequence[int] = (),
+    is_loss_summed: bool = False,
+) -> Placement:
     """Place the chunks on the stages, and the microbatches of one team on the replicas of its stages.
 
     Args:
         replicas: of the stages.
         num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
         num_rings: of a U-shaped pipeline, where stage 0 holds both ends of the model; 0 for others.
+        expert_spans: of every stage, over how many neighbouring replicas of a team its experts lie
+            (:func:`~vtp_plugin.layout.share.expert_spans`); empty for 1 on all.
+        is_loss_summed: the loss function sums over the replicas of its stage, in every microbatch.
 
     Raises:
         ConfigError: stages of different data-parallel sizes have several chunks.
 
     >>> place_workers(ReplicaMap(dp_sizes=(2, 4)), num_chunks=1, num_rings=0).num_replicas
     (1, 2)
+    >>> place_workers(ReplicaMap(dp_sizes=(1, 2)), num_chunks=1, num_rings=0, is_loss_summed=True).joint
+    ((1, 1), (2, 1))
     """
     num_stages = len(replicas.dp_sizes)
     # In split mode all replicas of a stage run parts of one microbatch: to the schedule they are one worker.
     num_replicas = () if replicas.is_split else tuple(map(replicas.num_replicas, range(num_stages)))
-    if num_rings:
-        return u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas)
-    if replicas.is_equal:
+    if replicas.is_equal and not num_rings:
         return interleaved_placement(num_stages, num_chunks)
+    alone = u_placement(num_stages, num_rings=num_rings) if num_rings else plain_placement(num_stages)
+    joint = [(expert_spans[stage],) * 2 for stage in alone.stages] if expert_spans and num_replicas else []
+    if is_loss_summed and num_replicas:
+        joint = joint or [(1, 1)] * alone.num_vstages
+        joint[-1] = num_replicas[alone.stages[-1]], joint[-1][1]
+    if num_rings:
+        return u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas, joint=tuple(joint))
     if num_chunks > 1:
         raise ConfigError(
             f"{num_chunks} model chunks on each stage do not work with --vtp-dp-list "
             f"{','.join(map(str, replicas.dp_sizes))}; use one chunk, or equal data-parallel sizes"
         )
-    return plain_placement(num_stages, num_replicas=num_replicas)
+    return plain_placement(num_stages, num_replicas=num_replicas, joint=tuple(joint))

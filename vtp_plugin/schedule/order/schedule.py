@@ -34,6 +34,8 @@ class Schedule:
         """Sixteen hexadecimal digits that differ when anything but the name differs; ranks compare them."""
         # The numbers of replicas are in it too, in the labels of the orders.
         follows = "" if self.placement.is_chain else f" {self.placement.successors}"
+        if any(max(sizes) > 1 for sizes in self.placement.joint):
+            follows += f" {self.placement.joint}"
         text = f"{self.placement.stages}{follows} {self.num_microbatches} {self.forward_only}\n{self.describe()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Literal
 
 from vtp_plugin.errors import PlanError
@@ -14,6 +14,7 @@ from vtp_plugin.schedule.order.messages import (
     by_channel,
     channel_label,
     inputs_of,
+    joint_with,
     peer_of,
     receives_for,
     sends_after,
@@ -29,7 +30,8 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
     """List everything that is wrong with a schedule; an empty list proves it.
 
     The proof: every compute is there exactly once, on the worker that holds its virtual stage and handles its
-    microbatch; the workers' orders do not wait for each other in a circle; microbatches in flight keep the limits.
+    microbatch; the workers' orders do not wait for each other in a circle, neither for results nor in joint computes;
+    microbatches in flight keep the limits.
     With communication, also: every message is sent once, after the compute that makes it, and received once; every send
     and receive is waited for exactly once, after it is posted, a receive before the compute that takes it; on each
     channel the receives are posted in the order of the sends; and nothing deadlocks, whether sends are buffered or
@@ -191,19 +193,29 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
 
 def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     """Let all workers advance as far as they can; yield one line if some do not reach the end of their list."""
-    lowered = is_lowered(schedule)
+    lowered, placement = is_lowered(schedule), schedule.placement
+    before = {action: last for order in schedule.orders for last, action in pairwise(order)}
     done: set[Action] = set()
 
+    def needed(action: Action) -> set[Action]:
+        own = _needed(schedule, action, mode, lowered)
+        if not action.op.is_compute:
+            return own
+        # All that run it jointly must stand before it: their needs are met, and what they do before is done.
+        others = joint_with(placement, action)
+        needs = [_needed(schedule, one, mode, lowered) for one in others]
+        return own.union(*needs, (before[one] for one in others if one in before))
+
     def run(_worker: int, action: Action) -> bool:
-        if not _needed(schedule, action, mode, lowered) <= done:
+        if not needed(action) <= done:
             return False
         done.add(action)
         return True
 
     reached = advance_orders(schedule.orders, run)
     stuck = [
-        f"{schedule.placement.label(worker)} stands before {order[index]}, which needs "
-        + ", ".join(map(str, sorted(_needed(schedule, order[index], mode, lowered) - done)))
+        f"{placement.label(worker)} stands before {order[index]}, which needs "
+        + ", ".join(map(str, sorted(needed(order[index]) - done)))
         for worker, (order, index) in enumerate(zip(schedule.orders, reached, strict=True))
         if index < len(order)
     ]

@@ -1,0 +1,47 @@
+"""Replicas of a stage that meet inside a compute, in planned orders: no order makes them wait in a circle.
+
+They meet where experts lie on several of them, where weights are gathered in the first forward, and where the loss
+function sums over them. The layouts are those that hung before the orders knew of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc.core_cases import OVERLAPPED, Case, Runs
+from tests.multiproc.test_experts import mixing
+from tests.multiproc.test_parity import check_parity
+from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
+
+
+@pytest.mark.needs("experts")
+@pytest.mark.parametrize(
+    ("dp_list", "ep_list", "num_microbatches"),
+    [((1, 2), (1, 2), 6), ((2, 1), (2, 1), 3)],
+    ids=["wide cloud", "wide edge"],
+)
+def test_experts_on_several_replicas_in_a_u(
+    runs: Runs, dp_list: tuple[int, ...], ep_list: tuple[int, ...], num_microbatches: int
+) -> None:
+    check_parity(
+        runs,
+        mixing(
+            "balanced",
+            *(1, 1),
+            layers=(1, 2, 1),
+            dp_list=dp_list,
+            ep_list=ep_list,
+            etp=1,
+            num_microbatches=num_microbatches,
+        ),
+    )
+
+
+def test_weights_are_gathered_before_the_first_forward_of_a_u(runs: Runs, saved: Saved) -> None:
+    """One edge, four replicas of the cloud, twelve microbatches."""
+    check_u_shape(runs, saved, u_shaped(1, 1, dp_list=(1, 4), num_microbatches=12, **OVERLAPPED))
+
+
+def test_one_microbatch_in_flight(runs: Runs) -> None:
+    """The second replica's first forward comes after the first one's first backward."""
+    check_parity(runs, Case(sizes=(1, 1), dp_list=(1, 2), num_microbatches=3, in_flight=(1, 1), **OVERLAPPED))
