@@ -262,3 +262,15 @@ def test_a_busy_machine_accuses_nobody(rank_server: Server, tmp_path: Path) -> N
         for process in busy:
             process.kill()
             process.wait()
+
+
+def test_the_line_follows_the_waits_to_the_rank_that_hangs(rank_server: Server, tmp_path: Path) -> None:
+    """Rank 2 stays in a forward; rank 1 waits for it inside the same forward, and rank 0 for rank 1's gradient."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=2", "--schedule=planned", timeout_s=6.0)
+        whole.reached(2)
+        lines = assert_ends(whole, range(WORLD), 6.0)
+    compute = r"1F1, a forward of microbatch 1 on stage 1"
+    stands = rf"all_reduce( of ranks 1, 2,)? inside {compute}"
+    for line in lines:
+        assert re.search(rf"{stands}.*rank 2 computes {compute}", line), lines

@@ -134,6 +134,9 @@ class World:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         Agreement(self._store, rank=rank, world_size=world_size, timeout_s=lambda: TIMEOUT_S).settle(name, prepare)
 
+    def computing(self, name_compute: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return share_reports(self._store, own, combine, rank=rank, world_size=world_size, timeout_s=TIMEOUT_S)

@@ -151,14 +151,30 @@ def test_a_silent_rank_ends_all_others_within_the_timeout(
         assert re.match(rf"rank {silent} does not answer: no sign of life for [\d.]+ s; this rank had not used", text)
 
 
+def test_ranks_that_wait_for_each_other_are_named_as_a_circle(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not the first peer alone, which may be as healthy as the rank that waits for it."""
+    for rank in range(3):
+        world.monitors[rank].begin(
+            f"boundary {rank}->{(rank + 1) % 3}, backward, microbatch 0", f"rank {(rank + 1) % 3}"
+        )
+    world.wait(4)
+    circle = r"ranks \d, \d, \d wait for each other in a circle"
+    for text in lines(capfd).values():
+        assert re.search(rf"no answer; rank \d waits at boundary .*; rank \d waits at .*; {circle}", text), text
+        assert "rank 3" not in text.split("circle")[0]
+
+
 def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     wait = world.monitors[1].begin(PLACE, "rank 0")
     assert not wait.is_over()
     world.wait(4)
     assert max(world.ended.values()) < 1.1 * TIMEOUT_S
     texts = lines(capfd)
-    assert re.match(rf"waited [\d.]+ s at {PLACE} for rank 0: no answer; look for a rank that", texts[1])
-    assert re.match(rf"rank 1 waited [\d.]+ s at {PLACE} for rank 0: no answer; this rank had not used", texts[2])
+    assert re.match(
+        rf"waited [\d.]+ s at {PLACE} for rank 0: no answer; rank 0 was not waiting at a boundary; look", texts[1]
+    )
+    chain = rf"rank 1 waited [\d.]+ s at {PLACE} for rank 0: no answer; rank 0 was not waiting at a boundary"
+    assert re.match(rf"{chain}; this rank had not used", texts[2])
 
 
 def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
@@ -168,7 +184,7 @@ def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
         time.sleep(0.2)
         wait.ended = True
     assert not world.ended
-    assert len(world.monitors[1]._waits) == 1
+    assert len(world.monitors[1]._place._waits) == 1
 
 
 class Event:

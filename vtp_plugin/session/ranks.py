@@ -163,6 +163,10 @@ class AllRanks:
             timeout_s=self._timeout_s(),
         )
 
+    def computing(self, name_compute: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+        """Watch collectives inside computes; see :meth:`~vtp_plugin.runtime.life.monitor.Monitor.computing`."""
+        return contextlib.nullcontext() if self.monitor is None else self.monitor.computing(name_compute)
+
     def compare_clocks(self) -> ClockOffset:
         """Find out how far this rank's clock is behind that of rank 0; a collective call."""
         agreement = self._joined()

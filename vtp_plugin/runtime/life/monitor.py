@@ -23,13 +23,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
 from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.place import Place, Wait
 from vtp_plugin.runtime.life.roll_call import RollCall, is_lost_connection
+from vtp_plugin.runtime.life.standing import follow
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 from vtp_plugin.runtime.life.waiting import EXIT_CODE, report
 
@@ -41,41 +42,6 @@ FAILED = 1 << 40
 """Added to the state, which counts roll calls, when a failure is posted."""
 # For so long a process may print and clean up after its own error.
 _FAILING_S = 30.0
-
-
-class DeviceEvent(Protocol):
-    """What the monitor needs of ``torch.cuda.Event`` and its like: whether the stream has come this far."""
-
-    def query(self) -> bool:
-        """Return whether all work before the event has finished; does not block."""
-        ...
-
-
-@dataclass(slots=True)
-class Wait:
-    """A wait of this rank for a peer. On a device it ends when the stream has passed it, not when the host has.
-
-    Attributes:
-        position: boundary, direction and microbatch.
-        peer: who is waited for.
-        begin_s: start, on the monitor's clock.
-        event: recorded behind the wait on the device's stream; None until the host has come that far.
-        ended: the host knows that the wait is over.
-    """
-
-    position: str
-    peer: str
-    begin_s: float
-    event: DeviceEvent | None = None
-    ended: bool = False
-
-    def is_over(self) -> bool:
-        """Tell whether the wait has ended, on the host or on the device's stream."""
-        try:
-            return self.ended or (self.event is not None and self.event.query())
-        except RuntimeError:
-            # The device failed: its stream will never pass the wait.
-            return False
 
 
 class Monitor:
@@ -122,8 +88,7 @@ class Monitor:
         self._cut_s: float | None = None
         self._failing_s: float | None = None
         self._failure: str | None = None
-        self._waits: list[Wait] = []
-        self._last_wait: Wait | None = None
+        self._place = Place(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
         self._stopping = threading.Event()
@@ -167,11 +132,15 @@ class Monitor:
             position: boundary, direction and microbatch.
             peer: who is waited for.
         """
-        wait = Wait(position, peer, self._clock_s)
-        self._waits = [w for w in self._waits if not w.is_over()]
-        self._waits.append(wait)
-        self._last_wait = wait
-        return wait
+        return self._place.begin(position, peer)
+
+    def computing(self, name_compute: Callable[[], str]) -> AbstractContextManager[None]:
+        """Watch collectives inside computes in a ``with`` block: their waits count as those at boundaries do.
+
+        Args:
+            name_compute: names the compute that runs just now; empty between two.
+        """
+        return self._place.computing(name_compute)
 
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
@@ -212,16 +181,8 @@ class Monitor:
         return self._failure
 
     def describe_position(self) -> str:
-        """Say where this rank stands: its current wait, or the boundary that it used last."""
-        now_s = self._clock_s
-        open_waits = [w for w in self._waits if not w.is_over()]
-        if open_waits:
-            wait = open_waits[0]
-            return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}"
-        if self._last_wait is not None:
-            ago_s = now_s - self._last_wait.begin_s
-            return f"this rank was not waiting at a boundary (last: {self._last_wait.position}, {ago_s:.1f} s ago)"
-        return "this rank had not used any boundary yet"
+        """Say where this rank stands: its current wait, a collective, or the boundary that it used last."""
+        return self._place.describe()
 
     @property
     def _linger_s(self) -> float:
@@ -245,7 +206,7 @@ class Monitor:
                 elif now_s - life_s > self._dead_s:
                     self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
             state = self._store.add("state", 0)
-            self._roll_call.answer(state % FAILED)
+            self._roll_call.answer(state % FAILED, self._place.stand)
             if self._failure is None and state >= FAILED:
                 failure = self._store.get("failed").decode()
                 self._say_farewell()
@@ -260,6 +221,7 @@ class Monitor:
             now_s = time.monotonic()
             self._clock_s += min(now_s - last_s, 4 * pause_s)
             last_s = now_s
+            self._place.look()
             reason = self._reason_to_end()
             if reason is not None:
                 self._end(reason)
@@ -285,13 +247,26 @@ class Monitor:
         return self._find_long_wait(now_s)
 
     def _find_long_wait(self, now_s: float) -> str | None:
-        waits = [w for w in self._waits if now_s - w.begin_s > 0.8 * self.timeout_s and not w.is_over()]
-        if not waits:
+        wait = self._place.longer_than(0.8 * self.timeout_s)
+        if wait is None:
             return None
-        wait = waits[0]
-        reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}: no answer"
+        others: list[str] = []
+        limit_s = min(2 * self._look_interval_s + 1.0, 0.1 * self.timeout_s)
+        self._run_bounded(lambda: others.append(self._follow_waits(limit_s)), limit_s + 0.5)
+        if self._failure is not None:
+            return f"{self._failure}; {self.describe_position()}"
+        reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}: no answer{''.join(others)}"
         self._run_bounded(lambda: self._post(f"rank {self._rank} {reason}"), 1.0)
         return f"{reason}; look for a rank that ended, stopped or runs another schedule"
+
+    def _follow_waits(self, limit_s: float) -> str:
+        """Ask all ranks where they stand, and follow the waits from this one on."""
+        self._find_absent(limit_s)
+        return follow(
+            self._rank,
+            self._place.stand(),
+            lambda rank: None if rank in self._absent else self._roll_call.standing(rank),
+        )
 
     def _end(self, reason: str) -> None:
         self._run_bounded(self._say_farewell, 1.0)

@@ -1,4 +1,7 @@
-"""Which ranks still live. This is asked when a connection breaks, so that all ranks name the rank that was killed.
+"""Which ranks still live, and where each of them stands.
+
+This is asked when a connection breaks, so that all ranks name the rank that was killed, and when a rank has waited too
+long, so that the line says who waits for whom.
 
 A rank whose peer dies finds its connection closed and ends, too, which breaks more connections. Without asking, the
 others would name the rank that noticed first.
@@ -11,6 +14,8 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+from vtp_plugin.runtime.life.standing import Standing, load_standing
 
 # Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.
 _LOST = re.compile(
@@ -51,11 +56,11 @@ class RollCall:
         self._world_size = world_size
         self._num_answered = 0
 
-    def answer(self, num_calls: int) -> None:
-        """Answer all calls so far. Called by the thread that shows the sign of life."""
+    def answer(self, num_calls: int, stand: Callable[[], Standing]) -> None:
+        """Answer all calls so far, and say where this rank stands. Called by the thread that shows the sign of life."""
         if num_calls > self._num_answered:
             self._num_answered = num_calls
-            self._store.set(f"here/{self._rank}", str(num_calls))
+            self._store.set(f"here/{self._rank}", f"{num_calls} {stand().dump()}")
             self._store.add(f"answers/{num_calls}", 1)
 
     def absent(self, limit_s: float, *, is_over: Callable[[], bool], has_left: Callable[[int], bool]) -> list[int]:
@@ -77,5 +82,15 @@ class RollCall:
         return []
 
     def _is_here(self, rank: int, number: int, has_left: Callable[[int], bool]) -> bool:
+        return has_left(rank) or self._last_answer(rank)[0] >= number
+
+    def standing(self, rank: int) -> Standing | None:
+        """Return where a rank stood at its last answer; None if it never answered."""
+        return self._last_answer(rank)[1]
+
+    def _last_answer(self, rank: int) -> tuple[int, Standing | None]:
         key = f"here/{rank}"
-        return has_left(rank) or (self._store.check([key]) and int(self._store.get(key)) >= number)
+        if not self._store.check([key]):
+            return 0, None
+        number, _, standing = self._store.get(key).decode().partition(" ")
+        return int(number), load_standing(standing)

@@ -27,7 +27,8 @@ class Topic(Enum):
     WATCH = (
         "monitor",
         "Liveness: a counter for every rank; when one ends, its number, the reason (between sites as for the checks) "
-        "and the boundary at which it stood; a random name, under which all this lies.",
+        "and the boundary at which it stood; when one is missed or has waited too long, where every rank stands: "
+        "boundary and microbatch, or the name of a collective and its ranks; a random name, under which all this lies.",
     )
     REPORTS = (
         "reports",

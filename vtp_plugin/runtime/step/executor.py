@@ -81,6 +81,7 @@ class Executor:
         self._compute = compute
         self._companions = companions
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
+        self._current: Action | None = None
         self._posted: dict[Action, Receive] = {}
         self._received: dict[Action, torch.Tensor | None] = {}
         self._results: dict[Action, torch.Tensor] = {}
@@ -103,10 +104,21 @@ class Executor:
             PlanError: something is left over.
         """
         for action in self._actions:
+            self._current = action
             self._handlers[action.op](action)
+        self._current = None
         left = [name for name in ("posted", "received", "results", "kept", "sends") if getattr(self, f"_{name}")]
         if left:
             raise PlanError(f"{self._schedule.name}: a step ended with tensors left over ({', '.join(left)})")
+
+    def name_compute(self) -> str:
+        """Name the forward or backward that runs just now, for a line about a hang; empty between two."""
+        action = self._current
+        if action is None or not action.op.is_compute:
+            return ""
+        kind = "backward" if action.op.is_backward else "forward"
+        stage = self._placement.label(self._placement.worker_of(action.vstage, action.microbatch))
+        return f"{action}, a {kind} of microbatch {action.microbatch} on {stage}"
 
     def _link(self, action: Action) -> Link:
         return self._links[channel_of(self._placement, action), link_of(self._placement, action)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -36,6 +37,10 @@ class Ranks(Protocol):
 
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         """Make one text of all ranks' reports, on one of them, and return it on all."""
+        ...
+
+    def computing(self, name_compute: Callable[[], str]) -> AbstractContextManager[None]:
+        """Keep the time of collectives inside the computes of a ``with`` block; not collective."""
         ...
 
 
@@ -105,6 +110,11 @@ class ScheduleRunner:
     def is_first_stage(self) -> bool:
         """Whether the first chunk of this rank's stage takes only samples."""
         return not self.placement.predecessors(self.placement.vstages(self._stage)[0])
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether several replicas of this rank's stage share the microbatches of a step."""
+        return self.placement.num_replicas[self._stage] > 1
 
     def schedule(
         self, num_microbatches: int, *, forward_only: bool, group_size: int | None, batch: int | None = None
@@ -178,15 +188,19 @@ class ScheduleRunner:
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
         if self._companions is not None:
             self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
-        if schedule.forward_only:
-            Executor(schedule, self._worker, links, compute, self._companions).run()
+        timed = TimedCompute(compute, self._recorder)
+        is_trained = not schedule.forward_only
+        executor = Executor(schedule, self._worker, links, timed if is_trained else compute, self._companions)
+        if not is_trained:
+            with self._ranks.computing(executor.name_compute):
+                executor.run()
             return
         self._num_trained += 1
         is_measured = self._num_left > 0 and self._num_trained > 1
-        timed = TimedCompute(compute, self._recorder)
         start = self._times.begin()
-        with self._recorder.listening() if is_measured else contextlib.nullcontext(list[Noted]()) as noted:
-            Executor(schedule, self._worker, links, timed, self._companions).run()
+        listening = self._recorder.listening() if is_measured else contextlib.nullcontext(list[Noted]())
+        with self._ranks.computing(executor.name_compute), listening as noted:
+            executor.run()
         with self._recorder.span(Cause.PLAN):
             time = self._times.end(start, schedule, self.costs)
         if is_measured:
