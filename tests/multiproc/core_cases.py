@@ -72,6 +72,8 @@ class Case:
         shards: of a reference, for every stage: tp and cp sizes whose ranks decide for themselves which tokens they
             drop. Empty lets Megatron decide among all tokens of a rank.
         loss_tuple: length of what the loss function returns.
+        sums_loss: the loss function sums over the replicas of its stage, as in the scripts of Megatron 0.12. What is
+            reported is still the loss of this replica.
         num_evaluations: forward-only passes before every training step.
         collects: these passes collect data other than the loss, which is the loss here.
         align_grad_reduce: Megatron's option: sums of gradients begin where the schedule says, not in the backward.
@@ -142,6 +144,7 @@ class Case:
     masked: bool = False
     loss_tuple: Literal[2, 3] = 2
     per_token_loss: bool = False
+    sums_loss: bool = False
     num_evaluations: int = 0
     collects: bool = False
     align_grad_reduce: bool = True
@@ -249,6 +252,7 @@ def oracle_of(case: Case) -> Case:
         shards=tuple(zip(case.sizes, case.cp_sizes, strict=True)) if case.experts.startswith("dropping") else (),
         recompute=False,
         deallocate=False,
+        sums_loss=False,
         num_evaluations=0,
         collects=False,
         align_grad_reduce=True,

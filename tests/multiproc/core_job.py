@@ -292,6 +292,8 @@ class Trainer:
             whole = torch.stack([total.detach(), num_tokens.float()])
             if parallel_state.get_context_parallel_world_size() > 1:
                 torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+            if self.case.sums_loss:
+                torch.distributed.all_reduce(whole.clone(), group=parallel_state.get_data_parallel_group())
             if non_loss_data:
                 return {"loss": whole[0] / whole[1]}
             # Megatron divides the loss in place, so what is reported must be a copy.
