@@ -49,6 +49,8 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         _SINCE_0_19,
         "it logs the routers' losses of one replica, another one than the uniform run",
     ),
+    "forced_balance": (_SINCE_0_15, "it has no --moe-router-force-load-balancing"),
+    "biased_balance": ((">=0.17",), "it has no --moe-router-force-biased"),
     "returned_validation": (_SINCE_0_19, "its check raises what that of 0.19 returns"),
     "bf16_to_a_percent": (_SINCE_0_19, "its losses in bf16 differ from those in fp32 by 2 %, not 1 %"),
     "detector_of_0_19": (_SINCE_0_19, "older detectors were not read"),

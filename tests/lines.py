@@ -18,3 +18,17 @@ def error_lines(output: str) -> list[str]:
 def error_line(output: str) -> str:
     """Give our last error line, or nothing."""
     return (error_lines(output) or [""])[-1]
+
+
+def warnings(output: str) -> list[str]:
+    """Give our warnings in their order, each as one line, however many the log has made of it."""
+    found: list[str] = []
+    is_open = False
+    for line in output.splitlines():
+        ours = re.fullmatch(r"\[vtp(?: rank \d+)?\] (warning: )?(.*)", line)
+        if ours and ours[1]:
+            found.append(ours[2])
+        elif ours and is_open and ours[2].startswith("    "):
+            found[-1] += f" {ours[2].strip()}"
+        is_open = bool(ours and (ours[1] or (is_open and ours[2].startswith("    "))))
+    return found

@@ -31,6 +31,7 @@ from vtp_plugin.published.note import take_settings
 from vtp_plugin.runtime.life.rendezvous import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
+from vtp_plugin.session.notices import warn_of_options
 from vtp_plugin.session.request import agree_on_request, learn_site
 
 _TENSOR_SIZE = "tensor_model_parallel_size"
@@ -160,6 +161,7 @@ def _validate(
         unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
         session.learn(note=describe_batches(args.global_batch_size, args.micro_batch_size // unit, replicas))
     session.learn(note=_vocabulary_hint(layout, args))
+    warn_of_options(session.planned, args, version=host.version, rank=args.rank)
     return args
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import logs_one_replica, reshardable_flags, resharding_flags, saves_distributed
+from tests.lines import warnings
 from tests.multiproc.script_cases import (
     ScriptRun,
     arguments,
@@ -239,6 +240,33 @@ def test_an_optimizer_without_experts_of_its_own_is_refused(
     texts = (f"saved by {own}, {common} is",) if saved else (f"saved by {common}, {own} is",)
     assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": command}), *texts, "--no-load-optim")
     train(script_pool, "1,2", [*words, *loaded, *resharding_flags(), "--load", str(tmp_path), "--no-load-optim"])
+
+
+@pytest.mark.needs("forced_balance", cases=("forced",))
+@pytest.mark.needs("biased_balance", cases=("biased",))
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param("--moe-input-jitter-eps 0.1", id="jitter"),
+        pytest.param("--moe-expert-capacity-factor 1.0", id="capacity", marks=pytest.mark.full),
+        pytest.param("--moe-router-force-load-balancing", id="forced", marks=pytest.mark.full),
+        pytest.param("--moe-router-force-biased 1.0", id="biased", marks=pytest.mark.full),
+    ],
+)
+def test_noise_of_the_routers(script_pool: Pool, start: Start, option: str) -> None:
+    """What each rank decides for the tokens that it routes: a run says so, repeats itself, and repeats no other."""
+    words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *resharding_flags(), "--load", str(start.folder), *option.split()]
+    first, second = (train(script_pool, "1,2", [*words, *UNEQUAL]) for _ in range(2))
+    assert_same_training(first, second, tolerance=0.0)
+    equal = [word for word in words if word != "--sequence-parallel"]
+    uniform = train(script_pool, "1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2)
+    for other in (uniform, start.runs):
+        with pytest.raises(AssertionError, match="of step"):
+            assert_same_training(first, other)
+    for runs, sizes in ((first, "1,2 --vtp-ep-list 1,2"), (uniform, "1,1")):
+        said = [line for run in runs for line in warnings(run.output)]
+        assert len(said) == 1 and said[0].startswith(f"{option} with --vtp-size-list {sizes}; ")
+        assert "repeats none of other sizes" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from vtp_plugin.options.checks.packed import check_packed
 from vtp_plugin.options.checks.sizes import check_sizes
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
-from vtp_plugin.options.table.check import check_config, check_options, check_step
+from vtp_plugin.options.table.check import check_config, check_options, check_step, option_warnings
 from vtp_plugin.options.table.older import OLDER_RULES
 from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
 from vtp_plugin.options.table.rule import OptionRule, Verdict
@@ -41,11 +41,13 @@ LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}
 FORCED = OptionContext(tp_sizes=(2, 2), forced=True)
 UNIFORM = OptionContext(tp_sizes=(2, 2))
 
-REFUSED_RULES = [
-    rule for rule in (*RULES, *(OLDER_RULES if is_older() else ())) if rule.verdict is not Verdict.SUPPORTED
-]
+REFUSED_RULES = [rule for rule in (*RULES, *(OLDER_RULES if is_older() else ())) if rule.verdict.is_refusal]
+WARNED_RULES = [rule for rule in RULES if rule.verdict in (Verdict.WARNED, Verdict.WARNED_UNIFORM)]
+_CAPACITY = ("--num-experts", "4", "--moe-expert-capacity-factor", "1")
 # How a rule is switched on where its name is no command line by itself.
 SPELLINGS = {
+    "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
+    "--moe-pad-expert-input-to-capacity": ["--moe-pad-expert-input-to-capacity", *_CAPACITY],
     "without --untie-embeddings-and-output-weights": [],
     "--transformer-impl transformer_engine on the cpu platform": [],
     "--save or --load with --mtp-num-layers and a tied embedding": ["--save", "x", "--mtp-num-layers", "1"],
@@ -60,9 +62,15 @@ SPELLINGS = {
         *("--recompute-modules", "core_attn", "mlp"),
     ],
 }
-# Values for options that take any: most take a number or a path, and "8" is both.
+# Values for options that take any: most take a number or a path, and "8" is both. Then what they need beside them.
 VALUES = {
     "--moe-expert-capacity-factor": ["8", "--num-experts", "4"],
+    "--moe-input-jitter-eps": ["0.1", "--num-experts", "4"],
+    "--moe-router-force-load-balancing": ["--num-experts", "4"],
+    "--moe-router-force-biased": ["1.0", "--num-experts", "4"],
+    "--moe-upcycling-granularity": ["2", "--moe-use-upcycling"],
+    "--hidden-dropout": ["0.1"],
+    "--attention-dropout": ["0.1"],
     "--recompute-granularity": ["full"],
     "--fp8-format": ["hybrid"],
     "--fp4-format": ["e2m1"],
@@ -101,8 +109,8 @@ def command_line(parser: argparse.ArgumentParser, rule: OptionRule) -> list[str]
     action = find_action(parser, rule)
     if action is None:
         pytest.skip(f"this Megatron has no {rule.option}")
-    takes_value = action.nargs != 0
-    return [flag, *(value or VALUES.get(flag, ["8"]))] if takes_value else [flag]
+    default = ["8"] if action.nargs != 0 else []
+    return [flag, *(value or VALUES.get(flag, default))]
 
 
 def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
@@ -156,6 +164,47 @@ def test_rule_applies_to_what_its_option_parses_to(parser: argparse.ArgumentPars
 def test_supported_option_is_not_refused(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
     args = parser.parse_args(command_line(parser, rule))
     assert check_options(args, UNEQUAL) == ()
+
+
+@pytest.mark.parametrize("rule", WARNED_RULES, ids=lambda rule: f"{rule.option}-{rule.verdict}")
+def test_an_option_with_a_warning(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
+    """It is named where it is in use, on stages of any sizes or of one size, and nowhere else."""
+    args = parser.parse_args(command_line(parser, rule))
+    warned = {context: lines_with(rule, option_warnings(args, context)) for context in (UNEQUAL, FORCED, UNIFORM)}
+    expected = 1 if rule.verdict is Verdict.WARNED else 0
+    assert [len(lines) for lines in warned.values()] == [expected, expected, 1]
+    (line,) = warned[UNIFORM]
+    options, reason, way_out = line.split("; ")
+    assert options.endswith(" with --vtp-size-list 2,2") and (reason, way_out) == (rule.reason, rule.way_out)
+    assert check_options(args, UNIFORM) == ()
+    plain = parser.parse_args(["--hidden-dropout", "0", "--attention-dropout", "0"])
+    assert option_warnings(plain, UNEQUAL) == option_warnings(plain, UNIFORM) == ()
+
+
+def lines_with(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
+    return [line for line in lines if rule.option in line.split("; ")[0]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--moe-expert-capacity-factor", "-1", "--num-experts", "4", "--moe-token-drop-policy", "position"],
+        ["--moe-input-jitter-eps", "0.1"],
+        ["--moe-upcycling-granularity", "2"],
+    ],
+)
+@pytest.mark.needs("flags_of_0_19")
+def test_no_warning_of_what_has_no_effect(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    args = parser.parse_args(["--hidden-dropout", "0", "--attention-dropout", "0", *words])
+    assert option_warnings(args, UNIFORM) == ()
+
+
+def test_options_of_one_reason_share_a_line() -> None:
+    """A model's configuration has the same names, but for the number of experts."""
+    config = SimpleNamespace(hidden_dropout=0.1, attention_dropout=0.2, num_moe_experts=4, moe_input_jitter_eps=0.1)
+    first, second = option_warnings(config, UNEQUAL)
+    assert first.startswith("--hidden-dropout 0.1, --attention-dropout 0.2 with --vtp-size-list 1,4; every rank draws")
+    assert second.startswith("--moe-input-jitter-eps 0.1 with --vtp-size-list 1,4; every rank draws")
 
 
 @pytest.mark.parametrize("context", [UNEQUAL, FORCED, OptionContext(tp_sizes=(3, 1, 2), device="cuda")])
@@ -291,6 +340,8 @@ def test_rows_are_complete_and_distinct() -> None:
         if rule.verdict is Verdict.SUPPORTED:
             assert re.fullmatch(r"tests/\w+/test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
             assert not rule.way_out
+        elif not rule.verdict.is_refusal:
+            assert re.fullmatch(r"tests/\w+/test_\w+\.py::test_\w+|not run: .+", rule.evidence) and rule.way_out, rule
         else:
             assert rule.way_out and not rule.evidence, rule
 
@@ -300,6 +351,8 @@ def test_printed_tables_hold_every_row() -> None:
     markdown = format_markdown().splitlines()
     for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES):
         shown_by = rule.evidence or f"way out: {rule.way_out}"
+        if rule.evidence and rule.way_out:
+            shown_by = f"{rule.evidence}. Way out: {rule.way_out}"
         versions = "all but " + " and ".join(between(rule.versions)) if rule.versions[1:] else "".join(rule.versions)
         title = f"{rule.verdict} (Megatron: {versions}):" if versions else f"{rule.verdict}:"
         (block,) = [block for block in blocks if block[0] == title and f"    {rule.option}" in block]

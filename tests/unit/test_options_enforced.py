@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Mega
 
 
 def refusing(rules: Iterable[OptionRule]) -> list[OptionRule]:
-    return [rule for rule in rules if rule.verdict is not Verdict.SUPPORTED]
+    return [rule for rule in rules if rule.verdict.is_refusal]
 
 
 OF_ARGUMENTS = refusing((*RULES, *OLDER_RULES, *MINDSPEED_RULES))

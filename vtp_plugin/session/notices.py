@@ -1,18 +1,21 @@
-"""What a run says of its patches: that they come too late, and what they do not reach."""
+"""What a run says at its start: of patches that come too late or do not reach all, and of options with a warning."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.ground import log
 from vtp_plugin.hosts import host_named, untried
+from vtp_plugin.options.table.check import option_warnings
 from vtp_plugin.patching import unreached
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
+    from vtp_plugin.session.planned import PlannedRun
 
 
 def warn_of_untried(name: str) -> None:
@@ -31,6 +34,21 @@ def warn_of_unreached(session: Session) -> None:
             f"taken from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; what uses "
             "these goes past the plugin: move vtp_plugin.apply() above the lines that take them"
         )
+
+
+def warn_of_options(planned: PlannedRun, options: object, *, rank: int, version: str = "") -> None:
+    """Say, on one rank of each site, which options work in another way than a user may expect.
+
+    Args:
+        planned: the run.
+        options: Megatron's arguments, or a model's configuration.
+        rank: this rank.
+        version: of Megatron; empty for rows about any.
+    """
+    if rank not in planned.reporting_ranks.values():
+        return
+    for line in option_warnings(options, replace(planned.option_context, version=version)):
+        log.warning(line)
 
 
 def refuse_late() -> None:

@@ -107,6 +107,11 @@ class Pipeline:
         """
         self.plan.check_model_config(self.stage, config.tensor_model_parallel_size, config.context_parallel_size)
 
+    @property
+    def has_formats(self) -> bool:
+        """Whether it is known how tensors cross, as from the first step on."""
+        return self._form is not None
+
     def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
         """Read how tensors cross, ring by ring, and, the first time, compare it over all ranks; a collective call.
 

@@ -13,6 +13,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.options.table.check import check_config
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.session.notices import warn_of_options
 
 
 def tensor_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:
@@ -45,6 +46,9 @@ def tensor_formats(
         check()
         return tuple(read_format(session, pipeline, config) for config in configs)
 
+    # Of a script without a command line the model says which options are in use.
+    if not pipeline.has_formats and session.is_planned and not session.has_arguments:
+        warn_of_options(session.planned, configs[0], rank=dist.get_rank())
     return pipeline.agree_on_formats(read)
 
 

@@ -1,6 +1,8 @@
-"""Which rows of the option table stop a run."""
+"""Which rows of the option table stop a run, and of which it says something at its start."""
 
 from __future__ import annotations
+
+import itertools
 
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
@@ -27,6 +29,29 @@ def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
     ()
     """
     return refusals((*RULES, *OLDER_RULES, *MINDSPEED_RULES), args, context)
+
+
+def option_warnings(args: object, context: OptionContext) -> tuple[str, ...]:
+    """Find the options that work, but of which a user should know something before the run.
+
+    Args:
+        args: Megatron's arguments, or a model's configuration, whose fields have the same names.
+        context: The run.
+
+    Returns:
+        One line for each reason, ``values; rule; way out``, in the order of the table.
+
+    >>> from types import SimpleNamespace
+    >>> (line,) = option_warnings(SimpleNamespace(hidden_dropout=0.1), OptionContext(tp_sizes=(1, 4)))
+    >>> line.split("; ")[0]
+    '--hidden-dropout 0.1 with --vtp-size-list 1,4'
+    """
+    found = [rule for rule in (*RULES, *OLDER_RULES) if rule.warns(args, context)]
+    lines = []
+    for _, group in itertools.groupby(found, key=lambda rule: rule.reason):
+        *others, last = group
+        lines.append(", ".join([*(rule.as_given(args) for rule in others), last.say(args, context)]))
+    return tuple(lines)
 
 
 def check_config(config: object, context: OptionContext) -> tuple[str, ...]:

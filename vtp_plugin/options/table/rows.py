@@ -27,6 +27,8 @@ from vtp_plugin.options.table.rule import (
     refused_unequal,
     refused_unequal_dp,
     supported,
+    warned,
+    warned_uniform,
 )
 
 _PARITY = "tests/multiproc/test_parity.py::test_parity"
@@ -52,6 +54,28 @@ def _engine_on_cpu(args: object, context: OptionContext) -> bool:
 def _drops_without_experts(args: object, _context: OptionContext) -> bool:
     """Tell whether experts are given a capacity in a model that has none."""
     return getattr(args, "moe_expert_capacity_factor", None) is not None and not getattr(args, "num_experts", None)
+
+
+def _has_experts(args: object) -> bool:
+    """Tell whether there are routers; a model's configuration has another name for the number of experts."""
+    return bool(getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None))
+
+
+def _has_capacity(args: object) -> bool:
+    """Tell whether a factor limits what experts take; to Megatron one below 0 is none."""
+    factor = getattr(args, "moe_expert_capacity_factor", None)
+    return _has_experts(args) and isinstance(factor, (int, float)) and factor >= 0
+
+
+def _where(is_so: Test, option: str, test: Test | None = None) -> OptionRule:
+    """Start a row of an option that has an effect only where something else is so."""
+    rule = case(option, test)
+    return replace(rule, applies=lambda args, context: is_so(args) and rule.applies(args, context))
+
+
+def _divides_dense_layers(args: object, _context: OptionContext) -> bool:
+    """Tell whether each dense layer becomes several experts."""
+    return bool(getattr(args, "moe_use_upcycling", False)) and above(1)(getattr(args, "moe_upcycling_granularity", 1))
 
 
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
@@ -176,9 +200,10 @@ RULES: tuple[OptionRule, ...] = (
         _PARITY,
         "--use-cpu-initialization",
     ),
-    *supported(
-        "dropout works, but its masks depend on the sizes, so such a run does not repeat a uniform one",
+    *warned(
+        "every rank draws masks for what it holds, so the run repeats none of other sizes",
         "tests/multiproc/test_options.py::test_dropout_repeats_itself",
+        "set it to 0 for runs that are compared",
         case("--hidden-dropout", above(0)),
         case("--attention-dropout", above(0)),
     ),
@@ -210,7 +235,40 @@ RULES: tuple[OptionRule, ...] = (
         case("--moe-router-load-balancing-type seq_aux_loss", _balances_by("seq_aux_loss")),
         case("--moe-z-loss-coeff", given),
         "--moe-router-enable-expert-bias",
-        case("--moe-expert-capacity-factor", given),
+    ),
+    *warned(
+        "every rank drops tokens among its own, which the tensor- and context-parallel sizes cut, so a run that drops "
+        "some repeats none of other sizes",
+        "tests/multiproc/test_experts.py::test_tokens_are_dropped_by_the_ranks",
+        "leave it out, or give a factor that drops nothing",
+        _where(_has_capacity, "--moe-expert-capacity-factor", given),
+        _where(_has_capacity, "--moe-token-drop-policy position"),
+        _where(_has_capacity, "--moe-pad-expert-input-to-capacity"),
+    ),
+    *warned(
+        "every rank draws numbers for the tokens that it routes, so the run repeats none of other sizes",
+        "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
+        "leave it out of runs that are compared",
+        _where(_has_experts, "--moe-input-jitter-eps"),
+        _where(_has_experts, "--moe-router-force-load-balancing"),
+    ),
+    *warned(
+        "apply_biased_logits takes random logits, which every rank draws for its own tokens, and adds a bias that all "
+        "ranks of a stage share, so the run repeats none of other sizes",
+        "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
+        "leave it out of runs that are compared",
+        _where(_has_experts, "--moe-router-force-biased", given),
+    ),
+    *refused_unequal(
+        "each rank divides its own part of the dense layers, so which neurons form an expert depends on the size",
+        replace(case("--moe-upcycling-granularity", above(1)), applies=_divides_dense_layers),
+        way_out="use --moe-upcycling-granularity 1, or upcycle in a run whose stages have one size",
+    ),
+    *warned_uniform(
+        "each rank divides its own part of the dense layers, so which neurons form an expert depends on the size",
+        "not run: read in _convert_to_moe_state_dict of upcycling_utils.py",
+        "upcycle with the tensor-parallel size of the run that is compared",
+        replace(case("--moe-upcycling-granularity", above(1)), applies=_divides_dense_layers),
     ),
     *refused(
         "no stage has a layer of experts, and Megatron ignores the capacity without a word",
@@ -233,7 +291,7 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *refused_unequal_dp(
         "which tokens are dropped is decided among those of a replica, whose number differs between the stages",
-        case("--moe-expert-capacity-factor", given),
+        _where(_has_capacity, "--moe-expert-capacity-factor", given),
     ),
     *refused_unequal(
         "its dispatchers need CUDA (DeepEP, HybridEP), so no test here can run them",

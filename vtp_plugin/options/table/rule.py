@@ -17,11 +17,18 @@ class Verdict(TextEnum):
     """What happens to a run that uses an option."""
 
     SUPPORTED = "supported"
+    WARNED = "accepted, with a warning"
+    WARNED_UNIFORM = "accepted, with a warning when sizes are equal"
     REFUSED_UNEQUAL_DP = "refused when data-parallel sizes differ"
     REFUSED_UNEQUAL = "refused when sizes differ"
     REFUSED_PLANNED = "refused with a planned schedule"
     REFUSED_U_SHAPED = "refused in a U-shape"
     REFUSED = "refused"
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether a run may end with it."""
+        return self.value.startswith("refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ class OptionRule:
             known the row holds.
         reason: Why: one clause without a final stop, and without a semicolon, which separates the parts of an error.
         way_out: What to do instead; empty for a supported option.
-        evidence: The test that shows a supported option, or ``not run: ...``; empty for a refused one.
+        evidence: The test that shows an option that is not refused, or ``not run: ...``; empty for a refused one.
         line: How a refusal reads where it is not put together from option, situation, reason and way out. Fields as of
             ``str.format``: ``option``, its ``value``, ``reason``, ``way_out``, the family ``megatron``, and ``args``.
     """
@@ -67,19 +74,32 @@ class OptionRule:
             context: The run.
         """
         is_met = {
-            Verdict.SUPPORTED: False,
             Verdict.REFUSED_UNEQUAL_DP: context.has_unequal_dp,
             Verdict.REFUSED_UNEQUAL: not context.is_uniform,
             Verdict.REFUSED_PLANNED: context.is_planned,
             Verdict.REFUSED_U_SHAPED: context.is_u_shaped,
             Verdict.REFUSED: context.forced or not context.is_uniform,
         }
-        return is_met[self.verdict] and self.is_about(context.version) and self.applies(args, context)
+        is_met_here = self.verdict.is_refusal and is_met[self.verdict]
+        return is_met_here and self.is_about(context.version) and self.applies(args, context)
+
+    def warns(self, args: object, context: OptionContext) -> bool:
+        """Tell whether a run says of this row at its start.
+
+        What Megatron itself computes with a uniform list is left as it is, so :attr:`Verdict.WARNED_UNIFORM` is about
+        what the plugin does right only where its groups are in use.
+
+        Args:
+            args: Megatron's parsed arguments.
+            context: The run.
+        """
+        is_met = {Verdict.WARNED: True, Verdict.WARNED_UNIFORM: context.is_uniform and not context.forced}
+        return is_met.get(self.verdict, False) and self.is_about(context.version) and self.applies(args, context)
 
     def say(self, args: object, context: OptionContext) -> str:
-        """Say that this row refuses the option: one line."""
+        """Say that this row refuses the option, or warns of it: one line."""
         if not self.line:
-            return f"{self._as_given(args)} with {self.situation(context)}; {self.reason}; {self.way_out}"
+            return f"{self.as_given(args)} with {self.situation(context)}; {self.reason}; {self.way_out}"
         return self.line.format(
             option=self.option,
             value=getattr(args, self.attribute, None),
@@ -89,7 +109,7 @@ class OptionRule:
             args=args,
         )
 
-    def _as_given(self, args: object) -> str:
+    def as_given(self, args: object) -> str:
         """Write the option with the value that the user gave, unless the option's name says it already."""
         value = getattr(args, self.attribute)
         if isinstance(value, bool) or " " in self.option or self.verdict is Verdict.REFUSED_PLANNED:
@@ -153,6 +173,16 @@ def case(option: str, test: Test | None = None, attribute: str = "") -> OptionRu
 def supported(reason: str, evidence: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
     """Make rows for options that work. Here and below, a string stands for ``case(string)``."""
     return _rules(Verdict.SUPPORTED, reason, cases, evidence=evidence)
+
+
+def warned(reason: str, evidence: str, way_out: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
+    """Make rows for options that a run names at its start: the sizes decide what they compute, or nothing does."""
+    return _rules(Verdict.WARNED, reason, cases, way_out, evidence)
+
+
+def warned_uniform(reason: str, evidence: str, way_out: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
+    """Make rows for options of which a run with a uniform list says what stock Megatron does with them."""
+    return _rules(Verdict.WARNED_UNIFORM, reason, cases, way_out, evidence)
 
 
 def refused_unequal(

@@ -16,6 +16,7 @@ _COLUMNS = 100
 _ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES)
 _LEGEND = (
     "With a uniform list the plugin leaves Megatron untouched and refuses nothing. "
+    'What is accepted "with a warning" is named at the start of a run, with the reason. '
     '"Refused" also holds for a uniform list on which the plugin is forced.'
 )
 
@@ -60,7 +61,9 @@ def _versions(rule: OptionRule) -> str:
 
 
 def _next_step(rule: OptionRule) -> str:
-    return rule.evidence if rule.evidence else f"way out: {rule.way_out}"
+    if not rule.evidence:
+        return f"way out: {rule.way_out}"
+    return f"{rule.evidence}. Way out: {rule.way_out}" if rule.way_out else rule.evidence
 
 
 def _indented(text: str) -> str:
