@@ -1,6 +1,7 @@
 """U5: start-up where stages have different numbers of chunks, and only the first has data. S1: the log.
 
 H15: the lengths of packed samples, as the log counts them. H19: iterators that Megatron reads, or stores, itself.
+H26: microbatches of evaluation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.ground import log
+from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
 from vtp_plugin.runtime.life.progress import Progress
@@ -89,6 +91,26 @@ def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any,
 def _iterators(given: Any) -> list[Any]:
     """Give the iterators of this rank's chunks that there are; Megatron hands over one, None, or a list."""
     return [iterator for iterator in (given if isinstance(given, list) else [given]) if iterator is not None]
+
+
+@replaces(
+    "megatron.training.training:evaluate",
+    id="H26",
+    when=Moment.LIST,
+    unneeded={"<0.18": "it has no --eval-micro-batch-size"},
+    why="with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for "
+    "those of training on the ranks that do not read: gloo ends the process",
+    remove_when="the arguments have the size of evaluation while it evaluates, or scripts ask for it",
+)
+def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `evaluate`; meanwhile the arguments have the microbatch size of evaluation."""
+    if not session.is_active:
+        return original(*args, **kwargs)
+    from megatron.training.global_vars import get_args
+
+    options: Any = get_args()
+    with UndoStack().during(Name(options, "micro_batch_size"), options.eval_micro_batch_size):
+        return original(*args, **kwargs)
 
 
 @replaces(

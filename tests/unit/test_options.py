@@ -79,6 +79,7 @@ VALUES = {
     "--error-injection-rate": ["3"],
     "--hierarchical-context-parallel-sizes": ["2", "2"],
     "--timing-log-level": ["2"],
+    "--eval-micro-batch-size": ["4", "--micro-batch-size", "2"],
     "--rampup-batch-size": ["8", "8", "64"],
 }
 
@@ -197,6 +198,17 @@ def lines_with(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
 def test_no_warning_of_what_has_no_effect(parser: argparse.ArgumentParser, words: list[str]) -> None:
     args = parser.parse_args(["--hidden-dropout", "0", "--attention-dropout", "0", *words])
     assert option_warnings(args, UNIFORM) == ()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "num_iterations"), [(1, 10), (2, 10), (1, 0), (None, 10)])
+def test_microbatches_of_evaluation_are_named_where_stock_ends(
+    sizes: tuple[int, ...], size: int | None, num_iterations: int
+) -> None:
+    args = SimpleNamespace(micro_batch_size=2, eval_micro_batch_size=size, eval_iters=num_iterations)
+    is_named = option_warnings(args, OptionContext(tp_sizes=sizes)) != ()
+    assert is_named == (sizes == (2, 2) and size == 1 and num_iterations > 0)
+    assert option_warnings(args, OptionContext(tp_sizes=sizes, forced=True)) == ()
 
 
 def test_options_of_one_reason_share_a_line() -> None:

@@ -78,6 +78,17 @@ def _divides_dense_layers(args: object, _context: OptionContext) -> bool:
     return bool(getattr(args, "moe_use_upcycling", False)) and above(1)(getattr(args, "moe_upcycling_granularity", 1))
 
 
+def _evaluates_otherwise(args: object, context: OptionContext) -> bool:
+    """Tell whether ranks that read nothing will wait for microbatches of another size than those of training."""
+    size = getattr(args, "eval_micro_batch_size", None)
+    return bool(
+        size
+        and getattr(args, "eval_iters", None)
+        and size != getattr(args, "micro_batch_size", None)
+        and max(context.tp_sizes, default=1) > 1
+    )
+
+
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
     """Tell whether the chunk with the loss predicts and shares its word embedding with a chunk before it."""
     return bool(
@@ -576,6 +587,23 @@ RULES: tuple[OptionRule, ...] = (
         "evaluation uses the same communicator",
         "tests/multiproc/test_optimizer.py::test_evaluation_changes_nothing",
         case("--eval-iters", above(0)),
+    ),
+    *supported(
+        "the arguments have this microbatch size while a stage evaluates, so scripts share batches of evaluation",
+        "tests/multiproc/test_evaluation_batches.py::test_batches_of_evaluation",
+        case("--eval-micro-batch-size", given),
+    ),
+    *warned_uniform(
+        "in NVIDIA's get_batch the ranks of a stage that do not read make memory for --micro-batch-size, so stock ends "
+        "at the first evaluation",
+        "tests/multiproc/test_evaluation_batches.py::test_stock_ends_and_says_so_at_the_start",
+        "give --eval-micro-batch-size the value of --micro-batch-size",
+        replace(case("--eval-micro-batch-size", given), applies=_evaluates_otherwise),
+    ),
+    *supported(
+        "every stage cuts it by its own number of replicas, and it is checked against all",
+        "tests/multiproc/test_evaluation_batches.py::test_batches_of_evaluation",
+        case("--eval-global-batch-size", given),
     ),
     *supported(
         "its decisions are reduced over the whole world",

@@ -67,4 +67,5 @@ def _next_step(rule: OptionRule) -> str:
 
 
 def _indented(text: str) -> str:
-    return textwrap.fill(text, _COLUMNS, initial_indent="        ", subsequent_indent="        ")
+    indent = " " * 8
+    return textwrap.fill(text, _COLUMNS, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
