@@ -62,7 +62,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         (">=0.17",),
         "its uniform run needs overlapped transfers, which gloo has not: two interleaved stages, or warm-up and flush",
     ),
-    "ramp_up_by_steps": ((">=0.17",), "it ramps up batches of sample-based runs only"),
+    "ignored_ramp": ((">=0.18",), "it does as --rampup-batch-size says"),
     "masked_prediction": (
         (">=0.17",),
         "its prediction divides by the tokens of a microbatch, also where all are masked",
@@ -216,6 +216,11 @@ def counts_all_zeros() -> bool:
 def prints_first_step() -> bool:
     """Tell whether the line of the second step holds the mean of two; Megatron 0.12 prints no line early."""
     return host_name() != "0.12"
+
+
+def ramps_up() -> bool:
+    """Tell whether batches grow by --rampup-batch-size; newer Megatrons ignore it."""
+    return not reason_to_skip("ramp_up", host_name())
 
 
 def is_usual(warning: str) -> bool:

@@ -14,7 +14,7 @@ from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers
-from vtp_plugin.options.checks.batch import describe_batches, own_batches
+from vtp_plugin.options.checks.batch import describe_batches, final_batch, own_batches
 from vtp_plugin.options.checks.packed import packing_flag
 from vtp_plugin.options.checks.sites import check_site, shared_arguments
 from vtp_plugin.options.checks.u_layers import check_u_layers
@@ -159,7 +159,7 @@ def _validate(
     if not replicas.is_equal:
         # The first stage's, so that all ranks write the same line.
         unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
-        session.learn(note=describe_batches(args.global_batch_size, args.micro_batch_size // unit, replicas))
+        session.learn(note=describe_batches(final_batch(args), args.micro_batch_size // unit, replicas))
     session.learn(note=_vocabulary_hint(layout, args))
     warn_of_options(session.planned, args, version=host.version, rank=args.rank)
     return args

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.devices import DEVICE
-from tests.hosts import example_script, norm_tolerance, stock_flags, vocab_size
+from tests.hosts import example_script, norm_tolerance, ramps_up, stock_flags, vocab_size
 from tests.lines import error_line
 from tests.pool import TIMEOUT_S, Pool
 
@@ -108,6 +108,21 @@ def arguments(sizes: str, *, dp: int = 1, extra: Sequence[str] = (), device: str
         ),
         *extra,
     ]
+
+
+GROWN = [4, 4, 8, 12]
+"""Samples of the steps of :func:`growing`."""
+
+
+def growing(command: Sequence[str]) -> list[str]:
+    """Give a command line of which the steps have :data:`GROWN` samples, by the flags that make batches grow."""
+    ended = {command.index(name) for name in ("--train-iters", "--global-batch-size")}
+    words = [word for place, word in enumerate(command) if not {place, place - 1} & ended]
+    if ramps_up():
+        flags = ["--rampup-batch-size", "4", "4", "16", "--global-batch-size", "12"]
+    else:
+        flags = ["--step-batch-size-schedule", "0:4 96:8,0.192K:12"]  # behind so many tokens
+    return [*words, "--train-samples", str(sum(GROWN)), *flags]
 
 
 def num_ranks(sizes: str, dp: int = 1) -> int:

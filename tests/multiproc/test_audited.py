@@ -2,8 +2,9 @@
 
 | what was run | where it is run now |
 |---|---|
-| decoupled learning rate; query and key norms; grouped queries; layouts; frozen weights; evaluation with its own batch sizes; `--skip-train`; ramp-up with unequal dp; fewer microbatches than stages; recomputation of blocks; split mode; per-token loss and `--iterations-to-skip` with unequal dp; a NaN; fp16 with overflows; gradients summed in bf16 | here |
+| decoupled learning rate; query and key norms; grouped queries; layouts; frozen weights; evaluation with its own batch sizes; `--skip-train`; fewer microbatches than stages; recomputation of blocks; split mode; per-token loss and `--iterations-to-skip` with unequal dp; a NaN; fp16 with overflows; gradients summed in bf16 | here |
 | SGD's momentum; lists of replicas changed on resuming; a save that does not fit; SIGTERM | `test_audited_checkpoints.py` |
+| ramp-up with unequal dp | `test_growing_batches.py` |
 | all TensorBoard and timer flags; params norm; counts of zero gradients | `test_logged_numbers.py` |
 | Adam, plain and reshardable, resumed in another list | `test_checkpoint.py::test_load_into_another_list` |
 | experts from one checkpoint, with lists of EP | `test_experts_training.py::test_logged_router_losses` |
@@ -111,7 +112,6 @@ CASES = [
     _case("own-batch", "1,2", *OWN_BATCH),
     _case("own-batch-interleaved", "2,1", *INTERLEAVED, *OWN_BATCH, own=SEQUENCE),
     _case("own-batch", "1,2", *OWN_BATCH, dp_list="1,2", dp=2),
-    _case("ramp-up", "1,1", "--rampup-batch-size", "4", "4", "16", dp_list="1,2", dp=2),
     _case("few-microbatches", "2,1,2", "--num-layers", "6", "--global-batch-size", "4"),
     _case("few-microbatches", "1,1,2", "--num-layers", "6", "--global-batch-size", "8", dp_list="2,1,1", dp=2),
     _case("blocks-interleaved", "1,2", *INTERLEAVED, *BLOCKS, own=SEQUENCE),
@@ -122,7 +122,6 @@ CASES = [
 ]
 
 
-@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
 @pytest.mark.needs("layouts", cases=("layout",))
 @pytest.mark.needs("stock_without_overlap", cases=("blocks-interleaved",))
 @pytest.mark.needs("own_evaluation_batch", cases=("own-batch",))

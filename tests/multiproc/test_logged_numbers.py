@@ -102,7 +102,6 @@ UNEQUAL = ("--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")
 TWO = ("--expert-model-parallel-size", "2")
 
 
-@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
 @pytest.mark.needs("router_losses_by_context", cases=("experts-cp-list",))
 @pytest.mark.needs("log_of_all_replicas", cases=("experts-own",))
 @pytest.mark.needs("document_masking", cases=("packed",))
@@ -125,7 +124,6 @@ TWO = ("--expert-model-parallel-size", "2")
         # With --overlap-param-gather Megatron takes the norm of weights before all shards of a step have arrived.
         _case((*UNTIED, *OVERLAPPED[:-1]), "overlapped-dp-list", "1,2", "--vtp-dp-list", "2,1", dp=2, world=4),
         _case((*UNTIED, "--calculate-per-token-loss"), "per-token", "1,2", dp=2, hooks=["mask_losses"]),
-        _case((*DENSE, "--rampup-batch-size", "4", "4", "16"), "ramp-up", "1,2", world=3),
         _case((*DENSE, "--iterations-to-skip", "3"), "skipped", "1,1", "--vtp-dp-list", "1,2", dp=2, world=3),
         _case((*DENSE, "--decoupled-lr", "1e-3"), "decoupled", "2,1"),
         _case(EXPERTS, "experts", "2,1", *SEQUENCE),

@@ -62,7 +62,6 @@ def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) ->
     return pytest.param(sizes, list(extra), dp, id=f"{name}-{sizes}", marks=[pytest.mark.full] if full else [])
 
 
-@pytest.mark.needs("ramp_up_by_steps", cases=("ramp-up",))
 @pytest.mark.needs("layouts", cases=("layout",))
 @pytest.mark.needs("stock_without_overlap", cases=("gather-in-step-1,2", "unaligned-1,2", "warmup-flush-2,1,1"))
 @pytest.mark.parametrize(
@@ -103,7 +102,6 @@ def _case(name: str, sizes: str, *extra: str, dp: int = 1, full: bool = True) ->
             dp=2,
         ),
         _case("selective-recompute", "1,2", "--recompute-granularity", "selective"),
-        _case("ramp-up", "1,2", "--rampup-batch-size", "4", "4", "16", "--global-batch-size", "8"),
     ],
 )
 def test_supported_option(pool: Pool, sizes: str, extra: list[str], dp: int) -> None:

@@ -126,6 +126,8 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
     assert runs[0].evaluations == pytest.approx(reference[0].evaluations[1:], rel=1e-5)
 
 
+@pytest.mark.needs("ramp_up", cases=("ramp-up",))
+@pytest.mark.needs("ignored_ramp", cases=("schedule",))
 @pytest.mark.needs("flags_after_0_12", cases=("full-validation",))
 @pytest.mark.parametrize(
     ("dp_sizes", "extra", "words"),
@@ -145,6 +147,13 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
             ["--rampup-batch-size", "4", "2", "64"],
             ["--rampup-batch-size 2 cannot be shared"],
             id="ramp-up",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "1,2",
+            ["--step-batch-size-schedule", "0:4 1K:6"],
+            ["--step-batch-size-schedule 6 cannot be shared"],
+            id="schedule",
             marks=pytest.mark.full,
         ),
         pytest.param("2,3", [], ["boundary 0->1 joins data-parallel sizes 2 and 3", "3 / 2 is not whole"], id="sizes"),

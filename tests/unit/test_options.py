@@ -79,6 +79,7 @@ VALUES = {
     "--error-injection-rate": ["3"],
     "--hierarchical-context-parallel-sizes": ["2", "2"],
     "--timing-log-level": ["2"],
+    "--step-batch-size-schedule": ["0:8 1K:16"],
     "--eval-micro-batch-size": ["4", "--micro-batch-size", "2"],
     "--rampup-batch-size": ["8", "8", "64"],
 }
@@ -316,7 +317,7 @@ def test_all_problems_are_one_error() -> None:
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
-    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 9
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 8
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
 
@@ -328,11 +329,16 @@ def test_batches_of_all_stages() -> None:
     for change, flag in (
         ({"global_batch_size": 6}, "--global-batch-size 6"),
         ({"rampup_batch_size": ["4", "2", "64"]}, "--rampup-batch-size 2"),
+        ({"step_batch_size_schedule": "0:4 1K:6,2K:0.008K"}, "--step-batch-size-schedule 6"),
         ({"eval_global_batch_size": 6}, "--eval-global-batch-size 6"),
         ({"eval_micro_batch_size": 3}, "--eval-global-batch-size 8"),
     ):
-        (line,) = check_batches(SimpleNamespace(**{**good, **change}), replicas)
+        args = SimpleNamespace(**{**good, **change})
+        (line,) = check_batches(args, replicas)
         assert line.startswith(f"{flag} cannot be shared")
+        is_ignored = "rampup_batch_size" in change
+        assert check_batches(args, replicas, "0.17.1") == (line,)
+        assert check_batches(args, replicas, "0.19.2") == (() if is_ignored else (line,))
 
 
 @pytest.mark.parametrize(("mode", "own"), [(DpMode.MULTIPLEX, (2, 3)), (DpMode.SPLIT, (4, 6))])

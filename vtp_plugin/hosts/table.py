@@ -134,6 +134,12 @@ FACTS = (
         shown_by="tests/unit/test_apply.py",
     ),
     Capability(
+        name="ramp_up",
+        what="`--rampup-batch-size` makes batches grow",
+        versions=("<0.18",),
+        shown_by="tests/multiproc/test_growing_batches.py::test_batches_that_grow",
+    ),
+    Capability(
         name="worker_without_cuda",
         what="the worker that saves in the background calls no CUDA",
         versions=(">=0.19",),

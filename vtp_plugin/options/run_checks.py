@@ -28,7 +28,7 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     2
     """
     # Megatron itself refuses batches that do not fit equal data-parallel sizes, on all ranks alike.
-    batches = () if replicas.is_equal else check_batches(args, replicas)
+    batches = () if replicas.is_equal else check_batches(args, replicas, context.version)
     return (
         *check_options(args, context),
         *check_sizes(args, context),

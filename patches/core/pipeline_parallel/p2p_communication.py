@@ -46,10 +46,12 @@ def tensor_formats(
         check()
         return tuple(read_format(session, pipeline, config) for config in configs)
 
+    are_known = pipeline.has_formats
+    formats = pipeline.agree_on_formats(read)
     # Of a script without a command line the model says which options are in use.
-    if not pipeline.has_formats and session.is_planned and not session.has_arguments:
+    if pipeline.has_formats and not are_known and session.is_planned and not session.has_arguments:
         warn_of_options(session.planned, configs[0], rank=dist.get_rank())
-    return pipeline.agree_on_formats(read)
+    return formats
 
 
 def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
+from vtp_plugin.hosts import capability
 from vtp_plugin.layout.replicas import ReplicaMap
 
 
-def check_batches(args: object, replicas: ReplicaMap) -> tuple[str, ...]:
+def check_batches(args: object, replicas: ReplicaMap, version: str = "") -> tuple[str, ...]:
     """Find batches of training, ramp-up or evaluation that a stage cannot cut into whole microbatches.
 
     Args:
         args: Megatron's arguments as parsed; the microbatch size holds for the stage with most replicas.
         replicas: of the stages.
+        version: of Megatron, which may ignore a ramp-up; empty where it is not known.
 
     Returns:
         One line for every such batch.
     """
-    return tuple(line for batch in _batches(args) for line in replicas.check_batch(*batch))
+    return tuple(line for batch in _batches(args, version) for line in replicas.check_batch(*batch))
 
 
 def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int]:
@@ -62,7 +66,30 @@ def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
     )
 
 
-def _batches(args: object) -> Iterator[tuple[str, int, int]]:
+def final_batch(args: Any) -> int:
+    """Return the samples of a step once batches grow no more.
+
+    Args:
+        args: Megatron's arguments, validated.
+
+    >>> from types import SimpleNamespace
+    >>> final_batch(SimpleNamespace(global_batch_size=4, step_batch_size_schedule="0:768 2.5B:1.5K"))
+    1500
+    """
+    *_, last = (args.global_batch_size, *_scheduled(getattr(args, "step_batch_size_schedule", None)))
+    return last
+
+
+def _scheduled(schedule: str | None) -> Iterator[int]:
+    """Yield the batches of a schedule of steps, ``THRESHOLD:BATCH`` each; what has another form Megatron refuses."""
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    for entry in (schedule or "").replace(",", " ").split():
+        found = re.fullmatch(r"[^:]+:(\d+(?:\.\d*)?)([KMBT]?)", entry, flags=re.IGNORECASE)
+        if found:
+            yield int(float(found[1]) * units.get(found[2].upper(), 1))
+
+
+def _batches(args: object, version: str) -> Iterator[tuple[str, int, int]]:
     """Yield the flag, the samples and the microbatch size of every batch that was given."""
     size = getattr(args, "micro_batch_size", None)
     if not size:
@@ -70,8 +97,11 @@ def _batches(args: object) -> Iterator[tuple[str, int, int]]:
     batch = getattr(args, "global_batch_size", None)
     if batch:
         yield "--global-batch-size", batch, size
-    for number in (getattr(args, "rampup_batch_size", None) or ())[:2]:
-        yield "--rampup-batch-size", int(number), size
+    if not version or capability("ramp_up").has(version):
+        for number in (getattr(args, "rampup_batch_size", None) or ())[:2]:
+            yield "--rampup-batch-size", int(number), size
+    for number in _scheduled(getattr(args, "step_batch_size_schedule", None)):
+        yield "--step-batch-size-schedule", number, size
     eval_size = getattr(args, "eval_micro_batch_size", None) or size
     eval_batch = getattr(args, "eval_global_batch_size", None) or batch
     if eval_batch and (eval_batch, eval_size) != (batch, size):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vtp_plugin.hosts import capability
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.rule import (
     OptionRule,
@@ -41,6 +42,7 @@ _RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
 _DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 _EXPERTS = "tests/multiproc/test_experts.py::test_experts"
 _OPTIONS = "tests/multiproc/test_options.py::test_supported_option"
+_GROWING = "tests/multiproc/test_growing_batches.py::test_batches_that_grow"
 _DEVICE = "tests/device/test_options.py"
 _ENGINE = f"{_DEVICE}::test_option_that_needs_transformer_engine"  # run on one GPU, docs/gpus.md
 _NEEDS_ENGINE = f"not run: needs CUDA and Transformer Engine, {_DEVICE} does it"
@@ -571,17 +573,19 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the batch arithmetic uses the data-parallel size of this rank's stage, and every batch is checked against all",
-        _OPTIONS,
-        case("--rampup-batch-size", given),
+        _GROWING,
+        replace(case("--rampup-batch-size", given), versions=capability("ramp_up").versions),
+        case("--step-batch-size-schedule", given),
+    ),
+    *warned(
+        "from 0.18 on Megatron ignores it, so every step has the whole batch",
+        "tests/multiproc/test_growing_batches.py::test_a_ramp_that_is_ignored",
+        "use --step-batch-size-schedule, or leave it out",
+        replace(case("--rampup-batch-size", given), versions=capability("ramp_up").missing),
     ),
     *refused_unequal_dp(
         "it rounds a batch to a multiple of the data-parallel size, which differs between stages",
         "--decrease-batch-size-if-needed",
-    ),
-    *refused_unequal_dp(
-        "its batches are not checked against the data-parallel sizes of all stages",
-        case("--step-batch-size-schedule", given),
-        way_out="use --rampup-batch-size or give every stage the same data-parallel size",
     ),
     *supported(
         "evaluation uses the same communicator",
