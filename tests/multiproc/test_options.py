@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import host_name, is_older
+from tests.lines import warnings
 from tests.multiproc.script_cases import MODEL, arguments, assert_refused, assert_same_training, launch, train, uniform
 from tests.pool import Pool
 
@@ -119,6 +120,17 @@ def test_layers_of_a_file(pool: Pool, tmp_path: Path, sizes: str, extra: list[st
     assert_same_training(train(pool, sizes, [*options, *extra]), reference)
     with pytest.raises(AssertionError):
         assert_same_training(train(pool, uniform(sizes), [*_OF_A_FILE, "--train-iters", "5"]), reference)
+
+
+@pytest.mark.full
+def test_layers_that_are_ignored(pool: Pool) -> None:
+    """Megatron takes no layers from a text alone, neither on one size nor on several, and a run says so."""
+    text = json.dumps(_HETEROGENEOUS)
+    alone = train(pool, "1,2", [*_OF_A_FILE, "--heterogeneous-layers-config-encoded-json", text])
+    assert_same_training(alone, train(pool, "1,1", _OF_A_FILE))
+    (line,) = [line for run in alone for line in warnings(run.output)]
+    assert line.startswith("--heterogeneous-layers-config-encoded-json without a path with --vtp-size-list 1,2; ")
+    assert line.endswith("; give --heterogeneous-layers-config-path")
 
 
 @pytest.mark.full

@@ -24,19 +24,22 @@ def check_layer_file(args: object, context: OptionContext) -> tuple[str, ...]:
         context: The run.
 
     Returns:
-        One line for every layer and size that does not fit, ``value; rule; way out``; none without such a file, and
-        where all stages have one size, since Megatron then finds it on all ranks alike.
+        One line for every layer and size that does not fit, ``value; rule; way out``; none without such a file, since
+        Megatron then ignores a text of its own, and where all stages have one size, since Megatron then finds it on
+        all ranks alike.
 
     >>> from types import SimpleNamespace
     >>> text = '{"hidden_size": 64, "num_attention_heads": 12, "block_configs": [{"ffn": {"ffn_mult": 1.5}}]}'
-    >>> args = SimpleNamespace(heterogeneous_layers_config_encoded_json=text)
+    >>> args = SimpleNamespace(
+    ...     heterogeneous_layers_config_path="layers.json", heterogeneous_layers_config_encoded_json=text
+    ... )
     >>> (line,) = check_layer_file(args, OptionContext(tp_sizes=(1, 3)))
     >>> line.split("; ")[0]
     '--heterogeneous-layers-config-path, layer 1: feed-forward size 256'
     """
     path = getattr(args, "heterogeneous_layers_config_path", None)
     text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
-    if context.is_uniform or (path is None and text is None):
+    if context.is_uniform or path is None:
         return ()
     try:
         whole = json.loads(text if text is not None else Path(str(path)).read_text(encoding="utf-8"))

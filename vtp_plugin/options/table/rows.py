@@ -91,6 +91,12 @@ def _evaluates_otherwise(args: object, context: OptionContext) -> bool:
     )
 
 
+def _has_layers_without_file(args: object, _context: OptionContext) -> bool:
+    """Tell whether the layers of a model are given by a text alone."""
+    text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+    return text is not None and getattr(args, "heterogeneous_layers_config_path", None) is None
+
+
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
     """Tell whether the chunk with the loss predicts and shares its word embedding with a chunk before it."""
     return bool(
@@ -368,7 +374,18 @@ RULES: tuple[OptionRule, ...] = (
         "the sizes of every layer in the file are checked against all stages",
         "tests/multiproc/test_options.py::test_layers_of_a_file",
         case("--heterogeneous-layers-config-path", given),
-        case("--heterogeneous-layers-config-encoded-json", given),
+    ),
+    *warned(
+        "Megatron compares the sizes of the model with it and ignores those of single layers, so all layers are alike",
+        "tests/multiproc/test_options.py::test_layers_that_are_ignored",
+        "give --heterogeneous-layers-config-path",
+        replace(
+            case(
+                "--heterogeneous-layers-config-encoded-json without a path",
+                attribute="heterogeneous_layers_config_encoded_json",
+            ),
+            applies=_has_layers_without_file,
+        ),
     ),
     *refused_unequal(
         "only decoder models such as GPT have been made to work with stages of different sizes",
