@@ -8,6 +8,7 @@ import megatron.training.training as training
 from megatron.core.datasets import gpt_dataset
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args
 
@@ -83,3 +84,14 @@ def note_params_norms(facts: dict[str, Any]) -> None:
         return norm
 
     training.calc_params_l2_norm = calc_params_l2_norm
+
+
+def drop_hidden(facts: dict[str, Any]) -> None:
+    """Give every model dropout, also one whose script asks for none."""
+    original = TransformerConfig.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.hidden_dropout = 0.1
+        original(self)
+
+    TransformerConfig.__post_init__ = post_init

@@ -7,7 +7,9 @@ import re
 import pytest
 
 import vtp_plugin
-from tests.multiproc.script_cases import train
+from tests.hosts import ROOT
+from tests.lines import warnings
+from tests.multiproc.script_cases import launch, succeeded, train
 from tests.pool import Pool
 from vtp_plugin.ground import log
 
@@ -52,3 +54,12 @@ def test_megatron_core_alone_says_it_too(pool: Pool, options: dict[str, object],
     outputs: list[str] = pool.run(3, "tests.multiproc.log_job:start", {"sizes": (1, 2), **options})
     assert [rank for rank, output in enumerate(outputs) if ACTIVE.search(output)] == speakers
     assert all(bool(own_lines(output)) == (rank in speakers) for rank, output in enumerate(outputs))
+
+
+@pytest.mark.full
+def test_a_script_without_a_command_line_says_once_what_depends_on_the_sizes(script_pool: Pool) -> None:
+    command = {"script": str(ROOT / "examples" / "core_only.py"), "arguments": ["--sizes", "1,2", "--steps", "3"]}
+    runs = succeeded(launch(script_pool, 3, {**command, "how": "plain", "hooks": ["drop_hidden"]}))
+    said = [warnings(run.output) for run in runs]
+    assert [len(lines) for lines in said] == [1, 0, 0]
+    assert said[0][0].startswith("--hidden-dropout 0.1 with --vtp-size-list 1,2; every rank draws masks")
