@@ -7,6 +7,7 @@ from typing import Any
 import megatron.training.training as training
 from megatron.core.datasets import gpt_dataset
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
@@ -95,3 +96,8 @@ def drop_hidden(facts: dict[str, Any]) -> None:
         original(self)
 
     TransformerConfig.__post_init__ = post_init
+
+
+def keep_logits(facts: dict[str, Any]) -> None:
+    """Keep the logits of routers where Megatron takes random ones in their place."""
+    moe_utils.apply_random_logits = lambda logits: logits

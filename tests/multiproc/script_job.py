@@ -56,6 +56,7 @@ from tests.multiproc.kill_hooks import KILL_HOOKS
 from tests.multiproc.optimizer_dump import dump_optimizer
 from tests.multiproc.option_hooks import (
     drop_hidden,
+    keep_logits,
     log_predictions_of_one_rank,
     note_params_norms,
     read_by_own_loader,
@@ -580,6 +581,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "own_predictions": log_predictions_of_one_rank,
     "note_params_norms": note_params_norms,
     "drop_hidden": drop_hidden,
+    "keep_logits": keep_logits,
     "note_logits": note_logits,
     "store_gradients": store_gradients,
     "note_memory": _note_memory,

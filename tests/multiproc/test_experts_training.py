@@ -269,6 +269,20 @@ def test_noise_of_the_routers(script_pool: Pool, start: Start, option: str) -> N
         assert "repeats none of other sizes" in said[0]
 
 
+@pytest.mark.full
+@pytest.mark.needs("biased_balance")
+def test_ranks_share_the_bias_of_biased_routers(script_pool: Pool, start: Start) -> None:
+    """Without the random logits beside it such a run is the uniform one. Below 0 the bias of a layer is drawn once."""
+    words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *resharding_flags(), "--load", str(start.folder)]
+    words += ["--moe-router-force-biased", "-1.0"]
+    runs = train(script_pool, "1,2", [*words, *UNEQUAL], hooks=["keep_logits"])
+    equal = [word for word in words if word != "--sequence-parallel"]
+    uniform = train(script_pool, "1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2, hooks=["keep_logits"])
+    assert_same_training(runs, uniform)
+    with pytest.raises(AssertionError, match="of step"):
+        assert_same_training(runs, start.runs)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
