@@ -138,6 +138,7 @@ FACTS = (
         what="`--rampup-batch-size` makes batches grow",
         versions=("<0.18",),
         shown_by="tests/multiproc/test_growing_batches.py::test_batches_that_grow",
+        notes={">=0.18": "ignored"},
     ),
     Capability(
         name="worker_without_cuda",
