@@ -79,6 +79,10 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<0.15", ">=0.19"),
         "its worker, which --async-save needs, is for CUDA, and the plugin refuses it on CPUs",
     ),
+    "latent_without_engine": (
+        ("<0.15", ">=0.19"),
+        "it builds latent attention with Transformer Engine only, which no run of these tests has",
+    ),
     "older_buckets": (("<0.15",), "it places every tied embedding"),
     "forgotten_blocks": ((">=0.16",), "it reads optimizers that are stored in blocks of parameters"),
     "optimizer_by_rank": (("<0.15",), "it stores no optimizer as one object for each rank in a distributed checkpoint"),

@@ -53,6 +53,12 @@ ATTENTIONS = {
         model={"position_embedding_type": "rope"},
         config_class=MLATransformerConfig,
     ),
+    "latent normed": Attention(
+        config={**_LATENT, "qk_layernorm": True},
+        spec={"multi_latent_attention": True, "qk_layernorm": True},
+        model={"position_embedding_type": "rope"},
+        config_class=MLATransformerConfig,
+    ),
     "latent without ranks of queries": Attention(
         config={**_LATENT, "q_lora_rank": None},
         spec={"multi_latent_attention": True},

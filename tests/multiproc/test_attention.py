@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import DISTRIBUTED, Case, Runs, assert_weights_close
+from tests.multiproc.core_cases import DISTRIBUTED, Case, Plugin, Runs, assert_identical, assert_weights_close
 from tests.multiproc.test_parity import check_parity
 
 
@@ -51,7 +51,16 @@ LATENT = [
             ((1, 2), {"seq": 10, "sequence_parallel": True, "dp": 2, **DISTRIBUTED}),
             ((2, 1), {"dp_list": (1, 2), "schedule": "planned", "num_microbatches": 4}),
             ((1, 3), {"vpp": 2, "num_microbatches": 4, "recompute": True}),
-            ((2, 2), {"plugin": "forced"}),
+        ]
+    ),
+    attending("latent normed", 1, 3, gathered_attention=True),
+    *(
+        pytest.param(attending("latent normed", *sizes, gathered_attention=True, **fields), marks=FULL)
+        for sizes, fields in [
+            ((2, 1), {**DISTRIBUTED, "overlap_grad_reduce": True, "dp": 2}),
+            ((1, 2), {"seq": 10, "sequence_parallel": True}),
+            ((1, 2), {"layers": (1, 2, 1), "recompute": True}),
+            ((1, 2), {"dp_list": (2, 1), "num_microbatches": 4}),
         ]
     ),
     pytest.param(attending("latent without ranks of queries", 2, 1, gathered_attention=True), marks=FULL),
@@ -76,3 +85,11 @@ def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
     two = replace(one, sizes=(2, 2))
     with pytest.raises(AssertionError, match="not close"):
         assert_weights_close(runs.run(two), runs.run(one))
+
+
+@pytest.mark.needs("latent_without_engine", cases=("latent normed-",))
+@pytest.mark.parametrize("plugin", ["on", pytest.param("forced", marks=FULL)])
+@pytest.mark.parametrize("attention", ["latent normed"])
+def test_a_uniform_list_leaves_it_to_megatron(runs: Runs, attention: str, plugin: Plugin) -> None:
+    case = attending(attention, 2, 2, gathered_attention=True, plugin=plugin, wants_weights=True)
+    assert_identical(runs.run(case), runs.kept(replace(case, plugin="stock")))

@@ -102,6 +102,8 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
         ("P10", {"0.16": None, "0.17": "training.async_utils"}),
         ("H14", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
         ("H14b", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        ("H14d", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        ("H14e", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
     ],
 )
 def test_what_families_have_elsewhere_or_not_at_all(record_id: str, lies_in: dict[str, str | None]) -> None:
@@ -178,11 +180,21 @@ def test_latent_attention_is_refused_where_it_was_not_run(name: str) -> None:
     (record,) = host.placed(declared(multi_latent_attention))
 
     class Layer:
-        def __init__(self, config: object) -> None:
-            raise AssertionError("Megatron's constructor ran")
+        config: object = None
 
+        def __init__(self, config: object) -> None:
+            self.config = config
+
+    def build(layer: Layer, *, are_unequal: bool) -> None:
+        session = SimpleNamespace(pipelines=SimpleNamespace(are_unequal=lambda: are_unequal))
+        record.bound({"session": session, "host": host}).build(Layer.__init__)(layer, "a configuration")
+
+    refused, built = (object.__new__(Layer) for _ in range(2))
     with pytest.raises(ConfigError, match=f"multi_latent_attention with Megatron {name}; "):
-        record.bound({"host": host}).build(Layer.__init__)(object(), None)
+        build(refused, are_unequal=True)
+    assert refused.config is None, "Megatron's constructor ran"
+    build(built, are_unequal=False)
+    assert built.config == "a configuration"
 
 
 def test_megatron_sees_another_world_and_nothing_else() -> None:

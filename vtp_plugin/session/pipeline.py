@@ -304,6 +304,15 @@ class Pipelines:
         """Return the pipeline that a group belongs to: that of a module, or else the run's own."""
         return self.of_module(pipeline_group) or self.own
 
+    def are_unequal(self, groups: object = None) -> bool:
+        """Tell whether the stages of a layer's pipeline differ in their sizes; if not, Megatron stays as it is.
+
+        Args:
+            groups: the collection of process groups that the layer was given; None for the run's own.
+        """
+        pipeline = self.of(getattr(groups, "pp", None))
+        return pipeline is not None and not pipeline.plan.layout.is_uniform
+
     def add(self, pipeline: Pipeline) -> None:
         """Take one that has been opened."""
         self._open.append(pipeline)

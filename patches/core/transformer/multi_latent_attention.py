@@ -1,4 +1,4 @@
-"""H14: the gradient of latent attention does not depend on the size of the stage."""
+"""H14: the gradients of latent attention do not depend on the size of the stage."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vtp_plugin.hosts import capability
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
 
@@ -29,9 +30,14 @@ _LATENT: Final[Mapping[str, Any]] = {
 @replaces(f"{_MODULE}:MLASelfAttention._qkv_down_projection", id="H14", **_LATENT)
 @replaces(f"{_MODULE}:FusedMLASelfAttention._qkv_down_projection", id="H14b", **_LATENT)
 def _project(
-    original: Callable[..., tuple[torch.Tensor, torch.Tensor]], layer: Any, hidden_states: torch.Tensor
+    session: Session,
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    layer: Any,
+    hidden_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `_qkv_down_projection`; keys are returned whole, and their positional part adds up its gradients.
+
+    With a uniform list it runs unchanged.
 
     Returns:
         The queries as they were, and the keys `[S, B, kv_lora_rank + qk_pos_emb_head_dim]`, with this rank's part of S
@@ -48,7 +54,7 @@ def _project(
     queries, keys = original(layer, hidden_states)
     config, group = layer.config, layer.tp_group
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-    if group.size() == 1:
+    if group.size() == 1 or not session.pipelines.are_unequal(layer.pg_collection):
         return queries, keys
     is_cut = keys.size(-1) != sum(sizes)
     if is_cut:
@@ -61,6 +67,27 @@ def _project(
     return queries, keys
 
 
+_NORM: Final[Mapping[str, Any]] = {
+    "when": Moment.STAGES,
+    "unneeded": {"<0.19": "H14c refuses latent attention"},
+    "why": "`finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other "
+    "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole gradient already",
+    "remove_when": "Megatron knows the norms to be summed by a mark, not by their names",
+}
+
+
+@replaces(f"{_MODULE}:MLASelfAttention.__init__", id="H14d", **_NORM)
+@replaces(f"{_MODULE}:FusedMLASelfAttention.__init__", id="H14e", **_NORM)
+def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `__init__`; on unequal stages each rank then gives its share of what Megatron will add up."""
+    original(layer, config, *args, **kwargs)
+    size = layer.tp_group.size()
+    is_summed_whole = config.qk_layernorm and not config.sequence_parallel and hasattr(layer, "q_layernorm")
+    if size > 1 and is_summed_whole and session.pipelines.are_unequal(layer.pg_collection):
+        for parameter in layer.q_layernorm.parameters():
+            parameter.register_hook(lambda gradient: gradient / size)
+
+
 @replaces(
     f"{_MODULE}:MultiLatentAttention.__init__",
     id="H14c",
@@ -70,13 +97,16 @@ def _project(
     remove_when="latent attention was run with this Megatron",
 )
 def _refuse(
-    host: MegatronHost, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+    session: Session, host: MegatronHost, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse to build latent attention.
+    """Refuse to build latent attention for stages of different sizes.
 
     Raises:
-        ConfigError: always.
+        ConfigError: the stages differ.
     """
+    if not session.pipelines.are_unequal():
+        original(layer, *args, **kwargs)
+        return
     raise ConfigError(
         f"multi_latent_attention with Megatron {host.name}; on stages of different sizes it was run with Megatron 0.19 "
         "only; use that, or give every stage the same sizes"
