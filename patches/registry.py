@@ -35,6 +35,8 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.model_groups",
         "core.models.common.language_module.language_module",
         "core.transformer.multi_latent_attention",
+        "core.transformer.dot_product_attention",
+        "core.optimizer.marks",
     ),
     Moment.LIST: (
         "core.parallel_state",
@@ -45,6 +47,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.strategies.filesystem_async",
         "core.dist_checkpointing.strategies.torch",
         "core.transformer.moe.moe_layer",
+        "core.transformer.moe.router",
         "core.transformer.moe.moe_logging",
         "core.dist_checkpointing.serialization",
         "core.dist_checkpointing.validation",

@@ -93,6 +93,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "flags_after_0_12": (_SINCE_0_15, "it has none of --sft, --full-validation and --pipeline-model-parallel-layout"),
     "padded_vocabulary": (_SINCE_0_15, "it has no --padded-vocab-size"),
     "sft_tokenizer": (_SINCE_0_15, "it has no SFTTokenizer"),
+    "sinks": (_SINCE_0_15, "its attention has no sinks"),
     "skipped_windows": (_SINCE_0_15, "its TransformerConfig has no window_attn_skip_freq"),
     "communicator_class": (_SINCE_0_15, "it has no P2PCommunicator"),
     "balance_by_batch": (_SINCE_0_15, "it has no balancing loss by batch"),

@@ -73,6 +73,8 @@ ATTENTIONS = {
         config={**_SHARP, "qk_layernorm": True, "normalization": "RMSNorm", "kv_channels": 6},
         spec={"qk_layernorm": True},
     ),
+    # Each head has a logit that takes a share of the attention and gives nothing.
+    "sinks": Attention(config={**_SHARP, "softmax_type": "learnable"}),
     # Every second layer sees three positions back only.
     "windows": Attention(config={**_SHARP, "window_size": (3, 0), "window_attn_skip_freq": 2}),
     "rotary": Attention(config=_SHARP, model=_ROTARY),

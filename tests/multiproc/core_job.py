@@ -29,6 +29,9 @@ from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCA
 from tests.multiproc.gathered_attention import chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
+from vtp_plugin.hosts import find_host
+from vtp_plugin.patches.activation import activate
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +49,8 @@ def train(case: Case) -> RankResult:
             trainer.step(0)
         with cpu_only(), model_parallel(case), closing(Trainer(case)) as trainer:
             return trainer.run()
-    with cpu_only() if case.plugin == "stock" else applied(case, force=case.plugin == "forced"), model_parallel(case):
+    alone = {"stock": cpu_only, "mapped": mapped_only}.get(case.plugin)
+    with alone() if alone else applied(case, force=case.plugin == "forced"), model_parallel(case):
         is_asked = case.plugin == "forced" or (
             case.plugin == "on" and (case.schedule == "planned" or bool(case.layers))
         )
@@ -101,9 +105,21 @@ def cpu_only() -> Iterator[None]:
 
 
 @contextmanager
+def mapped_only() -> Iterator[None]:
+    """Apply what lets Megatron run on CPUs, sequence parallelism and experts included, and nothing else."""
+    vtp_plugin.apply(device="cpu")
+    try:
+        assert _Holder.session is not None
+        activate(_Holder.session, load_host(find_host()[0].name))
+        yield
+    finally:
+        vtp_plugin.revert()
+
+
+@contextmanager
 def model_parallel(case: Case) -> Iterator[None]:
     """Have Megatron make its groups, as a user would; only stock Megatron needs to be told a tensor-parallel size."""
-    sizes = {"tensor_model_parallel_size": case.sizes[0]} if case.plugin in ("stock", "reverted") else {}
+    sizes = {"tensor_model_parallel_size": case.sizes[0]} if case.plugin in ("stock", "mapped", "reverted") else {}
     parallel_state.initialize_model_parallel(
         **sizes,
         pipeline_model_parallel_size=len(case.sizes),

@@ -45,6 +45,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 2,
         "moe_router_topk_scaling_factor": 2.5,
     },
+    # Without a loss; every step gives the experts of a layer equal shares of the tokens.
+    "sinkhorn": {**_COMMON, "moe_router_load_balancing_type": "sinkhorn"},
+    "sinkhorn of one": {**_COMMON, "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
     "every second": {**_BALANCED, "moe_layer_freq": 2},
     # Of four layers.
     "the first two": {**_BALANCED, "moe_layer_freq": [1, 1, 0, 0]},

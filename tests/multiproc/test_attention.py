@@ -41,6 +41,28 @@ def test_attention(runs: Runs, case: Case) -> None:
     check_parity(runs, case)
 
 
+# They start as Megatron draws them: each run from its own draws, with one rank per stage and with several.
+SINKS = [
+    attending("sinks", 1, 2, count_zeros=True, has_bias=False),
+    *(
+        pytest.param(attending("sinks", *sizes, count_zeros=True, has_bias=False, **fields), marks=FULL)
+        for sizes, fields in [
+            ((2, 1), {**DISTRIBUTED, "dp": 2}),
+            ((1, 3), {"layers": (1, 2, 1), "num_microbatches": 4}),
+            ((3, 2), {"dp_list": (1, 2), "num_microbatches": 4, **DISTRIBUTED}),
+            ((4, 1), {"vpp": 2, "num_microbatches": 4, "seq": 8, "sequence_parallel": True}),
+        ]
+    ),
+]
+
+
+@pytest.mark.needs("sinks")
+@pytest.mark.parametrize("case", SINKS, ids=str)
+def test_sinks_of_the_softmax(runs: Runs, case: Case) -> None:
+    run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
+    assert run.num_zeros == oracle.num_zeros and min(run.num_zeros) >= 0
+
+
 LATENT = [
     attending("latent", 1, 2, gathered_attention=True),
     *(

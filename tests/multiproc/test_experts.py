@@ -80,6 +80,23 @@ def test_experts(runs: Runs, case: Case) -> None:
 
 
 # The first one runs by default.
+SHARED_OUT = [
+    mixing("sinkhorn", 1, 3, dp=2, ep_list=(1, 3), etp=1, num_evaluations=1, **OVERLAPPED),
+    mixing("sinkhorn of one", 2, 1, recompute=True),
+    mixing("sinkhorn", 1, 2, layers=(1, 2, 1), num_microbatches=4),
+    mixing("sinkhorn", 2, 1, dp_list=(1, 2), num_microbatches=4),
+    mixing("sinkhorn", 1, 1, cp_list=(1, 2), gathered_attention=True),
+    mixing("sinkhorn", 1, 2, cp_list=(2, 1), gathered_attention=True),
+    mixing("sinkhorn", 2, 2, ep_list=(1, 2), etp_list=(2, 1), vpp=2, num_microbatches=4),
+]
+
+
+@pytest.mark.parametrize("case", defaults_first(SHARED_OUT, 1))
+def test_tokens_are_shared_out_among_those_of_a_microbatch(runs: Runs, case: Case) -> None:
+    check_parity(runs, case)
+
+
+# The first one runs by default.
 OVERFLOWING = [
     mixing("balanced", 1, 2, dp=2, etp=1, ep_list=(2, 1), inf_at=(1, 1, 1), loss_scale=1024.0, **DISTRIBUTED),
     mixing("balanced", 2, 1, ep_list=(2, 1), etp=1, inf_at=(0, 1, 1), loss_scale=1024.0, **DISTRIBUTED),

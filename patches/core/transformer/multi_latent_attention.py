@@ -71,7 +71,7 @@ _NORM: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
     "unneeded": {"<0.19": "H14c refuses latent attention"},
     "why": "`finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other "
-    "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole gradient already",
+    "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole of it",
     "remove_when": "Megatron knows the norms to be summed by a mark, not by their names",
 }
 

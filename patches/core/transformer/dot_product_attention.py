@@ -1,0 +1,39 @@
+"""H27: the sinks of all heads are drawn at once, so what a stage starts with does not depend on its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vtp_plugin.ground.undo import Name, UndoStack
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
+
+
+@replaces(
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+    id="H27",
+    when=Moment.STAGES,
+    unneeded={"<0.15": "its attention has no sinks"},
+    why="each rank draws the sinks of its own heads from a generator that all ranks of a stage share, so heads of "
+    "different ranks start alike; on CPUs the weights that are drawn after them depend on the size, too",
+    remove_when="Megatron draws what a stage cuts as a whole, as it does matrices",
+)
+def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `DotProductAttention.__init__`; on unequal stages learnable sinks are drawn whole, and each rank takes its own."""
+    groups = kwargs.get("pg_collection")
+    if getattr(config, "softmax_type", "vanilla") != "learnable" or not session.pipelines.are_unequal(groups):
+        original(layer, config, *args, **kwargs)
+        return
+    draw: Callable[[torch.Tensor], torch.Tensor] = config.init_method
+
+    def draw_whole(own: torch.nn.Parameter) -> torch.nn.Parameter:
+        whole = draw(torch.empty(config.num_attention_heads, dtype=own.dtype, device=own.device))
+        own.data.copy_(whole.chunk(layer.tp_group.size())[layer.tp_group.rank()])
+        return own
+
+    with UndoStack().during(Name(config, "init_method"), draw_whole):
+        original(layer, config, *args, **kwargs)
