@@ -51,6 +51,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.transformer.moe.moe_logging",
         "core.dist_checkpointing.serialization",
         "core.dist_checkpointing.validation",
+        "core.optimizer.optimizer",
         "core.optimizer.moved_state",
         "core.optimizer.older_state",
         "core.tokenizers.utils.build_tokenizer",

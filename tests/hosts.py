@@ -83,6 +83,10 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<0.15", ">=0.19"),
         "it builds latent attention with Transformer Engine only, which no run of these tests has",
     ),
+    "experts_of_other_sizes": (
+        ("<0.12", ">=0.15"),
+        "stages of one size whose experts nobody cuts (EP 1, ETP 1) end in gloo, in Megatron itself",
+    ),
     "older_buckets": (("<0.15",), "it places every tied embedding"),
     "forgotten_blocks": ((">=0.16",), "it reads optimizers that are stored in blocks of parameters"),
     "optimizer_by_rank": (("<0.15",), "it stores no optimizer as one object for each rank in a distributed checkpoint"),

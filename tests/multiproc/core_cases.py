@@ -44,8 +44,8 @@ class Case:
         hidden: size of the hidden states.
         layers: makes the pipeline U-shaped: layers of the edge's first part, of every cloud stage, of the edge's last.
         plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping, and
-            "mapped" the same with what it needs on CPUs for sequence parallelism and experts; "reverted" trains with the
-            plugin, takes it back and then trains as stock.
+            "mapped" the same with what it needs on CPUs for sequence parallelism and experts; "reverted" trains with
+            the plugin, takes it back and then trains as stock.
         schedule: "planned" runs the plugin's executor.
         in_flight: most microbatches in flight on every stage, of a planned schedule; empty for the default.
         sites: site of every stage; empty means one.

@@ -96,6 +96,14 @@ def test_tokens_are_shared_out_among_those_of_a_microbatch(runs: Runs, case: Cas
     check_parity(runs, case)
 
 
+@pytest.mark.full
+def test_megatron_shares_out_the_tokens_of_a_rank(runs: Runs) -> None:
+    """Why H26 is needed: sequence parallelism cuts what sinkhorn balances."""
+    two = mixing("sinkhorn", 2, 2, plugin="mapped")
+    with pytest.raises(AssertionError, match="losses differ"):
+        assert_close(runs.run(two), runs.run(replace(two, sizes=(1, 1), sequence_parallel=False)))
+
+
 # The first one runs by default.
 OVERFLOWING = [
     mixing("balanced", 1, 2, dp=2, etp=1, ep_list=(2, 1), inf_at=(1, 1, 1), loss_scale=1024.0, **DISTRIBUTED),
@@ -109,6 +117,30 @@ def test_inf_in_one_expert_stops_all(runs: Runs, case: Case) -> None:
     run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
     assert run.successful == oracle.successful == [True, False, True, True, True]
     assert run.grad_norms[1] == -1.0
+
+
+@pytest.mark.parametrize(
+    "case",
+    defaults_first(
+        [
+            mixing("balanced", 2, 1, ep_list=(2, 1), etp=1, inf_at=(0, 1, 1), dtype="fp16"),
+            mixing("balanced", 1, 2, dp=2, etp=1, ep_list=(2, 1), inf_at=(1, 1, 1), dtype="fp16"),
+        ],
+        1,
+    ),
+)
+def test_experts_and_the_rest_have_one_loss_scale(runs: Runs, case: Case) -> None:
+    """A gradient of one expert is infinite in the second step; with one rank per stage all have one optimizer."""
+    run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
+    assert run.successful == oracle.successful == [True, False, True, True, True]
+
+
+@pytest.mark.full
+def test_loss_scales_of_megatron_part(runs: Runs) -> None:
+    """Why H30 is needed: the gradients of experts with groups of their own are divided by another number."""
+    apart = mixing("balanced", 1, 1, dp=2, ep=2, inf_at=(1, 0, 1), dtype="fp16", plugin="mapped")
+    with pytest.raises(AssertionError, match="grad norms differ"):
+        assert_close(runs.run(apart), runs.run(replace(apart, ep=1)), rel=0.02)
 
 
 # The first one runs by default.

@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,9 @@ _CAPACITY = ("--num-experts", "4", "--moe-expert-capacity-factor", "1")
 # How a rule is switched on where its name is no command line by itself.
 SPELLINGS = {
     "--heterogeneous-layers-config-encoded-json without a path": ["--heterogeneous-layers-config-encoded-json", "{}"],
+    "--fp16 with experts that have groups of their own": [
+        *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2"),
+    ],
     "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
     "--moe-pad-expert-input-to-capacity": ["--moe-pad-expert-input-to-capacity", *_CAPACITY],
     "without --untie-embeddings-and-output-weights": [],
@@ -211,6 +215,60 @@ def test_microbatches_of_evaluation_are_named_where_stock_ends(
     is_named = option_warnings(args, OptionContext(tp_sizes=sizes)) != ()
     assert is_named == (sizes == (2, 2) and size == 1 and num_iterations > 0)
     assert option_warnings(args, OptionContext(tp_sizes=sizes, forced=True)) == ()
+
+
+@pytest.mark.parametrize("version", ["0.12.3", "0.16.1", "0.19.2"])
+@pytest.mark.parametrize(
+    ("given", "sizes", "is_named"),
+    [
+        ({}, {"ep_sizes": (2, 2)}, True),
+        ({"expert_model_parallel_size": 2}, {}, True),
+        ({}, {"etp_sizes": (2, 2)}, False),
+        ({"loss_scale": 1024.0}, {"ep_sizes": (2, 2)}, False),
+        ({"fp16": False, "bf16": True}, {"ep_sizes": (2, 2)}, False),
+        ({"num_experts": None}, {"ep_sizes": (2, 2)}, False),
+    ],
+)
+def test_loss_scales_that_part_are_named(
+    given: dict[str, Any], sizes: dict[str, Any], is_named: bool, version: str
+) -> None:
+    """With a constant scale, without experts, and where these share the groups of the rest, there is one."""
+    args = SimpleNamespace(**{"fp16": True, "num_experts": 4, **given})
+    context = OptionContext(tp_sizes=(2, 2), version=version, **sizes)
+    lines = option_warnings(args, context)
+    assert [line.split(" with experts")[0] for line in lines] == (["--fp16"] if is_named else [])
+    assert not option_warnings(args, replace(context, tp_sizes=(1, 2)))
+    # Other sizes alone make groups since Megatron 0.19.
+    cut_otherwise = option_warnings(SimpleNamespace(fp16=True, num_experts=4), replace(context, etp_sizes=(1, 1)))
+    assert bool(cut_otherwise) == (version == "0.19.2" or "ep_sizes" in sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "is_named"),
+    [
+        ({"multi_latent_attention": True, "transformer_impl": "local"}, {}, True),
+        ({"multi_latent_attention": True, "transformer_impl": "transformer_engine"}, {}, True),
+        ({"multi_latent_attention": True, "transformer_impl": "local", "sequence_parallel": True}, {}, True),
+        (
+            {"multi_latent_attention": True, "transformer_impl": "transformer_engine", "sequence_parallel": True},
+            {"device": "cuda"},
+            False,
+        ),
+        ({"multi_latent_attention": True}, {"tp_sizes": (1, 1)}, False),
+        ({"softmax_type": "learnable"}, {}, True),
+        ({"softmax_type": "learnable"}, {"tp_sizes": (1, 1)}, False),
+        ({"softmax_type": "off-by-one"}, {}, False),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, {}, True),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, {"tp_sizes": (1, 1), "cp_sizes": (2, 2)}, True),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, {"tp_sizes": (1, 1)}, False),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, {}, False),
+    ],
+)
+def test_what_stock_computes_by_its_size_is_named(given: dict[str, Any], sizes: dict[str, Any], is_named: bool) -> None:
+    """Only with a uniform list, and only where several ranks share what is concerned."""
+    args, context = SimpleNamespace(**given), OptionContext(**{"tp_sizes": (2, 2), **sizes})
+    assert bool(option_warnings(args, context)) == is_named
+    assert not option_warnings(args, replace(context, tp_sizes=(1, 2)))
 
 
 def test_options_of_one_reason_share_a_line() -> None:

@@ -30,8 +30,8 @@ _UNMARKED: Final = ("softmax_offset",)
     "megatron.core.optimizer:get_megatron_optimizer",
     id="H29",
     when=Moment.STAGES,
-    why="norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the first "
-    "one if not, whatever it is; sinks are cut by heads and not marked",
+    why="norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the "
+    "first one if not, whatever it is; sinks are cut by heads and not marked",
     remove_when="Megatron marks what `sharded_state_dict` cuts",
     aliases=("megatron.training.training:get_megatron_optimizer",),
 )
@@ -146,7 +146,10 @@ class _Stored:
         try:
             state = keeper.sharded_state_dict(metadata=dict(self.metadata))
         except Exception as error:
-            log.debug(f"marks of {type(keeper).__name__} are not checked, it cannot be stored: {error}")
+            name = type(keeper).__name__
+            log.warning(
+                f"whether the weights of {name} are marked as they are cut is not known: it stores none ({error})"
+            )
             return {}
         found = (item for item in nested_values(state) if isinstance(item, (ShardedTensor, ShardedTensorFactory)))
         return {id(item.data): _covers_less(item) for item in found}

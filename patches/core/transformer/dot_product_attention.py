@@ -23,7 +23,7 @@ from vtp_plugin.session import Session
     remove_when="Megatron draws what a stage cuts as a whole, as it does matrices",
 )
 def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `DotProductAttention.__init__`; on unequal stages learnable sinks are drawn whole, and each rank takes its own."""
+    """Run `DotProductAttention.__init__`; on unequal stages learnable sinks are drawn whole, and then cut."""
     groups = kwargs.get("pg_collection")
     if getattr(config, "softmax_type", "vanilla") != "learnable" or not session.pipelines.are_unequal(groups):
         original(layer, config, *args, **kwargs)

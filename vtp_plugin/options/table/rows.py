@@ -10,9 +10,10 @@ Each row was decided by reading Megatron (0.19.2), and a supported one by a test
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from vtp_plugin.hosts import capability
+from vtp_plugin.hosts import capability, is_in
 from vtp_plugin.options.context import OptionContext
 from vtp_plugin.options.table.rule import (
     OptionRule,
@@ -95,6 +96,42 @@ def _has_layers_without_file(args: object, _context: OptionContext) -> bool:
     """Tell whether the layers of a model are given by a text alone."""
     text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
     return text is not None and getattr(args, "heterogeneous_layers_config_path", None) is None
+
+
+def _cuts_tokens(_args: object, context: OptionContext) -> bool:
+    """Tell whether some ranks share the tokens of a microbatch."""
+    return max((*context.tp_sizes, *context.cp_sizes), default=1) > 1
+
+
+def _cuts_heads(_args: object, context: OptionContext) -> bool:
+    """Tell whether some ranks share the heads of a layer."""
+    return max(context.tp_sizes, default=1) > 1
+
+
+def _adds_up_by_heads(args: object, context: OptionContext) -> bool:
+    """Tell whether ranks that share heads sum gradients otherwise than one; with Transformer Engine slices do not."""
+    has_engine = getattr(args, "transformer_impl", None) == "transformer_engine" and context.device != "cpu"
+    return _cuts_heads(args, context) and not (has_engine and getattr(args, "sequence_parallel", False))
+
+
+def _scales_losses(args: object) -> bool:
+    """Tell whether loss scales follow overflows."""
+    return bool(getattr(args, "fp16", False)) and not getattr(args, "loss_scale", None)
+
+
+def _scales_experts_apart(args: object, context: OptionContext) -> bool:
+    """Tell whether experts have groups, and so an optimizer and a loss scale, of their own."""
+    has_parts = max((getattr(args, "expert_model_parallel_size", None) or 1, *context.ep_sizes)) > 1
+    # Before Megatron 0.19 other sizes alone made no such groups.
+    is_known = not context.version or is_in(context.version, ">=0.19")
+    has_sizes = is_known and any(etp != tp for etp, tp in zip(context.etp_sizes, context.tp_sizes, strict=False))
+    return _scales_losses(args) and _has_experts(args) and (has_parts or has_sizes)
+
+
+def _only(option: str, test: Callable[[object, OptionContext], bool], is_used: Test | None = None) -> OptionRule:
+    """Start a row of an option that has an effect only in some runs."""
+    rule = case(option, is_used)
+    return replace(rule, applies=lambda args, context: rule.applies(args, context) and test(args, context))
 
 
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
@@ -297,6 +334,18 @@ RULES: tuple[OptionRule, ...] = (
         ),
         way_out="add --num-experts, or leave it out",
     ),
+    *supported(
+        "the logits of all ranks that share a microbatch are gathered, and each takes its own tokens",
+        "tests/multiproc/test_experts.py::test_tokens_are_shared_out_among_those_of_a_microbatch",
+        case("--moe-router-load-balancing-type sinkhorn", _balances_by("sinkhorn")),
+    ),
+    *warned_uniform(
+        "Megatron balances among the tokens of each rank, which the tensor- and context-parallel sizes cut, so the run "
+        "repeats none of other sizes",
+        "tests/multiproc/test_experts.py::test_megatron_shares_out_the_tokens_of_a_rank",
+        "compare with runs of this size only, or with stages of different sizes, which balance as one rank",
+        _only("--moe-router-load-balancing-type sinkhorn", _cuts_tokens, _balances_by("sinkhorn")),
+    ),
     *supported("experts that are computed together lie on one rank", _NEEDS_ENGINE, "--moe-grouped-gemm"),
     *supported(
         "the losses of the routers are summed inside each stage, then over the stages",
@@ -353,9 +402,28 @@ RULES: tuple[OptionRule, ...] = (
         "--experimental-attention-variant gated_delta_net",
     ),
     *supported(
-        "heads are cut by each stage's size, and the gradient of the keys' positional part is summed over them",
+        "heads are cut by each stage's size, and the gradients of what is one for all heads are those of one rank",
         "tests/multiproc/test_attention.py::test_latent_attention",
         "--multi-latent-attention",
+    ),
+    *warned_uniform(
+        "Megatron leaves out of the gradient of the keys' positional part what comes from other ranks' heads, and adds "
+        "up that of normed queries, of which each rank has all, so both depend on the tensor-parallel size",
+        "tests/multiproc/test_attention.py::test_latent_attention_of_megatron_depends_on_the_size",
+        "compare with runs of this size only, or with stages of different sizes, which have the gradients of one rank",
+        _only("--multi-latent-attention", _adds_up_by_heads),
+    ),
+    *supported(
+        "sinks are cut by heads, drawn as a whole, and counted on every rank",
+        "tests/multiproc/test_attention.py::test_sinks_of_the_softmax",
+        "--softmax-type learnable",
+    ),
+    *warned_uniform(
+        "Megatron draws the same sinks for the heads of all ranks of a stage, and norms, clipping and numbers of zeros "
+        "leave out those of all ranks but one, so they depend on the tensor-parallel size",
+        "tests/multiproc/test_attention.py::test_sinks_of_megatron_depend_on_the_size",
+        "compare with runs of this size only, or with stages of different sizes, which start and count as one rank",
+        _only("--softmax-type learnable", _cuts_heads),
     ),
     *refused_unequal(
         "MambaMixer draws and cuts its weights by the tensor-parallel size, and stock ends with 'MambaSSM is not "
@@ -421,6 +489,18 @@ RULES: tuple[OptionRule, ...] = (
         way_out="use --transformer-impl transformer_engine or local",
     ),
     *supported("master weights and scales stay on a rank, found-inf travels on the model group", _CLIPPING, "--fp16"),
+    *supported(
+        "all optimizers of a rank have one loss scale, which follows the overflows of all",
+        "tests/multiproc/test_experts.py::test_experts_and_the_rest_have_one_loss_scale",
+        replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
+    ),
+    *warned_uniform(
+        "Megatron gives such experts an optimizer whose loss scale follows their overflows alone, but the loss has the "
+        "others' scale, so after an overflow the experts' gradients are divided by another number than they have",
+        "tests/multiproc/test_experts.py::test_loss_scales_of_megatron_part",
+        "use --bf16, or a constant --loss-scale, or stages of different sizes, which have one loss scale",
+        replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
+    ),
     *supported("activations cross a boundary in the pipeline dtype", _PARITY, "--bf16"),
     *supported(
         "get_fp8_context and get_fp4_context share the scaling factors of a tensor among the ranks of its stage, and "

@@ -39,7 +39,8 @@ def _init(
         # Without megatron.training nobody has seen these options before.
         refuse(host.refusals(EXPERT_RULES, config, session.planned.option_context))
     original(layer, config, *args, **kwargs)
-    if session.is_planned and session.planned.layout.has_expert_groups:
+    # With a uniform list Megatron decides for all stages alike.
+    if session.is_planned and session.planned.layout.has_expert_groups and not session.planned.layout.is_uniform:
         for parameter in layer.experts.parameters():
             # Megatron's mark of a weight whose copies are those of the expert groups.
             parameter.allreduce = False
