@@ -123,15 +123,16 @@ def test_inf_in_one_expert_stops_all(runs: Runs, case: Case) -> None:
     "case",
     defaults_first(
         [
-            mixing("balanced", 2, 1, ep_list=(2, 1), etp=1, inf_at=(0, 1, 1), dtype="fp16"),
-            mixing("balanced", 1, 2, dp=2, etp=1, ep_list=(2, 1), inf_at=(1, 1, 1), dtype="fp16"),
+            mixing("plain", 2, 1, ep_list=(2, 1), etp=1, inf_at=(0, 1, 1), dtype="fp16"),
+            mixing("plain", 1, 2, dp=2, etp=1, ep_list=(2, 1), inf_at=(1, 1, 1), dtype="fp16"),
         ],
         1,
     ),
 )
 def test_experts_and_the_rest_have_one_loss_scale(runs: Runs, case: Case) -> None:
     """A gradient of one expert is infinite in the second step; with one rank per stage all have one optimizer."""
-    run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
+    run, oracle = runs.run(case), runs.oracle(case)
+    assert_close(run, oracle, rel=2e-3)
     assert run.successful == oracle.successful == [True, False, True, True, True]
 
 
