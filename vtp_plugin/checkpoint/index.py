@@ -27,7 +27,7 @@ _ALLOWED: Final = {
     *((f"{_TORCH}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((f"{_TORCH}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
     (f"{_TORCH}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_TORCH}.filesystem", "_StorageInfo"),
+    *((f"{_TORCH}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
     *((f"{_TORCH}.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
     *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")),
     ("torch", "Size"),

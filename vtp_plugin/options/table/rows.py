@@ -760,7 +760,12 @@ RULES: tuple[OptionRule, ...] = (
         "--ckpt-format torch_dist",
         case("--save", given),
         case("--no-ckpt-fully-parallel-save", off, "ckpt_fully_parallel_save"),
+    ),
+    *supported(
+        "replicas of a stage share the work, and a stage with one replica takes the same steps",
+        "tests/multiproc/test_replicas_saved.py::test_saves_and_loads_with_shared_work",
         "--ckpt-fully-parallel-load",
+        "--ckpt-assume-constant-structure",
     ),
     *supported(
         "weights and optimizer states load into any list, in the forms of the table in docs/checkpoints.md",
