@@ -50,6 +50,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.transformer.moe.router",
         "core.transformer.moe.moe_logging",
         "core.dist_checkpointing.serialization",
+        "core.dist_checkpointing.strategies.fully_parallel",
         "core.dist_checkpointing.validation",
         "core.optimizer.optimizer",
         "core.optimizer.moved_state",
@@ -58,6 +59,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.theoretical_memory_usage",
         "training.vocab_utils",
         "core.dist_checkpointing.strategies.async_utils",
+        "training.async_utils",
         "training.training",
     ),
     Moment.BRIDGES: (

@@ -1,4 +1,4 @@
-"""P10, CPU only: the process that saves checkpoints in the background."""
+"""P10, CPU only: the process that saves checkpoints in the background. H29a: waiting for it has an end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
 
 
 @replaces(
@@ -24,3 +25,17 @@ from vtp_plugin.patching import replaces
 def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
     """Run `init_persistent_async_worker`, which then forks this process, whatever was asked for."""
     original(rank, mp_mode="fork", **kwargs)
+
+
+@replaces(
+    "megatron.training.async_utils:maybe_finalize_async_save",
+    id="H29a",
+    when=Moment.LIST,
+    why="its ranks wait for each other, and for processes that write, without a limit",
+    remove_when="with H29",
+    aliases=("megatron.training.training:maybe_finalize_async_save",),
+)
+def _finalize(session: Session, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `maybe_finalize_async_save`, watched."""
+    with session.ranks.together("the end of a save in the background"):
+        original(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""H9: all ranks agree whether a checkpoint has this run's layout, whether it can be loaded, and where to save."""
+"""H9: all ranks agree whether a checkpoint has this run's layout, whether it can be loaded, and where to save.
+
+H29: a load that stands still ends.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,20 @@ def require_common_folder(session: Session, args: Any) -> None:
     finally:
         if args.rank == 0:
             (folder / topic.get("name").decode()).unlink(missing_ok=True)
+
+
+@replaces(
+    "megatron.training.checkpointing:load_checkpoint",
+    id="H29",
+    when=Moment.LIST,
+    why="its ranks wait for each other without a limit; the monitor ends them when none gets on any more",
+    remove_when="every collective of a load and of a save has a limit that a long one does not reach",
+    aliases=("megatron.training.training:load_checkpoint",),
+)
+def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `load_checkpoint`, watched."""
+    with session.ranks.together("the load of a checkpoint"):
+        return original(*args, **kwargs)
 
 
 @replaces(

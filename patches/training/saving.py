@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,22 @@ def _save(session: Session, original: Callable[..., None], iteration: int, *args
     # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
     from megatron.training.global_vars import get_args
 
-    arguments, savings = get_args(), session.savings
+    with session.ranks.together(f"the save of iteration {iteration}"):
+        _save_whole(session, get_args(), functools.partial(original, iteration, *args, **kwargs), iteration, kwargs)
+
+
+def _save_whole(
+    session: Session, arguments: Any, save: Callable[[], None], iteration: int, kwargs: Mapping[str, Any]
+) -> None:
+    savings = session.savings
     is_local = kwargs.get("non_persistent_ckpt") and arguments.non_persistent_ckpt_type == "local"
     if is_local or arguments.ckpt_format not in _FORMATS or "://" in str(arguments.save):
-        return original(iteration, *args, **kwargs)
+        return save()
     setattr(arguments, HAS_MANIFEST, True)
     savings.copies_tensors = arguments.async_save and arguments.use_persistent_ckpt_worker
     with naming_what_failed(Path(arguments.save)):
         with savings.call(iteration):
-            original(iteration, *args, **kwargs)
+            save()
         if (saving := savings.take()) is not None:
             _finish(session, saving)
 

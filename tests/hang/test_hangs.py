@@ -22,7 +22,10 @@ SETTLE_S = 1.0
 STARTING_S = 15.0  # between the start of a process and its first wait
 BOUNDARY = r"boundary 0->1, (?:forward|backward), microbatch \d+"
 WAITED = rf"waited [\d.]+ s at {BOUNDARY} for (?:ranks?|the members ranks) \d"
-POSITION = rf"{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
+SAVING = r"this rank stood in the save of a checkpoint, in \w+ \("
+POSITION = (
+    rf"{SAVING}|{WAITED}|not waiting at a boundary \(last: {BOUNDARY}, [\d.]+ s ago\)|had not used any boundary yet"
+)
 STORE = "the store that it keeps"
 
 EVENTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -66,6 +66,7 @@ from tests.multiproc.option_hooks import (
 from tests.multiproc.published_hooks import note_logits, store_gradients
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.start_job import start_again
+from tests.multiproc.still_hooks import STILL_HOOKS
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
 from vtp_plugin.checkpoint.forms import BY_BLOCK, FORM
@@ -603,4 +604,5 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "start_again": start_again,
     **AUDIT_HOOKS,
     **KILL_HOOKS,
+    **STILL_HOOKS,
 }

@@ -9,6 +9,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -127,6 +128,10 @@ class AllRanks:
             )
             self.monitor.start()
             atexit.register(self.stop)
+
+    def together(self, what: str) -> AbstractContextManager[object]:
+        """Watch that all ranks together get on while a block runs, such as a save; see ``Together``."""
+        return contextlib.nullcontext() if self.monitor is None else self.monitor.together.during(what)
 
     def agreement(self, name: str, members: Sequence[int] | None = None) -> Agree:
         """Return a function that compares statements over some ranks, each of which calls it at the same point.

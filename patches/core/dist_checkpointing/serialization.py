@@ -1,4 +1,4 @@
-"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets."""
+"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H29b: a load that stands still ends."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vtp_plugin.checkpoint.map_file import MAP, dump_map
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
 
 
 @replaces(
@@ -26,16 +27,31 @@ from vtp_plugin.patching import replaces
     remove_when="with H20",
     aliases=("megatron.core.dist_checkpointing:save",),
 )
-def _save(original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `save`; rank 0 then writes the map, before what is saved in the background is complete."""
+def _save(session: Session, original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `save`, watched as by H29; rank 0 then writes the map, before what is saved in the background is complete."""
     is_by_bucket = _is_by_bucket(state, kwargs.get("content_metadata") or {}) and "://" not in str(folder)
     values = nested_values(state) if is_by_bucket else ()
     parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
     own = [part.buckets() for part in parts if isinstance(part, MapPart)]
-    result = original(state, folder, *args, **kwargs)
-    if is_by_bucket:
-        _write(Path(folder), own)
+    with session.ranks.together("the save of a checkpoint"):
+        result = original(state, folder, *args, **kwargs)
+        if is_by_bucket:
+            _write(Path(folder), own)
     return result
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.serialization:load",
+    id="H29b",
+    when=Moment.LIST,
+    why="scripts on megatron-core call it without what H29 watches",
+    remove_when="with H29",
+    aliases=("megatron.core.dist_checkpointing:load",),
+)
+def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `load`, watched."""
+    with session.ranks.together("the load of a checkpoint"):
+        return original(*args, **kwargs)
 
 
 def _is_by_bucket(state: Any, content: Mapping[str, Any]) -> bool:

@@ -11,9 +11,9 @@ issue no communication on a device; they talk to the store over a connection of 
 
 To end is to write one line, with the boundary, direction, microbatch and waiting time, and to exit with an error.
 
-Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, a wait of this rank 0.8; to inform the
-others and to end takes about 0.1 more. The clock stands still while this process does, so a suspended or overloaded
-machine accuses nobody.
+Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, stillness of all ranks in a load or a
+save 0.7 (``together.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
+stands still while this process does, so a suspended or overloaded machine accuses nobody.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vtp_plugin.runtime.life.place import Place, Wait
 from vtp_plugin.runtime.life.roll_call import RollCall, is_lost_connection
 from vtp_plugin.runtime.life.standing import follow
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.runtime.life.together import Together
 from vtp_plugin.runtime.life.waiting import EXIT_CODE, report
 
 DONE = 1 << 40
@@ -80,6 +81,7 @@ class Monitor:
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
         self._keeper = keeper
         self._roll_call = RollCall(self._store, rank, world_size)
+        self.together = Together(self._store, rank, 0.7 * timeout_s, lambda: self._clock_s)
         self._absent: list[int] = []
         self._describe = describe
         self._exit_process = exit_process
@@ -182,7 +184,7 @@ class Monitor:
 
     def describe_position(self) -> str:
         """Say where this rank stands: its current wait, a collective, or the boundary that it used last."""
-        return self._place.describe()
+        return self.together.position() or self._place.describe()
 
     @property
     def _linger_s(self) -> float:
@@ -205,6 +207,8 @@ class Monitor:
                     life, life_s = seen, now_s
                 elif now_s - life_s > self._dead_s:
                     self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
+                if reason := self.together.beat():
+                    self._post(reason)
             state = self._store.add("state", 0)
             self._roll_call.answer(state % FAILED, self._place.stand)
             if self._failure is None and state >= FAILED:

@@ -17,7 +17,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
+"""The file of torch's collectives."""
 _MOST_LINKS = 8
 
 
@@ -78,14 +79,15 @@ def find_collective() -> Collective | None:
     On a device the host goes on while the device waits, and then nothing is found.
     """
     for frame in sys._current_frames().values():
-        for one in _outwards(frame):
+        for one in outwards(frame):
             # Private functions of that file are called by the one that a program has called.
-            if one.f_code.co_filename.endswith(_COLLECTIVES) and not one.f_code.co_name.startswith("_"):
+            if one.f_code.co_filename.endswith(COLLECTIVES) and not one.f_code.co_name.startswith("_"):
                 return Collective(one.f_code.co_name, _ranks_of(one.f_locals.get("group")))
     return None
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, the one that called it, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,0 +1,59 @@
+"""A load or a save in which ranks wait for ever ends within the timeout; one that only takes long goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.lines import error_line
+from tests.multiproc.script_cases import arguments, launch, succeeded, train
+from tests.pace import pace
+from tests.pool import Pool
+
+pytestmark = pytest.mark.needs("scripts_here")
+
+TIMEOUT_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.mark.parametrize(
+    ("where", "hook", "extra"),
+    [
+        ("the save of iteration 2", "sleep_in_save", ["--save", "{}", "--save-interval", "2"]),
+        ("the load of a checkpoint", "sleep_in_load", ["--load", "{}"]),
+    ],
+    ids=["save", "load"],
+)
+def test_a_rank_that_sleeps_ends_all(pool: Pool, tmp_path: Path, where: str, hook: str, extra: list[str]) -> None:
+    """All ranks end, name the one that does not come, and say in which collective they wait for it."""
+    if hook == "sleep_in_load":
+        train(pool, "1,2", ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
+    timeout_s = TIMEOUT_S * pace()
+    command = arguments("1,2", extra=[*(word.format(tmp_path) for word in extra), "--vtp-timeout-s", str(timeout_s)])
+    runs = launch(pool, 3, {"arguments": command, "hooks": [hook], "timeout_s": 15.0 + 2 * timeout_s})
+    for rank, run in enumerate(runs):
+        assert run.exit_code == 1, run.output[-3000:]
+        line = error_line(run.output)
+        reason = rf"{where} stood still for ([\d.]+) s: rank 1 does nothing, and the others wait"
+        found = re.search(rf"{reason}(?:; this rank stood in (.*))?", line)
+        assert found and float(found[1]) < timeout_s, line
+        # A rank whose connection breaks before it has read this ends with that.
+        if "failed with the error above" not in line:
+            assert (found[2] or "").startswith(f"{where}, in "), line
+            assert ("distributed_c10d.py" in line) == (rank != 1), line
+
+
+def test_a_save_that_takes_longer_than_the_timeout_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """The others wait for a rank that works."""
+    extra = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
+    extra += ["--vtp-timeout-s", str(TIMEOUT_S * pace())]
+    command = arguments("1,2", extra=extra)
+    succeeded(launch(pool, 3, {"arguments": command, "hooks": ["work_in_save"]}))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
