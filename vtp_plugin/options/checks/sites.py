@@ -59,7 +59,7 @@ EDGE_ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Arguments that the cloud of a U-shaped pipeline need not have: it has neither tokenizer nor data."""
 
 # Paths may differ, but all ranks must give them or none: saving and loading are collective.
-_SAVING_AND_LOADING = ("save", "load", "pretrained_checkpoint")
+_SAVING_AND_LOADING = ("save", "load", "pretrained_checkpoint", "dump_param_to_param_group_map")
 
 
 def shared_arguments(arguments: Mapping[str, object], *, has_edge: bool) -> dict[str, object]:
