@@ -59,3 +59,6 @@ def test_only_a_pipeline_with_an_edge_leaves_out_the_tokenizer() -> None:
 def test_whether_a_rank_saves_is_compared(folder: str | None, is_given: bool) -> None:
     """Saving is collective: a rank that does not take part would leave the others waiting."""
     assert shared_arguments({"save": folder}, has_edge=True) == {"whether --save is given": is_given}
+    name = "dump-param-to-param-group-map"
+    stated = shared_arguments({name.replace("-", "_"): folder}, has_edge=True)
+    assert stated == {f"whether --{name} is given": is_given}
