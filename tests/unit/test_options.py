@@ -376,7 +376,7 @@ def test_all_problems_are_one_error() -> None:
 def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.ArgumentParser) -> None:
     rules = [rule for rule in RULES if rule.verdict is Verdict.REFUSED_UNEQUAL_DP]
     args = parser.parse_args([word for rule in rules for word in command_line(parser, rule)])
-    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 8
+    assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 9
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
 

@@ -823,6 +823,11 @@ RULES: tuple[OptionRule, ...] = (
         "--dataloader-type cyclic",
         way_out="use --dataloader-type single or give every stage the same data-parallel size",
     ),
+    *refused_unequal_dp(
+        "GPTFIMDataset draws how it turns a sample around from one generator, sample after sample, so stages whose "
+        "replicas read others would have tokens and labels that do not fit",
+        "--fim-data",
+    ),
     *refused(
         "ranks that read no data end with len() of None in build_train_valid_test_data_iterators, and with one set all "
         "end with \"'int' object is not subscriptable\" in evaluate_and_print_results, in stock Megatron, too",
