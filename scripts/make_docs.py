@@ -25,8 +25,8 @@ OPTIONS_INTRO = """\
 # Megatron's options with stages of unequal size
 
 Options that meet the stages' sizes: supported, with the test that shows it, or refused at start-up, with the reason and
-the way out. `python -m vtp_plugin doctor --verbose` prints the same table. Options that are not listed are not known to
-depend on the sizes.
+the way out. `python -m vtp_plugin doctor --verbose` prints the same table. [every-option.md](every-option.md) has a
+verdict for all others.
 """
 ASCEND_INTRO = """\
 # MindSpeed's options with stages of unequal size
@@ -127,6 +127,7 @@ def render() -> dict[str, str]:
     return {
         "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
         "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
+        "every-option.md": f"{NOTE}\n\n{_every_option()}",
         "ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
         "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
@@ -299,17 +300,30 @@ def _pictures() -> dict[str, str]:
     }
 
 
-def _sites() -> str:
-    """Return the arguments that may differ, as flags, one section for each reason."""
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the Megatron that is installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.training.arguments import add_megatron_arguments
 
-        from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
-        from vtp_plugin.options.flags import VTP_FLAGS
+        return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
-        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    flags = {action.dest: f"`{action.option_strings[0]}`" for action in parser._actions if action.option_strings}
+
+def _every_option() -> str:
+    """Return the verdicts on all options of Megatron."""
+    from tests.options.page import render
+    from tests.options.parsers import options_of
+    from vtp_plugin.hosts import HOSTS
+
+    return render(options_of(_parser()), HOSTS[-1].name)
+
+
+def _sites() -> str:
+    """Return the arguments that may differ, as flags, one section for each reason."""
+    from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
+    from vtp_plugin.options.flags import VTP_FLAGS
+
+    flags = {action.dest: f"`{action.option_strings[0]}`" for action in _parser()._actions if action.option_strings}
     sections = {
         "Between any two ranks": LOCAL_ARGUMENTS,
         "Between the edge and the cloud of a U-shaped pipeline, as well": EDGE_ARGUMENTS,

@@ -74,20 +74,28 @@ def _whole_name(name: str, numbers: dict[str, int]) -> str:
     return "embedding.word_embeddings.weight" if is_tied else name
 
 
-def _share(name: str, chunk: int, parameter: Any, main: Any, state: dict[str, Any], start: int) -> Share:
+def _cut(name: str, parameter: Any) -> dict[str, Any]:
+    """Say what part of a whole parameter this rank has."""
     is_dense = getattr(parameter, "allreduce", True)
     group = (
         parallel_state.get_tensor_model_parallel_group if is_dense else parallel_state.get_expert_tensor_parallel_group
     )
     rank, size = group().rank(), group().size()
     is_cut = getattr(parameter, "tensor_model_parallel", False) and size > 1
+    has_gate = get_args().swiglu or getattr(get_args(), "quick_geglu", False)
+    return {
+        "tp": (rank, size),
+        "axis": parameter.partition_dim if is_cut else None,
+        "is_gated": has_gate and ".linear_fc1." in name,
+        "shape": tuple(parameter.shape),
+    }
+
+
+def _share(name: str, chunk: int, parameter: Any, main: Any, state: dict[str, Any], start: int) -> Share:
     return Share(
         name=name,
         holder=(parallel_state.get_pipeline_model_parallel_rank(), chunk),
-        tp=(rank, size),
-        axis=parameter.partition_dim if is_cut else None,
-        is_gated=get_args().swiglu and ".linear_fc1." in name,
-        shape=tuple(parameter.shape),
+        **_cut(name, parameter),
         start=start,
         values={
             "weight": main.detach().float().flatten().numpy().copy(),

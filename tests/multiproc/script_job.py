@@ -50,6 +50,7 @@ from tests.multiproc.adapted_layers import add_adapters
 from tests.multiproc.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.delays import plant_delays, slow_rank
 from tests.multiproc.gathered_attention import GatheredAttention, chunk_positions
+from tests.multiproc.gradient_probe import note_gradients
 from tests.multiproc.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.held_memory import held_memory
 from tests.multiproc.kill_hooks import KILL_HOOKS
@@ -584,6 +585,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "drop_hidden": drop_hidden,
     "keep_logits": keep_logits,
     "note_logits": note_logits,
+    "note_gradients": note_gradients,
     "store_gradients": store_gradients,
     "note_memory": _note_memory,
     "dump_optimizer": dump_optimizer,

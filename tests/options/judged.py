@@ -19,7 +19,7 @@ from vtp_plugin.options.table.rows import RULES
 from vtp_plugin.options.table.rule import OptionRule
 
 READ, GRID = "read", "grid"
-"""What a verdict rests on besides a test: Megatron's source was read; ``tests/multiproc/test_options_grid.py`` runs it."""
+"""What a verdict rests on besides a test: Megatron's source, or ``tests/multiproc/test_options_grid.py``."""
 _ROW = re.compile(r"(--[\w-]+)(?: (\S+))?")
 
 

@@ -38,7 +38,7 @@ FOREIGN_FLAGS = {
     "--virtual-pipeline-model-parallel-size",
     *(rule.option for rule in MINDSPEED_RULES),
 }
-_GENERATED = ("megatron-options.md", "ascend-options.md", "site-arguments.md")
+_GENERATED = ("megatron-options.md", "every-option.md", "ascend-options.md", "site-arguments.md")
 WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in _GENERATED]
 
 

@@ -1,4 +1,4 @@
-"""Every option of Megatron that a training script can reach has a verdict, and so has every value among which it chooses."""
+"""Every option of Megatron that a training script can reach has a verdict, and so has every value of a choice."""
 
 from __future__ import annotations
 

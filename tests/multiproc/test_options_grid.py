@@ -1,0 +1,91 @@
+"""The grid of options: every value of every option that a CPU can run, one rank beside stages ``1,2``.
+
+It is whole in ``make test-full``, where what was run before is not run again: results stay in pytest's cache, by the
+sources of the plugin and the version of Megatron, so a grid that was cut off goes on. Every change runs a few cases,
+and those of which ``tests/options/ran.txt`` does not say that they were run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.script_cases import ScriptRun, launch, num_ranks
+from tests.options.grid import SIZES, GridCase, cases, compare, digest, is_recorded, keep, kept
+from tests.options.judged import Judgement
+from tests.pool import Pool
+from vtp_plugin.hosts import find_megatron
+
+pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
+
+Bare = Callable[[GridCase], list[ScriptRun]]
+_SAMPLE = ("--normalization RMSNorm in dense", "--moe-router-score-function sigmoid in experts")
+MAX_NEW = 12
+
+
+def _version() -> str:
+    megatron = find_megatron()
+    return "" if megatron is None else megatron.version
+
+
+def _is_run_by_default(case: GridCase) -> bool:
+    return str(case) in _SAMPLE or not is_recorded(case)
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+def _params() -> list[Any]:
+    return [
+        pytest.param(case, id=str(case), marks=[] if _is_run_by_default(case) else [pytest.mark.full])
+        for case in cases()
+    ]
+
+
+@pytest.mark.parametrize("case", _params())
+def test_option(pool: Pool, bare: Bare, case: GridCase, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    name, folder = digest(case, _version()), pytestconfig.cache.mkdir("options-grid")
+    found = kept(folder, name)
+    if found is None:
+        run, reference = (run_case(pool, case, sizes, tmp_path) for sizes in (SIZES, "1"))
+        found = compare(case, run, reference, bare(case))
+        keep(folder, name, case, found, _version())
+    assert found.outcome == case.expected, found
+    assert not (case.is_idle and found.effect), found
+
+
+def run_case(pool: Pool, case: GridCase, sizes: str, folder: Path) -> list[ScriptRun]:
+    """Run a case on a list of sizes."""
+    kwargs = {"arguments": case.command(sizes, str(folder / sizes)), "hooks": case.hooks}
+    return launch(pool, num_ranks(sizes, case.dp), kwargs)
+
+
+@pytest.fixture(scope="module")
+def bare(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Bare:
+    """Runs of one rank without the option, each once."""
+    known: dict[GridCase, list[ScriptRun]] = {}
+
+    def run(case: GridCase) -> list[ScriptRun]:
+        key = replace(case.without, judgement=Judgement.SAME)
+        if key not in known:
+            known[key] = run_case(pool, key, "1", tmp_path_factory.mktemp("bare"))
+        return known[key]
+
+    return run
+
+
+def test_most_of_the_grid_was_run_as_it_is() -> None:
+    """Else every change would run it: run the whole grid, then ``python -m tests.options.grid`` with its folder."""
+    new = [str(case) for case in cases() if not is_recorded(case)]
+    assert len(new) <= MAX_NEW, new
+
+
+def test_values_that_the_grid_can_tell_apart_are_not_all_the_same() -> None:
+    assert {case.expected for case in cases()} >= {"same", "refused"}
