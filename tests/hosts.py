@@ -33,6 +33,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<1",) if TREE else _SINCE_0_19,
         "its wheel has no megatron.training; name a Megatron-LM tree in VTP_MEGATRON_LM",
     ),
+    "judged_options": (("<0.17", ">=0.19"), "of its options nobody has judged which depend on the sizes"),
     # Of Megatron 0.19.
     "our_example": (_SINCE_0_19, "examples/pretrain_gpt.py is for Megatron 0.19"),
     "engine_of_0_19": (_SINCE_0_19, "what stands for Transformer Engine has what Megatron 0.19 asks for"),

@@ -16,16 +16,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.hosts import ROOT, host_name
+from tests.hosts import ROOT, host_name, is_older
 from tests.multiproc.script_cases import ScriptRun, arguments, grad_norms, losses
-from tests.options.judged import GRID, Entry, Group, Judgement, groups, rows_of
-from tests.options.parsers import FOLDER
-from vtp_plugin.hosts import family_of
+from tests.options.judged import GRID, Entry, Judgement, groups, rows_of
+from tests.options.parsers import FOLDER, LISTED, Option, by_name, listed
+from vtp_plugin.hosts import family_of, find_megatron
 
 RAN = FOLDER / "ran.txt"
 SIZES: Final = "1,2"
-GRADIENTS, NUMBERS = 1e-4, 1e-4
-"""How far apart the same numbers may be: of gradients, of losses and norms."""
+GRADIENTS, NUMBERS, IDLE = 1e-4, 1e-4, 1e-6
+"""How far apart the same numbers may be: of gradients, of losses and norms; and of runs with and without an option."""
 _ROUTERS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "96", "--disable-bias-linear"),
     *("--moe-token-dispatcher-type", "alltoall", "--sequence-parallel", "--untie-embeddings-and-output-weights"),
@@ -47,7 +47,9 @@ BASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Models that options are given to."""
 _REPLICAS = {"replicas": 2}
-_HOOKS = {"latent": ("latent_attention",)}
+# Megatron 0.16 averages the losses of prediction in a way that gloo lacks.
+_HOOKS = {"latent": ("latent_attention",), "prediction": ("own_predictions",) if is_older() else ()}
+_NEEDS = {"latent": ("latent_attention",), "prediction": ("prediction",)}
 # In bf16 every activation is rounded, and other sizes round other sums.
 _COARSE = {"half": 0.1}
 
@@ -63,6 +65,16 @@ class GridCase:
 
     def __str__(self) -> str:
         return f"{self.entry} in {self.base}"
+
+    @property
+    def name(self) -> str:
+        """All that tells it apart from others."""
+        return " ".join((str(self), *self.companions))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What a Megatron must have for it, as of ``tests/hosts.py``."""
+        return _NEEDS.get(self.base, ())
 
     @property
     def dp(self) -> int:
@@ -92,10 +104,10 @@ class GridCase:
         """What is to come of it: ``same``, ``differs``, ``refused`` or ``ends``."""
         judgement = self.judgement
         (value,) = self.entry.words or ("",)
-        for rule in rows_of(self.entry.option, value):
-            if str(rule.verdict) == "refused when sizes differ" or str(rule.verdict) == "refused":
+        for verdict in (str(rule.verdict) for rule in rows_of(self.entry.option, value) if rule.is_about(version())):
+            if verdict in ("refused", "refused when sizes differ"):
                 return "refused"
-            judgement = Judgement.SAID if "warning" in str(rule.verdict) else judgement
+            judgement = Judgement.SAID if verdict == "accepted, with a warning" else judgement
         if judgement in (Judgement.SAID, Judgement.DEPENDS):
             return "differs"
         return "ends" if judgement is Judgement.ENDS else "same"
@@ -106,15 +118,28 @@ class GridCase:
         return self.judgement in (Judgement.NONE, Judgement.IGNORED)
 
 
-def cases(judged: Sequence[Group] | None = None) -> list[GridCase]:
-    """Give all cases, each value of an option one."""
+def version() -> str:
+    """Give the version of Megatron that is here; empty where there is none."""
+    megatron = find_megatron()
+    return "" if megatron is None else megatron.version
+
+
+def cases() -> list[GridCase]:
+    """Give all cases, each value of an option one; on an older Megatron, those that its command line knows."""
+    known = by_name(listed(host_name())) if host_name() in LISTED else None
     return [
         GridCase(entry=entry, judgement=group.judgement, base=group.base, companions=group.companions)
-        for group in (groups() if judged is None else judged)
+        for group in groups()
         if group.evidence == GRID
         for given in group.entries
         for entry in ([Entry(option=given.option, words=(word,)) for word in given.words] or [given])
+        if known is None or _is_in(entry, known)
     ]
+
+
+def _is_in(entry: Entry, known: Mapping[str, Option]) -> bool:
+    choices = known[entry.option].choices if entry.option in known else ()
+    return entry.option in known and (not choices or entry.words[0] in choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +161,11 @@ class Found:
     number: float = 0.0
     effect: float | None = None
     said: str = ""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the option changed nothing on one rank, but for the order of sums."""
+        return self.effect is not None and self.effect <= IDLE
 
 
 Runs = Sequence[ScriptRun]
@@ -178,7 +208,7 @@ def _largest(run: Runs, reference: Runs) -> tuple[float, str]:
         if values.shape != other.shape:
             found.append((np.inf, f"{name}, of another shape"))
             continue
-        limit = max(float(np.abs(other).max()), 1e-3 * scale, 1e-12)
+        limit = max(float(np.abs(other).max()), 1e-2 * scale, 1e-12)
         found.append((float(np.abs(values - other).max()) / limit, name))
     return max(found)
 
@@ -203,7 +233,7 @@ def _wholes(run: Runs) -> Iterator[tuple[str, Any]]:
 
 def digest(case: GridCase, version: str) -> str:
     """Tell cases apart, and one run of a case from one with other sources of the plugin or another Megatron."""
-    hashed = hashlib.sha256(f"{case} {case.companions} {version}".encode())
+    hashed = hashlib.sha256(f"{case.name} {version}".encode())
     for path in sorted(
         path for folder in ("vtp_plugin", "patches", "tests/options") for path in (ROOT / folder).rglob("*.py")
     ):
@@ -214,25 +244,24 @@ def digest(case: GridCase, version: str) -> str:
 def line_of(case: GridCase, found: Found, version: str) -> str:
     """Write what came of a case, for the list of what was run."""
     figures = f" {found.gradient:.1e} {found.number:.1e}" if found.outcome in ("same", "differs") else ""
-    figures += " idle" if found.effect == 0 else ""
-    return f"{_whole_name(case)}: {version} {found.outcome}{figures}"
+    figures += " idle" if found.is_idle else ""
+    return f"{case.name}: {version} {found.outcome}{figures}"
 
 
-def _whole_name(case: GridCase) -> str:
-    return " ".join((str(case), *case.companions))
-
-
-def recorded() -> dict[str, tuple[str, str]]:
-    """Give what the list says: by the whole name of a case, the version of Megatron and the outcome."""
+def recorded() -> dict[tuple[str, str], str]:
+    """Give what the list says: the outcome, by the whole name of a case and the family of Megatron."""
     lines = (line.rpartition(": ") for line in RAN.read_text().splitlines())
-    return {name: (said.split()[0], said.split()[1]) for name, _, said in lines}
+    return {(name, _family(said)): said.split()[1] for name, _, said in lines}
+
+
+def _family(said: str) -> str:
+    family = family_of(said.split()[0])
+    return "" if family is None else family.name
 
 
 def is_recorded(case: GridCase) -> bool:
     """Tell whether the list says of a case, as it is now, that it was run with this family of Megatron, as expected."""
-    version, outcome = recorded().get(_whole_name(case), ("", ""))
-    family = family_of(version) if version else None
-    return family is not None and family.name == host_name() and outcome == case.expected
+    return recorded().get((case.name, host_name())) == case.expected
 
 
 def keep(folder: Path, name: str, case: GridCase, found: Found, version: str) -> None:
@@ -250,8 +279,17 @@ def kept(folder: Path, name: str) -> Found | None:
 
 
 def main(folder: str) -> None:
-    """Write the list of what was run from the results in a folder."""
-    lines = {json.loads(path.read_text())["line"] for path in Path(folder).glob("*.json")}
+    """Write into the list what a folder has of this Megatron; what the list says of others stays."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.json"), key=lambda path: path.stat().st_mtime):
+        name, _, said = json.loads(path.read_text())["line"].rpartition(": ")
+        found[name, _family(said)] = said
+    wanted = {case.name for case in cases()}
+    lines = [f"{name}: {said}" for (name, family), said in found.items() if name in wanted and family == host_name()]
+    for line in RAN.read_text().splitlines():
+        name, _, said = line.rpartition(": ")
+        is_gone = name not in wanted or (name, host_name()) in found
+        lines += [] if _family(said) == host_name() and is_gone else [line]
     RAN.write_text("".join(f"{line}\n" for line in sorted(lines)))
 
 

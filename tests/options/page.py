@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from tests.options.judged import GRID, MEANINGS, READ, Entry, Group, Judgement, groups, rows
+from tests.options.grid import RAN
+from tests.options.judged import GRID, MEANINGS, READ, Entry, Group, Judgement, groups, rows, rows_of
 from tests.options.parsers import LISTED, Option, by_name, listed
 
 INTRO = """\
@@ -19,6 +21,7 @@ training script can reach, this page says on which sizes, why, and what the verd
   value by itself. Other verdicts name their test.
 * Versions stand behind an option that not all have.
 
+{ran}
 A new option of Megatron, or a new value of one, fails `tests/unit/test_options_judged.py` until somebody has judged it.
 
 | verdict | meaning | options |
@@ -43,11 +46,11 @@ def render(installed: Sequence[Option], family: str) -> str:
     """
     known = {**{name: by_name(listed(name)) for name in LISTED}, family: by_name(installed)}
     every = {name for options in known.values() for name in options}
-    own = [group for group in groups() if group.judgement is not Judgement.TABLE]
+    own = _own()
     counts: dict[Judgement, int] = {}
     for group in own:
         counts[group.judgement] = counts.get(group.judgement, 0) + len(group.entries)
-    text = INTRO.format(versions=" and ".join((", ".join(LISTED), family)))
+    text = INTRO.format(versions=" and ".join((", ".join(LISTED), family)), ran=_ran())
     text += "".join(f"| {kind} | {MEANINGS[kind]} | {number} |\n" for kind, number in counts.items())
     text += TABLE + "".join(f"| {' | '.join(cells)} |\n" for cells in _of_the_table(known, every))
     for subject in dict.fromkeys(group.subject for group in own):
@@ -60,6 +63,34 @@ def render(installed: Sequence[Option], family: str) -> str:
             evidence = {READ: "read", GRID: "run"}.get(group.evidence, group.evidence)
             text += f"| {options} | {group.judgement} | {_sizes(group)} | {group.why} | {evidence} |\n"
     return text
+
+
+def _own() -> list[Group]:
+    """Give the groups that the page shows: what only waits for a row of the plugin's table gives way to it."""
+    found = []
+    for group in groups():
+        is_waiting = group.judgement is Judgement.DEPENDS
+        entries = [
+            entry for entry in group.entries if not (is_waiting and rows_of(entry.option, " ".join(entry.words)))
+        ]
+        found += [replace(group, entries=tuple(entries))] if entries and group.judgement is not Judgement.TABLE else []
+    return found
+
+
+def _ran() -> str:
+    """Say what the last whole grids gave: gradients that are the same, without those in bf16."""
+    found: dict[str, list[list[str]]] = {}
+    for line in RAN.read_text().splitlines():
+        name, _, said = line.rpartition(": ")
+        found.setdefault(said.split()[0], []).append([name, *said.split()[1:]])
+    lines = []
+    for version, ran in sorted(found.items()):
+        figures = [float(said[2]) for said in ran if said[1] == "same" and " in half" not in said[0]]
+        lines.append(
+            f"* Megatron {version}: {len(ran)} values were run. Where gradients are to be the same, they differ by "
+        )
+        lines[-1] += f"{max(figures):.0e} of the largest element of their weight at most (bf16 apart)."
+    return "\n".join(lines) + "\n"
 
 
 def _alike(found: Iterator[Group]) -> Iterator[list[Group]]:

@@ -621,6 +621,14 @@ RULES: tuple[OptionRule, ...] = (
         "weights that appear after start-up miss the copy of the tied embedding between stages",
         "--init-model-with-meta-device",
     ),
+    *(
+        replace(rule, versions=("<0.18",))
+        for rule in refused_unequal(
+            "weights that are not drawn are not marked as cut, so norms and clipping count only what the first rank of "
+            "a stage has (Megatron up to 0.17)",
+            case("--no-initialization", off, "perform_initialization"),
+        )
+    ),
     # The step: optimizer, batches, evaluation.
     *supported("it works on each weight element alone", _PARITY, "--optimizer adam", "--optimizer sgd"),
     *refused_unequal(
