@@ -117,6 +117,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         _SINCE_0_15,
         "a tied embedding with the distributed optimizer fails in Megatron itself, with the sizes of these tests",
     ),
+    "prediction_of_any_size": (_SINCE_0_15, "it multiplies gradients through prediction by the size of their stage"),
     "adam_with_tied_experts": (
         _SINCE_0_15,
         "in the sizes that it needs, see fitted(), Adam makes more of rounding: with SGD they pass",

@@ -49,7 +49,12 @@ BASES: Final[Mapping[str, tuple[str, ...]]] = {
 _REPLICAS = {"replicas": 2}
 # Megatron 0.16 averages the losses of prediction in a way that gloo lacks.
 _HOOKS = {"latent": ("latent_attention",), "prediction": ("own_predictions",) if is_older() else ()}
-_NEEDS = {"latent": ("latent_attention",), "prediction": ("prediction",)}
+# Of models, and of options.
+_NEEDS = {
+    "latent": ("latent_attention",),
+    "prediction": ("prediction_of_any_size",),
+    "--rope-scaling-factor": ("our_example",),  # NVIDIA's own script does not hand it on
+}
 # In bf16 every activation is rounded, and other sizes round other sums.
 _COARSE = {"half": 0.1}
 
@@ -74,7 +79,7 @@ class GridCase:
     @property
     def needs(self) -> tuple[str, ...]:
         """What a Megatron must have for it, as of ``tests/hosts.py``."""
-        return _NEEDS.get(self.base, ())
+        return (*_NEEDS.get(self.base, ()), *_NEEDS.get(self.entry.option, ()))
 
     @property
     def dp(self) -> int:
