@@ -1,7 +1,7 @@
 """A verdict for every option that a training script can reach: does a number depend on the sizes of the stages?
 
-What the plugin's own table says (``vtp_plugin/options/table``) is taken from there. All other options are judged in
-``tests/options/verdicts``: groups of options with one verdict, one reason, and what it rests on.
+What the plugin's own table says (``vtp_plugin/options/table``) is taken from there, whatever else is said. All other
+options are judged in ``tests/options/verdicts``: groups of options with one verdict, one reason, and what it rests on.
 """
 
 from __future__ import annotations
@@ -164,24 +164,17 @@ def strangers(options: Sequence[Option], judged: Sequence[Group]) -> list[str]:
 
 
 def doubles(options: Sequence[Option], judged: Sequence[Group], table: Iterable[tuple[str, str]]) -> list[str]:
-    """Say what is judged twice: by two groups, or by a group and the plugin's table.
-
-    A group that says only that a number depends on the sizes gives way to the table.
-    """
+    """Say what two groups judge, and what is said to stand in the plugin's table and does not."""
     names = by_name(options)
     known = set(table)
     seen: set[tuple[str, str]] = set()
     lines = []
-    for group in (group for group in judged if group.judgement is not Judgement.DEPENDS):
-        for entry in group.entries:
-            first = names[entry.option].names[0] if entry.option in names else entry.option
-            for key in cells(entry, names):
-                lines += [f"{' '.join(key)}: judged twice"] if key in seen else []
-                seen.add(key)
-                is_row = key in known or (first, "") in known or (entry.option, "") in known
-                if is_row != (group.judgement is Judgement.TABLE):
-                    which = "the table has it, too" if is_row else "the table does not have it"
-                    lines.append(f"{' '.join(key)}: {which}")
+    for group in judged:
+        for key in (key for entry in group.entries for key in cells(entry, names)):
+            lines += [f"{' '.join(key)}: judged twice"] if key in seen else []
+            seen.add(key)
+            if group.judgement is Judgement.TABLE and not known & {key, (key[0], "")}:
+                lines.append(f"{' '.join(key)}: not in the table")
     return lines
 
 

@@ -66,15 +66,20 @@ def render(installed: Sequence[Option], family: str) -> str:
 
 
 def _own() -> list[Group]:
-    """Give the groups that the page shows: what only waits for a row of the plugin's table gives way to it."""
+    """Give the groups that the page shows, without what the plugin's table says as well."""
     found = []
     for group in groups():
-        is_waiting = group.judgement is Judgement.DEPENDS
-        entries = [
-            entry for entry in group.entries if not (is_waiting and rows_of(entry.option, " ".join(entry.words)))
-        ]
+        entries = [left for entry in group.entries if (left := _without_rows(entry))]
         found += [replace(group, entries=tuple(entries))] if entries and group.judgement is not Judgement.TABLE else []
     return found
+
+
+def _without_rows(entry: Entry) -> Entry | None:
+    """Leave out values that have rows, or all of an option that has one."""
+    if rows_of(entry.option):
+        return None
+    words = tuple(word for word in entry.words if not rows_of(entry.option, word))
+    return None if entry.words and not words else replace(entry, words=words)
 
 
 def _ran() -> str:

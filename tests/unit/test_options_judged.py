@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,9 @@ def test_what_nobody_has_judged_is_named() -> None:
     )
     assert strangers([kind], [other]) == ["--kind c: no such value", "--x: no such option"]
     assert doubles([kind], [group, group], ()) == ["--sort a: judged twice"]
-    assert doubles([kind], [group], [("--sort", "a")]) == ["--sort a: the table has it, too"]
+    taken = replace(group, judgement=Judgement.TABLE)
+    assert doubles([kind], [taken], ()) == ["--sort a: not in the table"]
+    assert doubles([kind], [taken], [("--sort", "a")]) == doubles([kind], [group], [("--sort", "a")]) == []
 
 
 def test_groups_are_complete(judged: list[Group]) -> None:
