@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from vtp_plugin.options.table.rule import Verdict
 
 RAN = FOLDER / "ran.txt"
 SIZES: Final = "1,2"
-GRADIENTS, NUMBERS, IDLE = 1e-4, 1e-4, 1e-6
+GRADIENTS, NUMBERS, IDLE = 1e-4, 1e-4, 1e-5
 """How far apart the same numbers may be: of gradients, of losses and norms; and of runs with and without an option."""
 _ROUTERS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "96", "--disable-bias-linear"),
@@ -126,6 +127,10 @@ class GridCase:
         return self.judgement in (Judgement.NONE, Judgement.IGNORED)
 
 
+_host = cache(host_name)
+
+
+@cache
 def version() -> str:
     """Give the version of Megatron that is here; empty where there is none."""
     megatron = find_megatron()
@@ -134,7 +139,7 @@ def version() -> str:
 
 def cases() -> list[GridCase]:
     """Give all cases, each value of an option one; on an older Megatron, those that its command line knows."""
-    known = by_name(listed(host_name())) if host_name() in LISTED else None
+    known = by_name(listed(_host())) if _host() in LISTED else None
     return [
         GridCase(entry=entry, judgement=group.judgement, base=group.base, companions=group.companions)
         for group in groups()
@@ -256,6 +261,7 @@ def line_of(case: GridCase, found: Found, version: str) -> str:
     return f"{case.name}: {version} {found.outcome}{figures}"
 
 
+@cache
 def recorded() -> dict[tuple[str, str], str]:
     """Give what the list says: the outcome, by the name of a case and the family of Megatron."""
     return {key: said.split()[1] for key, said in _said(RAN.read_text().splitlines())}
@@ -270,7 +276,7 @@ def _said(lines: Iterable[str]) -> Iterator[tuple[tuple[str, str], str]]:
 
 def is_recorded(case: GridCase) -> bool:
     """Tell whether the list says of a case, as it is now, that it was run with this family of Megatron, as expected."""
-    return recorded().get((case.name, host_name())) == case.expected
+    return recorded().get((case.name, _host())) == case.expected
 
 
 def keep(folder: Path, name: str, case: GridCase, found: Found, version: str) -> None:
@@ -290,12 +296,10 @@ def kept(folder: Path, name: str) -> Found | None:
 def main(folder: str) -> None:
     """Write into the list what a folder has of this Megatron, where it is as expected; what is said of others stays."""
     wanted = {case.name: case.expected for case in cases()}
-    found = {
-        key: said for key, said in _said(RAN.read_text().splitlines()) if key[1] != host_name() or key[0] in wanted
-    }
+    found = {key: said for key, said in _said(RAN.read_text().splitlines()) if key[1] != _host() or key[0] in wanted}
     paths = sorted(Path(folder).glob("*.json"), key=lambda path: path.stat().st_mtime)
     for key, said in _said(json.loads(path.read_text())["line"] for path in paths):
-        if key[1] == host_name() and said.split()[1] == wanted.get(key[0]):
+        if key[1] == _host() and said.split()[1] == wanted.get(key[0]):
             found[key] = said
     RAN.write_text("".join(sorted(f"{name}: {said}\n" for (name, _), said in found.items())))
 

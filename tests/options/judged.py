@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from tests.options.parsers import FOLDER, Option, by_name
 from vtp_plugin.ground.text_enum import TextEnum
@@ -87,6 +88,7 @@ class Group:
     companions: tuple[str, ...] = ()
 
 
+@cache
 def groups() -> list[Group]:
     """Read all verdicts, in the order of their subjects' files."""
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -115,6 +117,7 @@ def _group(subject: str, table: Mapping[str, object]) -> Group:
     )
 
 
+@cache
 def rows() -> dict[tuple[str, str], list[OptionRule]]:
     """Give the rows of the plugin's table by option and value; the value is empty where the row means all."""
     found: dict[tuple[str, str], list[OptionRule]] = {}
