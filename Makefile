@@ -38,7 +38,7 @@ test: $(STAMP) ## the tests that every change runs (about 12 minutes on 2 cores)
 test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python: make test-unit PYTHON=python3.13 VENV=.venv-3.13
 	$(MAKE) test TESTS="tests/unit tests/property tests/ordering"
 
-test-full: $(STAMP) ## all tests, the whole grids included (up to 60 minutes)
+test-full: $(STAMP) ## all tests, the whole grids included (up to 75 minutes)
 	$(PYTEST)
 
 # What a full machine can break: limits of time, and the order of lines.

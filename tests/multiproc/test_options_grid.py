@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.script_cases import ScriptRun, launch, num_ranks
-from tests.options.grid import SIZES, GridCase, cases, compare, digest, is_recorded, keep, kept, version
+from tests.options.grid import SCRIPT, SIZES, GridCase, cases, compare, digest, is_recorded, keep, kept, version
 from tests.options.judged import Judgement
 from tests.pool import Pool
 
@@ -56,7 +56,7 @@ def test_option(pool: Pool, bare: Bare, case: GridCase, tmp_path: Path, pytestco
 
 def run_case(pool: Pool, case: GridCase, sizes: str, folder: Path) -> list[ScriptRun]:
     """Run a case on a list of sizes."""
-    kwargs = {"arguments": case.command(sizes, str(folder / sizes)), "hooks": case.hooks}
+    kwargs = {"arguments": case.command(sizes, str(folder / sizes)), "hooks": case.hooks, "script": SCRIPT}
     return launch(pool, num_ranks(sizes, case.dp), kwargs)
 
 

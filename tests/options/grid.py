@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.hosts import ROOT, host_name, is_older
-from tests.multiproc.script_cases import ScriptRun, arguments, grad_norms, losses
+from tests.hosts import ROOT, TREE, host_name, is_older
+from tests.multiproc.script_cases import EXAMPLE, ScriptRun, arguments, grad_norms, losses
 from tests.options.judged import GRID, Entry, Judgement, groups, rows_of
 from tests.options.parsers import FOLDER, LISTED, Option, by_name, listed
 from vtp_plugin.hosts import family_of, find_megatron
@@ -51,12 +51,11 @@ BASES: Final[Mapping[str, tuple[str, ...]]] = {
 _REPLICAS = {"replicas": 2}
 # Megatron 0.16 averages the losses of prediction in a way that gloo lacks.
 _HOOKS = {"latent": ("latent_attention",), "prediction": ("own_predictions",) if is_older() else ()}
-# Of models, and of options.
-_NEEDS = {
-    "latent": ("latent_attention",),
-    "prediction": ("prediction_of_any_size",),
-    "--rope-scaling-factor": ("our_example",),  # NVIDIA's own script does not hand it on
-}
+_NEEDS = {"latent": ("latent_attention",), "prediction": ("prediction_of_any_size",)}
+# NVIDIA's own script does not hand it on, which the plugin refuses.
+_NOT_HANDED_ON = ("--rope-scaling-factor",)
+SCRIPT = f"{TREE}/pretrain_gpt.py" if TREE else EXAMPLE
+"""NVIDIA's script where there is a tree of Megatron, else the example that stands for it."""
 # In bf16 every activation is rounded, and other sizes round other sums.
 _COARSE = {"half": 0.1}
 
@@ -81,7 +80,7 @@ class GridCase:
     @property
     def needs(self) -> tuple[str, ...]:
         """What a Megatron must have for it, as of ``tests/hosts.py``."""
-        return (*_NEEDS.get(self.base, ()), *_NEEDS.get(self.entry.option, ()))
+        return _NEEDS.get(self.base, ())
 
     @property
     def dp(self) -> int:
@@ -146,7 +145,7 @@ def cases() -> list[GridCase]:
         if group.evidence == GRID
         for given in group.entries
         for entry in ([Entry(option=given.option, words=(word,)) for word in given.words] or [given])
-        if known is None or _is_in(entry, known)
+        if (known is None or _is_in(entry, known)) and not (TREE and given.option in _NOT_HANDED_ON)
     ]
 
 
