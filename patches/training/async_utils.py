@@ -1,4 +1,4 @@
-"""P10, CPU only: the process that saves checkpoints in the background. H29a: waiting for it has an end."""
+"""P10, CPU only: the process that saves checkpoints in the background. H31a: waiting for it has an end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **k
 
 @replaces(
     "megatron.training.async_utils:maybe_finalize_async_save",
-    id="H29a",
+    id="H31a",
     when=Moment.LIST,
     why="its ranks wait for each other, and for processes that write, without a limit",
-    remove_when="with H29",
+    remove_when="with H31",
     aliases=("megatron.training.training:maybe_finalize_async_save",),
 )
 def _finalize(session: Session, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

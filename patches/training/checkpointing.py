@@ -1,6 +1,6 @@
 """H9: all ranks agree whether a checkpoint has this run's layout, whether it can be loaded, and where to save.
 
-H29: a load that stands still ends.
+H31: a load that stands still ends.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def require_common_folder(session: Session, args: Any) -> None:
 
 @replaces(
     "megatron.training.checkpointing:load_checkpoint",
-    id="H29",
+    id="H31",
     when=Moment.LIST,
     why="its ranks wait for each other without a limit; the monitor ends them when none gets on any more",
     remove_when="every collective of a load and of a save has a limit that a long one does not reach",

@@ -1,4 +1,4 @@
-"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H29b: a load that stands still ends."""
+"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H31b: a load that stands still ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vtp_plugin.session import Session
     aliases=("megatron.core.dist_checkpointing:save",),
 )
 def _save(session: Session, original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `save`, watched as by H29; rank 0 then writes the map, before what is saved in the background is complete."""
+    """Run `save`, watched as by H31; rank 0 then writes the map, before what is saved in the background is complete."""
     is_by_bucket = _is_by_bucket(state, kwargs.get("content_metadata") or {}) and "://" not in str(folder)
     values = nested_values(state) if is_by_bucket else ()
     parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
@@ -42,10 +42,10 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
 
 @replaces(
     "megatron.core.dist_checkpointing.serialization:load",
-    id="H29b",
+    id="H31b",
     when=Moment.LIST,
-    why="scripts on megatron-core call it without what H29 watches",
-    remove_when="with H29",
+    why="scripts on megatron-core call it without what H31 watches",
+    remove_when="with H31",
     aliases=("megatron.core.dist_checkpointing:load",),
 )
 def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
