@@ -72,7 +72,8 @@ class GradSync:
 
     def _start_gathers(self) -> None:
         """Start to gather the weights of all chunks whose forwards wait for that, by hooks of Megatron's DDP."""
-        for chunk in self._chunks:
+        chunks: Sequence[Any] = self._chunks
+        for chunk in chunks:
             # Empty where the gathers do not overlap with forwards, and in the first step of megatron.training.
             if getattr(chunk, "remove_forward_pre_hook_handles", None):
                 # So the hooks leave it to others to start the next bucket's gather: Megatron's own word for this.

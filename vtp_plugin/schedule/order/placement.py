@@ -330,9 +330,9 @@ def place_workers(
     if replicas.is_equal and not num_rings:
         return interleaved_placement(num_stages, num_chunks)
     alone = u_placement(num_stages, num_rings=num_rings) if num_rings else plain_placement(num_stages)
-    joint = [(expert_spans[stage],) * 2 for stage in alone.stages] if expert_spans and num_replicas else []
+    spans = expert_spans if expert_spans and num_replicas else (1,) * num_stages
+    joint = [(spans[stage], spans[stage]) for stage in alone.stages]
     if is_loss_summed and num_replicas:
-        joint = joint or [(1, 1)] * alone.num_vstages
         joint[-1] = num_replicas[alone.stages[-1]], joint[-1][1]
     if num_rings:
         return u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas, joint=tuple(joint))
