@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import megatron.training.training as training
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.datasets import gpt_dataset
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_utils
@@ -101,3 +104,27 @@ def drop_hidden(facts: dict[str, Any]) -> None:
 def keep_logits(facts: dict[str, Any]) -> None:
     """Keep the logits of routers where Megatron takes random ones in their place."""
     moe_utils.apply_random_logits = lambda logits: logits
+
+
+def note_whole_weights(facts: dict[str, Any]) -> Callable[[], None]:
+    """Note, after the run, the weights that every rank of a stage holds whole, and which ranks these are."""
+    models: list[Any] = []
+    original = training.setup_model_and_optimizer
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        models.extend(result[0])
+        return result
+
+    training.setup_model_and_optimizer = noting
+
+    def after() -> None:
+        facts["stage"] = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        facts["whole"] = {
+            f"{chunk} {name}": weight.detach().numpy().copy()
+            for chunk, model in enumerate(models)
+            for name, weight in model.named_parameters()
+            if not getattr(weight, "tensor_model_parallel", False)
+        }
+
+    return after

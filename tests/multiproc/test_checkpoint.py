@@ -42,9 +42,8 @@ def pool(script_pool: Pool) -> Pool:
 DISTRIBUTED = ["--use-distributed-optimizer"]
 RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
 LEGACY = ["--ckpt-format", "torch"]
-# Its masks depend on the random states of every rank, so a resumed run shows whether they were stored. On CPU, dropout
-# of hidden states would draw from the generator that a new data loader draws from too.
-DROPOUT = ["--attention-dropout", "0.1"]
+# Its masks depend on the random states of every rank, so a resumed run shows whether they were stored.
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
 

@@ -299,6 +299,36 @@ def test_the_device_has_its_own_random_generator() -> None:
     )
 
 
+def test_what_modules_compute_is_drawn_on_the_device() -> None:
+    """A data loader's draws move the host's generator alone, dropout's the device's, also where it is done again."""
+    run_installed(
+        """
+        from torch.utils.checkpoint import checkpoint
+        torch.manual_seed(5)
+        device = torch.cuda.get_rng_state()
+        layer, moved = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)), []
+        for is_loaded in (False, True):
+            torch.manual_seed(5)
+            before = torch.get_rng_state()
+            list(torch.utils.data.DataLoader(range(4))) if is_loaded else None
+            host = torch.get_rng_state()
+            assert torch.equal(host, before) != is_loaded and torch.equal(device, torch.cuda.get_rng_state())
+            moved.append(layer(torch.ones(64)))
+            assert torch.equal(host, torch.get_rng_state()) and not torch.equal(device, torch.cuda.get_rng_state())
+        assert torch.equal(*moved) and 0 < moved[0].count_nonzero() < 64
+        for is_reentrant in (False, True):
+            x = torch.ones(64, requires_grad=True)
+            y = checkpoint(layer, x, use_reentrant=is_reentrant)
+            layer(x)  # what comes between draws, too
+            y.sum().backward()
+            assert torch.equal(x.grad, y) and 0 < y.count_nonzero() < 64
+        call, engine = torch.nn.Module.__call__, torch.autograd.Variable._execution_engine
+        platform.uninstall()
+        assert torch.nn.Module.__call__ is not call and torch.autograd.Variable._execution_engine is not engine
+        """
+    )
+
+
 def test_megatron_rng_tracker_uses_the_device_generator() -> None:
     """Fork and its plumbing (graph-safe and plain) work, whether Megatron was imported before or after install()."""
     code = """

@@ -18,6 +18,7 @@ from vtp_plugin.errors import ConfigError, PatchError
 from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.platform.base import BackendName, Platform, PlatformName
 from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
+from vtp_plugin.platform.cpu_random import map_computing
 from vtp_plugin.platform.cpu_tensors import map_tensors
 from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
 
@@ -53,10 +54,15 @@ class CpuPlatform(Platform):
     def device_random(self) -> AbstractContextManager[None]:
         """Return a context in which dropout and in-place initialisers draw from the device's generator.
 
-        They take no ``device`` argument, so the mapping cannot know that Megatron means the device. Use the context
-        around code that draws "on the device" while the CPU's generator must not advance. Nesting does nothing.
+        They take no ``device`` argument, so outside of modules the mapping cannot know that Megatron means the device.
+        Use the context around code that draws "on the device" while the CPU's generator must not advance. Nesting does
+        nothing.
         """
         return self._device.generator.as_default()
+
+    def host_random(self) -> AbstractContextManager[None]:
+        """Return a context in which the CPU's default generator is the host's, also where modules compute."""
+        return self._device.generator.host_as_default()
 
     def install(self) -> None:
         """Map ``torch.cuda`` onto the CPU, for the whole process. A second call does nothing.
@@ -77,6 +83,7 @@ class CpuPlatform(Platform):
         try:
             map_torch_cuda(self._undo, self._device)
             map_tensors(self._undo, self._device.generator)
+            map_computing(self._undo, self._device.generator)
         except BaseException:
             self._undo.undo()
             stance.__exit__(None, None, None)

@@ -23,6 +23,9 @@ from vtp_plugin.platform.cpu import CpuPlatform
 def _fork(
     platform: CpuPlatform, original: Callable[..., AbstractContextManager[None]], *args: Any, **kwargs: Any
 ) -> Iterator[None]:
-    """Enter `fork`, which switches the device's generator, then let the host draw from that generator."""
-    with original(*args, **kwargs), platform.device_random():
+    """Enter `fork`, which switches the device's generator, then let the host draw from that generator.
+
+    `fork` itself sees the host's as torch's default one: it warns where that has moved.
+    """
+    with platform.host_random(), original(*args, **kwargs), platform.device_random():
         yield
