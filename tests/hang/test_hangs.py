@@ -37,6 +37,7 @@ CHOSEN = [
     ("kill", "save", 2, True),
     ("stop", "backward", 0, False),
 ]
+CHOSEN_LEFT = [("start", 2), ("forward", 0), ("optimizer", 0)]
 CASES = [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.full) for case in GRID]
 
 
@@ -223,14 +224,47 @@ def test_rank_0_fails_while_another_rank_is_stopped(rank_server: Server, tmp_pat
         assert_ends(whole, [0, 1])
 
 
-@pytest.mark.full
-def test_a_rank_that_exits_early(rank_server: Server, tmp_path: Path) -> None:
-    """``sys.exit`` is a normal end for Python; the others find the connection closed."""
+LEFT = [
+    pytest.param(moment, victim, marks=() if (moment, victim) in CHOSEN_LEFT else pytest.mark.full)
+    for moment, victim in itertools.product(("start", "step", "forward", "backward", "optimizer", "save"), (0, 2))
+]
+
+
+@pytest.mark.parametrize(("moment", "victim"), LEFT)
+def test_a_rank_that_exits_early_is_named(rank_server: Server, tmp_path: Path, moment: str, victim: int) -> None:
+    """``sys.exit(0)`` is a normal end for Python, and rank 0 waits for the others. They end long before the timeout."""
+    others = [rank for rank in range(WORLD) if rank != victim]
     with run(tmp_path, rank_server, world_size=WORLD) as whole:
-        start_all(whole, "--moment=forward", "--victim=2", "--act=exit")
-        whole.reached(2)
-        assert_ends(whole, [0, 1])
-        assert whole.ranks[2].status() == 3
+        start_all(whole, f"--moment={moment}", f"--victim={victim}", "--act=exit", "--status=0", timeout_s=120.0)
+        whole.reached(victim)
+        for line in assert_ends(whole, others, 20.0):
+            assert f"rank {victim} has ended without an error and too early: rank " in line, line
+            assert re.search(POSITION, line), line
+        whole.ended([victim], 20.0 * whole.pace)
+
+
+def test_a_store_host_that_was_stopped_does_not_blame_itself(rank_server: Server, tmp_path: Path) -> None:
+    """The others have gone meanwhile; what they asked of the store is answered when it goes on."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=0")
+        whole.reached(0)
+        time.sleep(SETTLE_S * whole.pace)
+        whole.ranks[0].send(signal.SIGSTOP)
+        for line in assert_ends(whole, [1, 2]):
+            assert re.search("rank 0 ended or stopped|for rank 0: no answer", line), line
+        whole.ranks[0].send(signal.SIGCONT)
+        (line,) = assert_ends(whole, [0])
+        assert re.search(r"it stood still for [\d.]+ s before \(stopped or suspended\)", line), line
+        assert not re.search("rank 0 ended|rank 0 does not answer", line), line
+
+
+def test_a_rank_that_can_start_no_thread_ends_with_its_line(rank_server: Server, tmp_path: Path) -> None:
+    """Out of address space, as after a leak: what it needs to end is there before."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=1", "--act=starve")
+        whole.reached(1)
+        for line in assert_ends(whole, [0, 1, 2]):
+            assert re.search(r"waited [\d.]+ s at .* for ranks? [012, ]+: no answer", line), line
 
 
 def test_ranks_that_end_seconds_apart(rank_server: Server, tmp_path: Path) -> None:

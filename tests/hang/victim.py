@@ -11,10 +11,12 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,8 +50,22 @@ class Script:
             time.sleep(self.options.delay_s)
             raise ValueError("the victim's own error")
         if self.options.act == "exit":
-            sys.exit(3)
+            sys.exit(self.options.status)
+        if self.options.act == "starve":
+            starve()
         time.sleep(1000)
+
+
+def starve() -> None:
+    """Use up the address space, so that no thread can be started any more, and stay here."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # A few find the place of those that have ended; one may lack the memory to begin, and is waited for then.
+    with suppress(RuntimeError, MemoryError):
+        while True:
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    time.sleep(1000)
 
 
 def train(script: Script) -> None:
@@ -208,6 +224,8 @@ def run_step(script: Script, step: int, model: Any, optimizer: Any) -> None:
             output.register_hook(lambda grad: script.reach("backward"))
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
+    if step == BLOCK_STEP:
+        script.reach("step")
     model.zero_grad_buffer()
     optimizer.zero_grad()
     get_forward_backward_func()(
@@ -218,6 +236,8 @@ def run_step(script: Script, step: int, model: Any, optimizer: Any) -> None:
         seq_length=SEQ,
         micro_batch_size=BATCH,
     )
+    if step == BLOCK_STEP:
+        script.reach("optimizer")
     optimizer.step()
 
 
@@ -295,7 +315,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--moment", default="never")
     parser.add_argument("--victim", type=int, default=-1)
-    parser.add_argument("--act", default="block", choices=("block", "raise", "exit"))
+    parser.add_argument("--act", default="block", choices=("block", "raise", "exit", "starve"))
+    parser.add_argument("--status", type=int, default=3, help="with which --act=exit ends")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--num-steps", type=int, default=2)
     parser.add_argument("--linger-s", type=float, default=0.0)

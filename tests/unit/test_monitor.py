@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from tests.pace import pace
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.runtime.life.board import Board, Leaver, Notices
 from vtp_plugin.runtime.life.monitor import Monitor
 from vtp_plugin.runtime.life.store import connect_again
 
@@ -231,6 +236,85 @@ def test_the_first_failure_counts(world: World) -> None:
     world.monitors[1].post_failure(ConfigError("the cause"))
     world.monitors[2].post_failure(RuntimeError("a consequence"))
     assert world.monitors[2].failure == "rank 1 failed: the cause"
+
+
+class DyingStore:
+    """The store of a rank that dies after so many calls."""
+
+    def __init__(self, store: dist.Store, num_calls: int) -> None:
+        self._store, self._num_left = store, num_calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise RuntimeError("the process was killed here")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 2])
+def test_a_failure_is_posted_as_a_whole_or_not_at_all(num_calls: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that dies while it posts leaves nothing that would keep the next one from it."""
+    whole = World(3)
+    whole.silence(1)
+    poster = whole.monitors[1]
+    poster._board = Board(cast(dist.Store, DyingStore(poster._store, num_calls)))
+    with suppress(RuntimeError):
+        poster._post("rank 1 failed: a reason")
+    whole.monitors[2].post_failure(ConfigError("another reason"))
+    whole.wait(1, besides=2)
+    assert whole.ended[0] < 0.5 * TIMEOUT_S
+    reason = "rank 1 failed: a reason" if num_calls else "rank 2 failed: another reason"
+    assert lines(capfd)[0].startswith(reason)
+    whole.close()
+
+
+def test_of_failures_at_one_time_all_ranks_know_the_same(world: World) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda rank: world.monitors[rank]._post(f"rank {rank} failed"), range(4)))
+    known = {monitor._board.read().failure for monitor in world.monitors}
+    assert len(known) == 1
+    (first,) = known
+    assert [m.failure for m in world.monitors].count(None) <= 1 and {m.failure for m in world.monitors} <= {first, None}
+
+
+def test_the_board_keeps_what_others_write_meanwhile() -> None:
+    store = dist.HashStore()
+    first, second = Board(store), Board(store)
+    assert first.call_roll() == 1 and second.call_roll() == 2
+    leavers = [Leaver(rank=rank, num_passes=3, is_inside=False) for rank in range(2)]
+    assert [first.leave(leavers[0]), second.leave(leavers[1])] == [leavers[0]] * 2
+    assert [second.post("b"), first.post("a")] == ["b", "b"]
+    assert first.read() == Notices(num_calls=2, leaver=leavers[0], failure="b") == second.read()
+
+
+def test_without_a_new_thread_all_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is out of memory or of threads starts none, and still ends with its line."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    world.monitors[1].post_failure(ConfigError("a reason"))
+    world.wait(3, besides=1)
+
+
+@pytest.mark.parametrize(("num_passes", "is_inside"), [(2, True), (2, False), (1, False)])
+def test_who_ends_too_early_is_named(
+    world: World, num_passes: int, is_inside: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Inside what all ranks do together, or before it. Who has done as much as the others may end long before them."""
+    for rank, monitor in enumerate(world.monitors):
+        for number in range(2 if rank != 1 else num_passes):
+            with suppress(SystemExit), monitor.passing():
+                if number == 1 and is_inside:
+                    raise SystemExit
+    world.monitors[1].stop()
+    if num_passes == 2 and not is_inside:
+        time.sleep(1.5 * TIMEOUT_S)
+        assert not world.ended
+        return
+    world.wait(3)
+    assert all(text.startswith("rank 1 has ended without an error and too early: ") for text in lines(capfd).values())
 
 
 def test_rank_0_leaves_soon_after_its_own_failure(world: World) -> None:

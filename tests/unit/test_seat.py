@@ -13,8 +13,8 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.fit.words import layer_words, without
 from vtp_plugin.runtime.life import cards as cards_module
+from vtp_plugin.runtime.life.board import Board
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
-from vtp_plugin.runtime.life.monitor import FAILED
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
 from vtp_plugin.session.judge import Judge, group_by_node
@@ -128,8 +128,7 @@ def test_a_spare_rank_learns_how_the_run_ended() -> None:
 def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"))
     watched = Round(part_of(connect_again(store), Topic.WATCH), 1).posts
-    watched.set("failed", "rank 1 does not answer")
-    watched.add("state", FAILED)
+    Board(watched).post("rank 1 does not answer")
     assert Onlooker(store, num_ranks=2, timeout_s=20.0).wait() == "rank 1 does not answer"
 
 

@@ -116,7 +116,8 @@ class AllRanks:
         """
         agreement = self._joined()
         monitor_store = connect_again(agreement.store) if self.monitor is None else None
-        agreement.settle(name, prepare, is_partial=is_partial, timeout_s=timeout_s)
+        with self.passing():
+            agreement.settle(name, prepare, is_partial=is_partial, timeout_s=timeout_s)
         if monitor_store is not None:
             self.monitor = Monitor(
                 monitor_store,
@@ -132,6 +133,10 @@ class AllRanks:
     def together(self, what: str) -> AbstractContextManager[object]:
         """Watch that all ranks together get on while a block runs, such as a save; see ``Together``."""
         return contextlib.nullcontext() if self.monitor is None else self.monitor.together.during(what)
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank goes through what all ranks of the run do together."""
+        return contextlib.nullcontext() if self.monitor is None else self.monitor.passing()
 
     def agreement(self, name: str, members: Sequence[int] | None = None) -> Agree:
         """Return a function that compares statements over some ranks, each of which calls it at the same point.

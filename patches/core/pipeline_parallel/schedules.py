@@ -70,11 +70,14 @@ def _choose(
     """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
     stock = original(*args, **kwargs)
     own = session.pipelines.own
-    if own is None or own.communicator is None or not host.is_whole_pipeline(*args, **kwargs):
+    if own is None or not host.is_whole_pipeline(*args, **kwargs):
         return stock
+    if own.communicator is None:
+        return functools.partial(_run_passing, session, stock)
     if own.schedule_runner is None:
-        return functools.partial(_run_stock, session, stock)
-    return functools.partial(_run_planned_step, writes, OwnCourse(session=session, host=host))
+        return functools.partial(_run_passing, session, functools.partial(_run_stock, session, stock))
+    planned = functools.partial(_run_planned_step, writes, OwnCourse(session=session, host=host))
+    return functools.partial(_run_passing, session, planned)
 
 
 @replaces(
@@ -125,6 +128,12 @@ def _with_noted_loss(forward_step_func: Callable[..., Any], recorder: Recorder) 
         return output, noted
 
     return forward
+
+
+def _run_passing(session: Session, step: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+    """Run one step; a rank that ends meanwhile, or has run fewer, leaves the others alone."""
+    with session.ranks.passing():
+        return step(*args, **kwargs)
 
 
 def _run_stock(

@@ -13,7 +13,8 @@ To end is to write one line, with the boundary, direction, microbatch and waitin
 
 Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, stillness of all ranks in a load or a
 save 0.7 (``together.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
-stands still while this process does, so a suspended or overloaded machine accuses nobody.
+stands still while this process does, so a suspended or overloaded machine accuses nobody. All threads are there from
+the beginning: who is out of memory can start none to end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.board import Board
 from vtp_plugin.runtime.life.disclosure import describe_error
+from vtp_plugin.runtime.life.helper import Helper
+from vtp_plugin.runtime.life.passes import Passes
 from vtp_plugin.runtime.life.place import Place, Wait
 from vtp_plugin.runtime.life.roll_call import RollCall, is_lost_connection
 from vtp_plugin.runtime.life.standing import follow
@@ -39,8 +43,6 @@ DONE = 1 << 40
 """Added to a sign of life by a rank that ends; more than any number of beats."""
 # The store's server is one thread: all ranks together look for failures at most this often.
 _MAX_LOOKS_PER_S = 2000
-FAILED = 1 << 40
-"""Added to the state, which counts roll calls, when a failure is posted."""
 # For so long a process may print and clean up after its own error.
 _FAILING_S = 30.0
 
@@ -80,9 +82,12 @@ class Monitor:
         self._beat_interval_s = min(15.0, timeout_s / 20)
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
         self._keeper = keeper
-        self._roll_call = RollCall(self._store, rank, world_size)
+        self._board = Board(self._store)
+        self._roll_call = RollCall(self._store, self._board, rank, world_size)
         self.together = Together(self._store, rank, 0.7 * timeout_s, lambda: self._clock_s)
         self._absent: list[int] = []
+        self._passes = Passes(rank)
+        self._helper = Helper()
         self._describe = describe
         self._exit_process = exit_process
         self._clock_s = 0.0
@@ -90,6 +95,7 @@ class Monitor:
         self._cut_s: float | None = None
         self._failing_s: float | None = None
         self._failure: str | None = None
+        self._stood_s = 0.0
         self._place = Place(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
@@ -98,7 +104,8 @@ class Monitor:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the two threads."""
+        """Start the threads."""
+        self._helper.start()
         for target in (self._poll, self._keep_time):
             thread = threading.Thread(target=target, name=f"vtp-monitor-{target.__name__.strip('_')}", daemon=True)
             thread.start()
@@ -122,6 +129,8 @@ class Monitor:
             thread.join(timeout=2 * self._beat_interval_s + 1.0)
 
     def _leave_others(self) -> None:
+        if self._failing_s is None:
+            self._board.leave(self._passes.goodbye())
         self._store.add(f"life/{self._rank}", DONE)
         self._say_farewell()
         if self._rank == 0:
@@ -144,6 +153,10 @@ class Monitor:
         """
         return self._place.computing(name_compute)
 
+    def passing(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank goes through what all ranks do together, the same number of times."""
+        return self._passes.passing()
+
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
 
@@ -162,11 +175,16 @@ class Monitor:
             does = "does" if len(self._absent) == 1 else "do"
             text = f"rank {who} {does} not answer: ended, was killed or stopped (noticed by rank {self._rank})"
             self._failure = text
+        elif is_lost_connection(error) and (early_end := self._passes.describe_early_end("lost a connection")):
+            self._failure = text = early_end
         self._run_bounded(lambda: self._post(text), 1.0)
         if self._cut_s is not None and self._failure is None:
             self._failure = f"{self._keeper} ended, which kept the store"
 
     def _find_absent(self, limit_s: float) -> None:
+        # Who has left said so before its connections closed.
+        self._passes.note(self._board.read().leaver, self._clock_s)
+
         def has_left(rank: int) -> bool:
             return self._store.add(f"life/{rank}", 0) >= DONE
 
@@ -184,7 +202,9 @@ class Monitor:
 
     def describe_position(self) -> str:
         """Say where this rank stands: its current wait, a collective, or the boundary that it used last."""
-        return self.together.position() or self._place.describe()
+        has_stood = self._stood_s > 0.3 * self.timeout_s  # so long that others may have missed it
+        stood = f"; it stood still for {self._stood_s:.1f} s before (stopped or suspended)" if has_stood else ""
+        return f"{self.together.position() or self._place.describe()}{stood}"
 
     @property
     def _linger_s(self) -> float:
@@ -209,12 +229,12 @@ class Monitor:
                     self._post(f"rank {neighbour} does not answer: no sign of life for {now_s - life_s:.1f} s")
                 if reason := self.together.beat():
                     self._post(reason)
-            state = self._store.add("state", 0)
-            self._roll_call.answer(state % FAILED, self._place.stand)
-            if self._failure is None and state >= FAILED:
-                failure = self._store.get("failed").decode()
+            notices = self._board.read()
+            self._roll_call.answer(notices.num_calls, self._place.stand)
+            self._passes.note(notices.leaver, self._clock_s)
+            if self._failure is None and notices.failure is not None:
                 self._say_farewell()
-                self._failure = failure
+                self._failure = notices.failure
             self._contact_s = self._clock_s
             self._stopping.wait(self._look_interval_s)
 
@@ -224,9 +244,13 @@ class Monitor:
         while not self._timer_ends.wait(pause_s):
             now_s = time.monotonic()
             self._clock_s += min(now_s - last_s, 4 * pause_s)
+            self._stood_s = max(self._stood_s, now_s - last_s - 4 * pause_s)
             last_s = now_s
-            self._place.look()
-            reason = self._reason_to_end()
+            try:
+                self._place.look()
+                reason = self._reason_to_end()
+            except (MemoryError, RuntimeError, ValueError):
+                continue  # out of memory, or a group that the script destroys just now: time goes on
             if reason is not None:
                 self._end(reason)
                 return
@@ -244,11 +268,17 @@ class Monitor:
         # A rank that loses a peer often loses the store, too, and the error from the peer says more than this one.
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
         if is_cut or silent_s > self._dead_s + self._beat_interval_s:
-            return (
-                f"{self._keeper} ended or stopped: no contact for {silent_s:.1f} s with the store that it keeps; "
-                f"{self.describe_position()}"
-            )
+            return self._describe_silence(silent_s)
+        if not self._stopping.is_set() and (early_end := self._passes.find_early_end(now_s)) is not None:
+            self._run_bounded(lambda: self._post(early_end), 1.0)
+            return f"{self._failure or early_end}; {self.describe_position()}"
         return self._find_long_wait(now_s)
+
+    def _describe_silence(self, silent_s: float) -> str:
+        silence = f"no contact for {silent_s:.1f} s with the store that"
+        if self._keeper == f"rank {self._rank}":
+            return f"{silence} this rank keeps; {self.describe_position()}"
+        return f"{self._keeper} ended or stopped: {silence} it keeps; {self.describe_position()}"
 
     def _find_long_wait(self, now_s: float) -> str | None:
         wait = self._place.longer_than(0.8 * self.timeout_s)
@@ -273,23 +303,22 @@ class Monitor:
         )
 
     def _end(self, reason: str) -> None:
-        self._run_bounded(self._say_farewell, 1.0)
-        report(self._rank, reason, is_consequence=self._failure is not None)
-        # Helpers of a checkpoint save would outlive this process and keep its output open.
-        for child in multiprocessing.active_children():
-            child.kill()
-        if self._rank == 0:
-            self._run_bounded(lambda: self._await_farewells(self._linger_s), self._linger_s + 0.1)
-        self._stopping.set()
-        self._exit_process(EXIT_CODE)
+        try:
+            self._run_bounded(self._say_farewell, 1.0)
+            report(self._rank, reason, is_consequence=self._failure is not None)
+            # Helpers of a checkpoint save would outlive this process and keep its output open.
+            for child in multiprocessing.active_children():
+                child.kill()
+            if self._rank == 0:
+                self._run_bounded(lambda: self._await_farewells(self._linger_s), self._linger_s + 0.1)
+            self._stopping.set()
+        finally:
+            self._exit_process(EXIT_CODE)
 
     def _post(self, text: str) -> None:
-        """Post a failure if it is the first; otherwise read the first, of which this may be a consequence."""
-        if self._store.add("failures", 1) == 1:
-            self._store.set("failed", text)
-            self._store.add("state", FAILED)
-        else:
-            self._failure = self._store.get("failed").decode()
+        """Post a failure if it is the first; otherwise note the first, of which this may be a consequence."""
+        if (first := self._board.post(text)) != text:
+            self._failure = first
 
     def _say_farewell(self) -> None:
         """Say, once, that this rank no longer needs the store."""
@@ -318,6 +347,4 @@ class Monitor:
 
     def _run_bounded(self, action: Callable[[], None], limit_s: float) -> None:
         """Use the store, and go on without it when it does not answer in time."""
-        thread = threading.Thread(target=self._try, args=(action,), daemon=True)
-        thread.start()
-        thread.join(limit_s)
+        self._helper.run(lambda: self._try(action), limit_s)

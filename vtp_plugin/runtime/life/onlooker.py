@@ -6,7 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.life.monitor import DONE, FAILED
+from vtp_plugin.runtime.life.board import Board
+from vtp_plugin.runtime.life.monitor import DONE
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
 from vtp_plugin.runtime.life.waiting import poll
 
@@ -57,8 +58,8 @@ class Onlooker:
                     # Ranks that are still on their way end by themselves if one of them does not come.
                     begin_s = time.monotonic()
                 else:
-                    if watched.add("state", 0) >= FAILED:
-                        return watched.get("failed").decode()
+                    if (failure := Board(watched).read().failure) is not None:
+                        return failure
                     seen = watched.add("life/0", 0)
                     if seen != life or seen >= DONE:
                         life, begin_s = seen, time.monotonic()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.board import Board
 from vtp_plugin.runtime.life.standing import Standing, load_standing
 
 # Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.
@@ -42,16 +43,18 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class RollCall:
-    """Asks all ranks for an answer. The store's ``state`` counts the calls, and every rank's monitor looks there.
+    """Asks all ranks for an answer. The board counts the calls, and every rank's monitor looks there.
 
     Args:
         store: of the monitors.
+        board: of the monitors.
         rank: this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, board: Board, rank: int, world_size: int) -> None:
         self._store = store
+        self._board = board
         self._rank = rank
         self._world_size = world_size
         self._num_answered = 0
@@ -71,7 +74,7 @@ class RollCall:
             is_over: whether the answer is no longer needed.
             has_left: whether a rank has ended normally, and so cannot answer.
         """
-        number = self._store.add("state", 1)
+        number = self._board.call_roll()
         deadline_s = time.monotonic() + limit_s
         while self._store.add(f"answers/{number}", 0) < self._world_size:
             if is_over():

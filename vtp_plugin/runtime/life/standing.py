@@ -67,10 +67,12 @@ class Collective:
     Attributes:
         name: torch's function.
         ranks: of its group; empty where the call does not say.
+        frame: of the call; while somebody holds it, no later call has the same.
     """
 
     name: str
     ranks: tuple[int, ...]
+    frame: FrameType
 
 
 def find_collective() -> Collective | None:
@@ -82,7 +84,7 @@ def find_collective() -> Collective | None:
         for one in outwards(frame):
             # Private functions of that file are called by the one that a program has called.
             if one.f_code.co_filename.endswith(COLLECTIVES) and not one.f_code.co_name.startswith("_"):
-                return Collective(one.f_code.co_name, _ranks_of(one.f_locals.get("group")))
+                return Collective(one.f_code.co_name, _ranks_of(one.f_locals.get("group")), one)
     return None
 
 
