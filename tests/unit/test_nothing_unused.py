@@ -21,7 +21,6 @@ OUTER = {
 }
 STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.alone")
 CALLED_BY_OTHERS = {
-    "allreduce": "torch's name for what a process group does",
     "commit_tensor": "of a load planner of torch's",
     "emit": "of a logging handler",
     "filter": "of a logging handler",
