@@ -121,6 +121,8 @@ TWO = ("--expert-model-parallel-size", "2")
         _case(UNTIED, "untied-interleaved", "1,2", *INTERLEAVED, *SEQUENCE),
         _case(UNTIED, "untied-u", "1,2,2", "--layerwise-disaggregated-training", "--num-layer-list", "1,1,1,1"),
         _case((*UNTIED, *OVERLAPPED), "overlapped", "1,2", dp=2),
+        _case((*UNTIED, "--softmax-type", "learnable"), "sinks", "1,2"),
+        _case((*UNTIED, *OVERLAPPED[:-1], "--softmax-type", "learnable"), "sinks", "2,1", dp=2),
         # With --overlap-param-gather Megatron takes the norm of weights before all shards of a step have arrived.
         _case((*UNTIED, *OVERLAPPED[:-1]), "overlapped-dp-list", "1,2", "--vtp-dp-list", "2,1", dp=2, world=4),
         _case((*UNTIED, "--calculate-per-token-loss"), "per-token", "1,2", dp=2, hooks=["mask_losses"]),

@@ -120,6 +120,7 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
             model=tuple(LATENT.split()),
             hooks=("latent_attention",),
         ),
+        _case("1,2-to-2,1-sinks", source="1,2", source_dp=2, target="2,1", model=("--softmax-type", "learnable")),
         _case("1,2-to-2,1-frozen", source="1,2", source_dp=2, target="2,1", hooks=("freeze_weights",)),
         _case("1,2-to-1,2-other-dp", source="1,2", source_dp=2, target="1,2"),
         # On Megatron 0.12 this would be a form that only the same list can load.

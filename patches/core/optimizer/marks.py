@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground import log
@@ -75,8 +74,9 @@ def _check(pipeline: Pipeline, host: MegatronHost, chunks: Sequence[Any], groups
         host.enter_chunk(number)
         model = _bare(chunk)
         for name, parameter in model.named_parameters():
-            if name.endswith(_UNMARKED) and not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            if name.endswith(_UNMARKED):
+                # megatron.training has said of all weights without a mark that they are whole.
+                vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
         problems += problems_of_marks(model, tp=sizes[0], etp=sizes[1], metadata={"dp_cp_group": replicas})
     refuse(problems)
     return {}
