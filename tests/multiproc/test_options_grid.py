@@ -24,6 +24,11 @@ pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("judged_optio
 Bare = Callable[[GridCase], list[ScriptRun]]
 _SAMPLE = ("--normalization RMSNorm in dense", "--moe-router-score-function sigmoid in experts")
 MAX_NEW = 12
+# What models need of a Megatron.
+_NEEDS = {
+    "latent": pytest.mark.needs("latent_attention"),
+    "prediction": pytest.mark.needs("prediction_of_any_size"),
+}
 
 
 def _full(case: GridCase) -> list[Any]:
@@ -37,9 +42,11 @@ def pool(script_pool: Pool) -> Pool:
 
 
 def _params() -> list[Any]:
-    return [
-        pytest.param(case, id=case.name, marks=[*map(pytest.mark.needs, case.needs), *_full(case)]) for case in cases()
-    ]
+    return [pytest.param(case, id=case.name, marks=[*_needed(case), *_full(case)]) for case in cases()]
+
+
+def _needed(case: GridCase) -> list[Any]:
+    return [_NEEDS[case.base]] if case.base in _NEEDS else []
 
 
 @pytest.mark.parametrize("case", _params())
@@ -76,5 +83,5 @@ def bare(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Bare:
 
 def test_most_of_the_grid_was_run_as_it_is() -> None:
     """Else every change would run it: run the whole grid, then ``python -m tests.options.grid`` with its folder."""
-    new = [case.name for case in cases() if not (is_recorded(case) or case.needs)]
+    new = [case.name for case in cases() if not (is_recorded(case) or _needed(case))]
     assert len(new) <= MAX_NEW, new

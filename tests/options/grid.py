@@ -51,7 +51,6 @@ BASES: Final[Mapping[str, tuple[str, ...]]] = {
 _REPLICAS = {"replicas": 2}
 # Megatron 0.16 averages the losses of prediction in a way that gloo lacks.
 _HOOKS = {"latent": ("latent_attention",), "prediction": ("own_predictions",) if is_older() else ()}
-_NEEDS = {"latent": ("latent_attention",), "prediction": ("prediction_of_any_size",)}
 # NVIDIA's own script does not hand it on, which the plugin refuses.
 _NOT_HANDED_ON = ("--rope-scaling-factor",)
 SCRIPT = f"{TREE}/pretrain_gpt.py" if TREE else EXAMPLE
@@ -76,11 +75,6 @@ class GridCase:
     def name(self) -> str:
         """All that tells it apart from others."""
         return " ".join((str(self), *self.companions))
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """What a Megatron must have for it, as of ``tests/hosts.py``."""
-        return _NEEDS.get(self.base, ())
 
     @property
     def dp(self) -> int:
