@@ -56,9 +56,9 @@ def test_option(pool: Pool, bare: Bare, case: GridCase, tmp_path: Path, pytestco
     if found is None:
         run, reference = (run_case(pool, case, sizes, tmp_path) for sizes in (SIZES, "1"))
         found = compare(case, run, reference, bare(case))
-        keep(folder, name, case, found, version())
     assert found.outcome == case.expected, found
     assert found.is_idle or not case.is_idle or found.effect is None, found
+    keep(folder, name, case, found, version())
 
 
 def run_case(pool: Pool, case: GridCase, sizes: str, folder: Path) -> list[ScriptRun]:
