@@ -119,7 +119,8 @@ def note_whole_weights(facts: dict[str, Any]) -> Callable[[], None]:
     training.setup_model_and_optimizer = noting
 
     def after() -> None:
-        facts["stage"] = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        stage: Any = parallel_state.get_tensor_model_parallel_group()
+        facts["stage"] = dist.get_process_group_ranks(stage)
         facts["whole"] = {
             f"{chunk} {name}": weight.detach().numpy().copy()
             for chunk, model in enumerate(models)

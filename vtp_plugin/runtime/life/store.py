@@ -28,9 +28,9 @@ class Topic(Enum):
         "monitor",
         "Liveness: a counter for every rank; how often ranks got on, and the numbers of those that do nothing; when "
         "one ends, its number, the reason (between sites as for the checks), the boundary, load or save at which it "
-        "stood, and how many checks and steps it has begun; when one is missed or has waited too long, where every rank "
-        "stands: boundary and microbatch, or the name of a collective and its ranks; a random name, under which all "
-        "this lies.",
+        "stood, and how many checks and steps it has begun; when one is missed or has waited too long, where every "
+        "rank stands: boundary and microbatch, or the name of a collective and its ranks; a random name, under which "
+        "all this lies.",
     )
     REPORTS = (
         "reports",
