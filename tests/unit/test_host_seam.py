@@ -8,6 +8,7 @@ import string
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ def test_latent_attention_is_refused_where_it_was_not_run(name: str) -> None:
 
     def build(layer: Layer, *, are_unequal: bool) -> None:
         session = SimpleNamespace(pipelines=SimpleNamespace(are_unequal=lambda: are_unequal))
-        record.bound({"session": session, "host": host}).build(Layer.__init__)(layer, "a configuration")
+        bound: Any = record.bound({"session": session, "host": host})
+        bound.build(Layer.__init__)(layer, "a configuration")
 
     refused, built = (object.__new__(Layer) for _ in range(2))
     with pytest.raises(ConfigError, match=f"multi_latent_attention with Megatron {name}; "):

@@ -35,6 +35,7 @@ class Gated(Stored):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         key, count = f"{prefix}weight", 2 * self.num_parts
+        factory: Any = ShardedTensorFactory
 
         def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
             halves = tensor.chunk(2)
@@ -43,7 +44,7 @@ class Gated(Stored):
                 for place, half in enumerate(halves)
             ]
 
-        return {key: ShardedTensorFactory(key, self.weight, build, lambda parts: parts)}
+        return {key: factory(key, self.weight, build, lambda parts: parts)}
 
 
 class Holder(nn.Module):

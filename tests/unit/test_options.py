@@ -266,7 +266,8 @@ def test_loss_scales_that_part_are_named(
 )
 def test_what_stock_computes_by_its_size_is_named(given: dict[str, Any], sizes: dict[str, Any], is_named: bool) -> None:
     """Only with a uniform list, and only where several ranks share what is concerned."""
-    args, context = SimpleNamespace(**given), OptionContext(**{"tp_sizes": (2, 2), **sizes})
+    values: dict[str, Any] = {"tp_sizes": (2, 2), **sizes}
+    args, context = SimpleNamespace(**given), OptionContext(**values)
     assert bool(option_warnings(args, context)) == is_named
     assert not option_warnings(args, replace(context, tp_sizes=(1, 2)))
 

@@ -38,7 +38,7 @@ def _balance(
     Returns:
         Probabilities and chosen experts, each `[T, E]`.
     """
-    group = getattr(router, "tp_cp_group", None) or parallel_state.get_tensor_and_context_parallel_group()
+    group: Any = getattr(router, "tp_cp_group", None) or parallel_state.get_tensor_and_context_parallel_group()
     if not router.training or group.size() == 1 or not session.pipelines.are_unequal():
         return original(router, logits)
     rows = [torch.empty_like(logits) for _ in range(group.size())]
