@@ -98,7 +98,7 @@ def test_tokens_are_shared_out_among_those_of_a_microbatch(runs: Runs, case: Cas
 
 @pytest.mark.full
 def test_megatron_shares_out_the_tokens_of_a_rank(runs: Runs) -> None:
-    """Why H26 is needed: sequence parallelism cuts what sinkhorn balances."""
+    """Why H32 is needed: sequence parallelism cuts what sinkhorn balances."""
     two = mixing("sinkhorn", 2, 2, plugin="mapped")
     with pytest.raises(AssertionError, match="losses differ"):
         assert_close(runs.run(two), runs.run(replace(two, sizes=(1, 1), sequence_parallel=False)))
