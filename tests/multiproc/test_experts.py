@@ -81,9 +81,9 @@ def test_experts(runs: Runs, case: Case) -> None:
 
 # The first one runs by default.
 SHARED_OUT = [
+    mixing("sinkhorn", 1, 2, layers=(1, 2, 1), num_microbatches=2, num_steps=4),
     mixing("sinkhorn", 1, 3, dp=2, ep_list=(1, 3), etp=1, num_evaluations=1, **OVERLAPPED),
     mixing("sinkhorn of one", 2, 1, recompute=True),
-    mixing("sinkhorn", 1, 2, layers=(1, 2, 1), num_microbatches=4),
     mixing("sinkhorn", 2, 1, dp_list=(1, 2), num_microbatches=4),
     mixing("sinkhorn", 1, 1, cp_list=(1, 2), gathered_attention=True),
     mixing("sinkhorn", 1, 2, cp_list=(2, 1), gathered_attention=True),

@@ -58,6 +58,7 @@ class World:
         """Stop a rank's threads as SIGSTOP does: nobody is told."""
         self.monitors[rank]._stopping.set()
         self.monitors[rank]._timer_ends.set()
+        self.monitors[rank]._helper.end()
         # A thread that is on its way round would answer once more.
         for thread in self.monitors[rank]._threads:
             thread.join(timeout=TIMEOUT_S)

@@ -99,24 +99,23 @@ class Monitor:
         self._place = Place(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
-        self._stopping = threading.Event()
-        self._timer_ends = threading.Event()
+        self._stopping, self._timer_ends = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the threads."""
-        self._helper.start()
         for target in (self._poll, self._keep_time):
-            thread = threading.Thread(target=target, name=f"vtp-monitor-{target.__name__.strip('_')}", daemon=True)
+            name = f"vtp-monitor-{target.__name__.strip('_')}"
+            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads.append(self._helper.thread)
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def stop(self) -> None:
         """Say goodbye to the others and end the threads.
 
-        Rank 0, which may own the store's server, leaves last: it waits, still watching, until all others are done.
-        After its own failure it waits only until they can know, and its timer keeps running: a process may hang at
-        exit.
+        Rank 0, which may keep the store, leaves last: it waits, still watching, until all others are done. After its
+        own failure it waits only until they can know, and its timer keeps running: a process may hang at exit.
         """
         if self._stopping.is_set():
             return
@@ -124,6 +123,7 @@ class Monitor:
         self._stopping.set()
         if self._failing_s is None:
             self._timer_ends.set()
+            self._helper.end()
         for thread in self._threads if self._failing_s is None else self._threads[:1]:
             # A thread that comes back from the store while the interpreter ends would abort the process.
             thread.join(timeout=2 * self._beat_interval_s + 1.0)
