@@ -59,21 +59,21 @@ def _drops_without_experts(args: object, _context: OptionContext) -> bool:
     return getattr(args, "moe_expert_capacity_factor", None) is not None and not getattr(args, "num_experts", None)
 
 
-def _has_experts(args: object) -> bool:
+def _only(option: str, test: Callable[[object, OptionContext], bool], is_used: Test | None = None) -> OptionRule:
+    """Start a row of an option that has an effect only in some runs."""
+    rule = case(option, is_used)
+    return replace(rule, applies=lambda args, context: rule.applies(args, context) and test(args, context))
+
+
+def _has_experts(args: object, _context: OptionContext) -> bool:
     """Tell whether there are routers; a model's configuration has another name for the number of experts."""
     return bool(getattr(args, "num_experts", None) or getattr(args, "num_moe_experts", None))
 
 
-def _has_capacity(args: object) -> bool:
+def _has_capacity(args: object, context: OptionContext) -> bool:
     """Tell whether a factor limits what experts take; to Megatron one below 0 is none."""
     factor = getattr(args, "moe_expert_capacity_factor", None)
-    return _has_experts(args) and isinstance(factor, (int, float)) and factor >= 0
-
-
-def _where(is_so: Test, option: str, test: Test | None = None) -> OptionRule:
-    """Start a row of an option that has an effect only where something else is so."""
-    rule = case(option, test)
-    return replace(rule, applies=lambda args, context: is_so(args) and rule.applies(args, context))
+    return _has_experts(args, context) and isinstance(factor, (int, float)) and factor >= 0
 
 
 def _divides_dense_layers(args: object, _context: OptionContext) -> bool:
@@ -125,13 +125,7 @@ def _scales_experts_apart(args: object, context: OptionContext) -> bool:
     # Before Megatron 0.19 other sizes alone made no such groups.
     is_known = not context.version or is_in(context.version, ">=0.19")
     has_sizes = is_known and any(etp != tp for etp, tp in zip(context.etp_sizes, context.tp_sizes, strict=False))
-    return _scales_losses(args) and _has_experts(args) and (has_parts or has_sizes)
-
-
-def _only(option: str, test: Callable[[object, OptionContext], bool], is_used: Test | None = None) -> OptionRule:
-    """Start a row of an option that has an effect only in some runs."""
-    rule = case(option, is_used)
-    return replace(rule, applies=lambda args, context: rule.applies(args, context) and test(args, context))
+    return _scales_losses(args) and _has_experts(args, context) and (has_parts or has_sizes)
 
 
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
@@ -297,23 +291,23 @@ RULES: tuple[OptionRule, ...] = (
         "some repeats none of other sizes",
         "tests/multiproc/test_experts.py::test_tokens_are_dropped_by_the_ranks",
         "leave it out, or give a factor that drops nothing",
-        _where(_has_capacity, "--moe-expert-capacity-factor", given),
-        _where(_has_capacity, "--moe-token-drop-policy position"),
-        _where(_has_capacity, "--moe-pad-expert-input-to-capacity"),
+        _only("--moe-expert-capacity-factor", _has_capacity, given),
+        _only("--moe-token-drop-policy position", _has_capacity),
+        _only("--moe-pad-expert-input-to-capacity", _has_capacity),
     ),
     *warned(
         "every rank draws numbers for the tokens that it routes, so the run repeats none of other sizes",
         "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
         "leave it out of runs that are compared",
-        _where(_has_experts, "--moe-input-jitter-eps"),
-        _where(_has_experts, "--moe-router-force-load-balancing"),
+        _only("--moe-input-jitter-eps", _has_experts),
+        _only("--moe-router-force-load-balancing", _has_experts),
     ),
     *warned(
         "apply_biased_logits takes random logits, which every rank draws for its own tokens, and adds a bias that all "
         "ranks of a stage share, so the run repeats none of other sizes",
         "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
         "leave it out of runs that are compared",
-        _where(_has_experts, "--moe-router-force-biased", given),
+        _only("--moe-router-force-biased", _has_experts, given),
     ),
     *refused_unequal(
         "each rank divides its own part of the dense layers, so which neurons form an expert depends on the size",
@@ -359,7 +353,7 @@ RULES: tuple[OptionRule, ...] = (
     ),
     *refused_unequal_dp(
         "which tokens are dropped is decided among those of a replica, whose number differs between the stages",
-        _where(_has_capacity, "--moe-expert-capacity-factor", given),
+        _only("--moe-expert-capacity-factor", _has_capacity, given),
     ),
     *refused_unequal(
         "its dispatchers need CUDA (DeepEP, HybridEP), so no test here can run them",
