@@ -14,6 +14,7 @@ from vtp_plugin.checkpoint.digest import Hashing, algorithm_of, hash_bytes
 from vtp_plugin.checkpoint.files import way_out
 from vtp_plugin.checkpoint.manifest import Manifest, problem_unless
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import open_file
 
 _GAP_BYTES: Final = 1 << 16
 _PART_BYTES: Final = 1 << 20
@@ -96,7 +97,7 @@ class _Check:
 
     def _read_up_to(self, end: int) -> None:
         if self._file is None:
-            self._file = (self._folder / self._extent.file).open("rb", buffering=0)
+            self._file = open_file(self._folder / self._extent.file)
         hash_bytes(self._hashing, self._file, self._at, end - self._at)
         self._at = end
 

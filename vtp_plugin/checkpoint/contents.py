@@ -19,6 +19,7 @@ from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_
 from vtp_plugin.checkpoint.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.map_file import MAP, load_map
 from vtp_plugin.checkpoint.rebuilt import rebuild
+from vtp_plugin.checkpoint.values import require_numbers, taking
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.ground.boxes import Box, box_shape, whole_box
 
@@ -87,7 +88,9 @@ class Contents:
         self.folder = folder
         self.index = read_index(folder)
         self.common = _common(self.index)
-        self.form = _form(self.index, self.common)
+        with taking(folder):
+            require_numbers(self.arguments)
+            self.form = _form(self.index, self.common)
         self.has_map = (folder / MAP).exists()
 
     def __repr__(self) -> str:
@@ -109,7 +112,8 @@ class Contents:
             ConfigError: it is not known whose they are.
         """
         if self.form in IN_BUCKETS:
-            return self._states_of_buckets()
+            with taking(self.folder):
+                return self._states_of_buckets()
         named = ((_BY_NAME.fullmatch(key), tensor) for key, tensor in self.index.tensors.items())
         return {
             (_kind(match.group(2)), match.group(3)): _whole(tensor, match.group(1))
@@ -123,6 +127,10 @@ class Contents:
         Raises:
             ConfigError: it does not fit what is stored.
         """
+        with taking(self.folder):
+            return self._buckets()
+
+    def _buckets(self) -> tuple[Bucket, ...]:
         is_joined = self.form == BY_RANK
         if (buckets := load_map(self.folder / MAP)) is None:
             weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
@@ -144,10 +152,10 @@ class Contents:
 
     def steps(self) -> list[float]:
         """Return how many steps the optimizer has made; several numbers if groups of parameters differ."""
-        found = {step for group in self.groups() if (step := group.get("step")) is not None}
-        for each in _inner(self.common.get("optimizer"), "common_step"):
-            found.add(each)
-        return sorted(float(step) for step in found)
+        with taking(self.folder):
+            steps = [group.get("step") for group in self.groups()]
+            steps += _inner(self.common.get("optimizer"), "common_step")
+            return sorted({float(step) for step in steps if step is not None})
 
     def groups(self) -> Iterator[Mapping[str, Any]]:
         """Yield the groups of parameters of all optimizers."""
@@ -274,10 +282,16 @@ def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
 
 def _common(index: Index) -> Mapping[str, Any]:
     """Read what all ranks share: an object, or before Megatron 0.19 a file of its own."""
-    for key, extent in index.objects.items():
-        if key.startswith("common_state/"):
-            return _load(index.folder, extent)[0]
-    return _load(index.folder, Extent(COMMON_FILE)) if (index.folder / COMMON_FILE).exists() else {}
+    key = next((key for key in index.objects if key.startswith("common_state/")), None)
+    if key is None and not (index.folder / COMMON_FILE).exists():
+        return {}
+    stored = _load(index.folder, Extent(COMMON_FILE) if key is None else index.objects[key])
+    with taking(index.folder):
+        common = stored if key is None else stored[0]
+        iteration = common.get("iteration")
+        if iteration is not None and type(iteration) is not int:
+            raise ValueError("its iteration is no number")
+        return common
 
 
 def _load(folder: Path, extent: Extent) -> Any:

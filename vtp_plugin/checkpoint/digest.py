@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.ground.files import open_file
 
 try:
     import xxhash
@@ -108,7 +109,7 @@ def digest_of(
         OSError: the file cannot be read.
     """
     hashing = Hashing(algorithm)
-    with (folder / extent.file).open("rb", buffering=0) as file:
+    with open_file(folder / extent.file) as file:
         hash_bytes(hashing, file, extent.offset, extent.length, on_read)
     return str(hashing)
 

@@ -10,21 +10,39 @@ manifest, too: files that the ranks read piece by piece are checked then, and al
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.index import stored_lengths
+from vtp_plugin.checkpoint.index import INDEX, stored_lengths
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces, problems_of_sizes
-from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.errors import ConfigError, VtpError, refuse
+from vtp_plugin.ground.files import PathError, problem_of, read_bytes, read_json
 
 COMMON_FILE: Final = "common.pt"
 """The name of the file with what all ranks share; from Megatron 0.19 on that is an object beside the tensors."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """The name of the file that says which checkpoint of a folder is the newest."""
+_MAX_TRACKER_BYTES: Final = 200
+
+
+def read_tracker(folder: Path) -> str | None:
+    """Return what the note about the newest checkpoint of a folder says; None if there is none.
+
+    Raises:
+        ConfigError: it is no regular file, or too long.
+    """
+    try:
+        return read_bytes(folder / TRACKER, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / TRACKER} cannot be read ({error.strerror}); it must hold the iteration of a checkpoint, or the "
+            "word release; remove it, and write that"
+        ) from None
 
 
 def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
@@ -42,7 +60,7 @@ def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     if "://" in load_dir:
         return ()
     folder, file = Path(load_dir), Path(load_dir) / TRACKER
-    text = file.read_text(errors="replace").strip() if file.is_file() else None
+    text = read_tracker(folder)
     if text is not None and re.fullmatch(r"\d+|release", text):
         return ()
     whole = iterations(folder, is_whole=True)
@@ -63,10 +81,9 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     Returns:
         A line ``value; rule; way out``; none where all files are there and as long as they must be.
     """
-    folder, tracker = Path(load_dir), Path(load_dir) / TRACKER
-    if "://" in load_dir or not (step or tracker.is_file()):
+    folder = Path(load_dir)
+    if "://" in load_dir or (name := str(step) if step else read_tracker(folder)) is None:
         return ()
-    name = str(step) if step else tracker.read_text(errors="replace").strip()
     checkpoint = of_iteration(folder, name)
     if not checkpoint.is_dir():
         problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
@@ -107,13 +124,14 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
         raise ConfigError(f"{folder} is no folder; a checkpoint is one; give its path")
     if any(folder.glob("mp_rank_*")):
         return _readable(folder, takes_any)
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+    name = read_tracker(folder)
+    if name is None:
         raise ConfigError(
             f"{folder} holds neither a checkpoint nor {TRACKER}; a checkpoint has a file .metadata; give a folder like "
             "iter_0000100, or the one that holds it"
         )
-    checkpoint = of_iteration(folder, tracker.read_text(errors="replace").strip())
+    refuse(check_tracker(str(folder)))
+    checkpoint = of_iteration(folder, name)
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
     return _readable(checkpoint, takes_any)
@@ -221,17 +239,21 @@ def broken_beside(checkpoint: Path, manifest: Manifest | None) -> str | None:
         return next((problem for file in files if (problem := _archive_problem(file))), None)
     if (problem := problem_of_config(checkpoint)) is not None:
         return problem
-    index = checkpoint / ".metadata"
+    index = checkpoint / INDEX
     try:
         lengths, has_common = stored_lengths(index)
-    except OSError:
+    except FileNotFoundError:
         return f"{index} is missing or cannot be read"
+    except OSError as error:
+        return f"{index} cannot be read ({error.strerror})"
+    except PathError as error:
+        return f"{index} names a file that it must not ({error})"
     except Exception:  # whatever a damaged pickle raises
         return f"{index} is damaged"
     for name, length in sorted(lengths.items()):
         file = checkpoint / name
-        if not file.is_file():
-            return f"{file} is missing"
+        if (problem := problem_of(file)) is not None:
+            return f"{file} {problem}"
         if (found := file.stat().st_size) < length:
             return f"{file} is cut off, with {found} of {length} bytes"
     return None if has_common else _archive_problem(checkpoint / COMMON_FILE)
@@ -241,16 +263,18 @@ def problem_of_config(checkpoint: Path) -> str | None:
     """Say what is wrong with the file that says in which format a checkpoint is, or None."""
     config = checkpoint / "metadata.json"
     try:
-        json.loads(config.read_bytes())
-    except OSError:
+        read = read_json(config)
+    except FileNotFoundError:
         return f"{config} is missing or cannot be read"
+    except OSError as error:
+        return f"{config} cannot be read ({error.strerror})"
     except ValueError:
         return f"{config} is damaged"
-    return None
+    return None if isinstance(read, dict) else f"{config} is damaged"
 
 
 def _archive_problem(file: Path) -> str | None:
     """Say what is wrong with a file of ``torch.save``, whose table of contents is its end."""
-    if not file.is_file():
-        return f"{file} is missing"
+    if (problem := problem_of(file)) is not None:
+        return f"{file} {problem}"
     return None if zipfile.is_zipfile(file) else f"{file} is cut off or damaged"

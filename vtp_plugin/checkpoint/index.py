@@ -6,6 +6,8 @@ may be named, and none of them is imported.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.inert import ForbiddenError, Inert, load_inert
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, PathError, count, inside, read_bytes
 
 INDEX: Final = ".metadata"
 """The name of the file."""
@@ -38,6 +41,11 @@ _ALLOWED: Final = {
     *((module, name) for module in ("builtins", "__builtin__") for name in ("set", "slice")),
 }
 _DTYPES: Final = ("bfloat16", "bool", "complex", "float", "int", "uint")
+_DTYPE: Final = re.compile(r"bool|bfloat16|complex\d+|float\d+(_e\d+m\d+\w*)?|u?int\d+")
+
+
+class UntrustedError(ConfigError):
+    """A file of a checkpoint names what only somebody who means harm would put there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +97,42 @@ def read_index(folder: Path) -> Index:
     Raises:
         ConfigError: it is missing or damaged, or names what it must not.
     """
+    read = read_named(folder)
+    try:
+        return _index(folder, read.state)
+    except ConfigError:
+        raise
+    except PathError as error:
+        raise _damaged(folder, f"names a file that it must not ({error})") from None
+    except Exception as error:  # whatever damaged values make of their reader
+        raise _damaged(folder, f"is damaged ({error})") from None
+
+
+def read_named(folder: Path) -> Any:
+    """Read the index of a checkpoint as it is; all that it names is what such an index consists of.
+
+    Raises:
+        UntrustedError: it names what it must not.
+        ConfigError: it is missing or damaged.
+    """
     file = folder / INDEX
     try:
-        with file.open("rb") as opened:
-            read = load_inert(opened, _is_allowed)
-        return _index(folder, read.state)
-    except OSError:
-        raise ConfigError(f"{file} is missing or cannot be read; it says where every tensor lies; {_COPY}") from None
+        return load_inert(read_bytes(file, MAX_INDEX_BYTES), _is_allowed)
+    except FileNotFoundError:
+        raise _damaged(folder, "is missing or cannot be read") from None
+    except OSError as error:
+        raise _damaged(folder, f"cannot be read ({error.strerror})") from None
     except ForbiddenError as error:
-        raise ConfigError(
+        raise UntrustedError(
             f"{file} names {error.name}, which no index of a checkpoint needs; a pickle can run anything, so this one "
             "is not read; take a checkpoint whose origin you know"
         ) from None
-    except ConfigError:
-        raise
-    except Exception:  # whatever a damaged pickle raises
-        raise ConfigError(f"{file} is damaged; it says where every tensor lies; {_COPY}") from None
+    except Exception as error:  # whatever a damaged pickle raises
+        raise _damaged(folder, f"is damaged ({error})") from None
+
+
+def _damaged(folder: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{folder / INDEX} {problem}; it says where every tensor lies; {_COPY}")
 
 
 def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
@@ -119,12 +147,14 @@ def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
         OSError: it cannot be read.
         Exception: of any kind; it is damaged.
     """
-    with file.open("rb") as opened:
-        stored: Mapping[Inert, Inert] = load_inert(opened).state["storage_data"]
+    stored: Mapping[Inert, Inert] = load_inert(read_bytes(file, MAX_INDEX_BYTES)).state["storage_data"]
     lengths: defaultdict[str, int] = defaultdict(int)
     for place in (each.state for each in stored.values()):
-        lengths[place["relative_path"]] = max(lengths[place["relative_path"]], place["offset"] + place["length"])
-    return lengths, any(key.state["fqn"].startswith("common_state") for key in stored)
+        end = count(place["offset"]) + count(place["length"])
+        lengths[place["relative_path"]] = max(lengths[place["relative_path"]], end)
+    for name in lengths:
+        inside(file.parent, name)
+    return lengths, any(_key(key.state["fqn"]).startswith("common_state") for key in stored)
 
 
 def _is_allowed(module: str, name: str) -> bool:
@@ -138,33 +168,59 @@ def _index(folder: Path, state: Mapping[str, Any]) -> Index:
     objects: dict[str, Extent] = {}
     for key, entry in state["state_dict_metadata"].items():
         if entry.origin[1] == "BytesStorageMetadata":
-            objects[key] = places[key, None]
+            objects[_key(key)] = places[key, None]
             continue
-        boxes = [_box(each.state) for each in entry.state["chunks"]]
+        shape = _size(entry.state["size"])
+        boxes = [_box(each.state, len(shape)) for each in entry.state["chunks"]]
         extents = tuple((box, places[key, tuple(start for start, _ in box)]) for box in boxes)
         whole = (flattened.get(key) or {}).get(ORIGINAL)
         dtype = entry.state["properties"].state[0].origin[1]
-        tensors[key] = StoredTensor(dtype, _size(entry.state["size"]), extents, whole and _size(whole))
+        if not _DTYPE.fullmatch(dtype):
+            raise ValueError(f"{dtype} is no type of elements")
+        tensors[_key(key)] = StoredTensor(dtype, shape, extents, whole and _original(_size(whole), shape))
     return Index(folder, tensors, objects)
 
 
 def _places(folder: Path, stored: Mapping[Inert, Inert]) -> Iterator[tuple[tuple[str, Any], Extent]]:
+    known: set[str] = set()
     for key, place in stored.items():
+        file = place.state["relative_path"]
+        if file not in known:
+            inside(folder, file)
+            known.add(file)
         if place.state.get("transform_descriptors"):
             raise ConfigError(
-                f"{folder / place.state['relative_path']} is compressed; these tools read tensors as they are; save "
-                "it without transforms"
+                f"{folder / file} is compressed; these tools read tensors as they are; save it without transforms"
             )
         offset = key.state.get("offset")
-        extent = Extent(place.state["relative_path"], place.state["offset"], place.state["length"])
-        yield (key.state["fqn"], None if offset is None else _size(offset)), extent
+        extent = Extent(file, count(place.state["offset"]), count(place.state["length"]))
+        yield (_key(key.state["fqn"]), None if offset is None else _size(offset)), extent
 
 
-def _box(state: Mapping[str, Any]) -> Box:
-    pairs = zip(_size(state["offsets"]), _size(state["sizes"]), strict=True)
-    return tuple((start, start + length) for start, length in pairs)
+def _key(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{ascii(value)[:100] if isinstance(value, str) else type(value).__name__} is no name")
+    return value
+
+
+def _box(state: Mapping[str, Any], num_dimensions: int) -> Box:
+    offsets, sizes = _size(state["offsets"]), _size(state["sizes"])
+    if len(offsets) != num_dimensions:
+        raise ValueError("a part has other dimensions than its tensor")
+    return tuple((start, start + length) for start, length in zip(offsets, sizes, strict=True))
 
 
 def _size(value: Any) -> tuple[int, ...]:
     """Read a size of torch's, or a tuple in its place."""
-    return tuple(value.args[0]) if isinstance(value, Inert) else tuple(value)
+    size = tuple(map(count, value.args[0] if isinstance(value, Inert) else value))
+    count(math.prod(size))
+    return size
+
+
+def _original(whole: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Check the shape that a tensor had before each block of it was made flat."""
+    *grid, last = shape
+    blocks = [length // number for length, number in zip(whole, grid, strict=True)]
+    if any(length % number for length, number in zip(whole, grid, strict=True)) or math.prod(blocks) != last:
+        raise ValueError(f"no blocks of {whole} lie flat in {shape}")
+    return whole

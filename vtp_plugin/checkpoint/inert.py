@@ -1,7 +1,8 @@
 """Pickles are read without what they name: nothing is imported, nothing runs, and what was read can be written again.
 
 A pickle says which functions and classes make its objects, and whoever loads it calls them. Here each such object is an
-:class:`Inert`, which only keeps what it would have been made of.
+:class:`Inert`, which only keeps what it would have been made of. A few bytes cannot ask for much memory or time either:
+numbers of places, long integers, and keys that take long to hash are refused.
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import IO, Any, ClassVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
 
 # Containers that take what they are given and nothing more.
 _REAL = {("collections", "OrderedDict"): OrderedDict}
+_MAX_NAMES = 4096
+_MAX_BITS = 256
+# Keys are small; a tuple of tuples that hold each other twice takes for ever to hash.
+_MAX_KEY_PARTS = 256
+_MAX_KEY_DEPTH = 8
+# What no writer of checkpoints uses: it makes, of a few bytes, a large object, or one from outside the pickle.
+_UNUSED = (
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.FROZENSET),
+    *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
 
 
 class Inert:
@@ -89,9 +100,19 @@ class ForbiddenError(Exception):
         self.name = name
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], is_allowed: Callable[[str, str], bool]) -> None:
-        super().__init__(file)
+# Those of the standard library that are written in Python. The other reader keeps its memory by number, so that nine
+# bytes may ask for 64 GiB; the other writer looks up each class that it writes.
+_Reader: Any = pickle._Unpickler
+_Writer: Any = pickle._Pickler
+
+
+class _Unpickler(_Reader):
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: load for code, load in _Reader.dispatch.items() if bytes([code]) not in _UNUSED
+    }
+
+    def __init__(self, data: bytes, is_allowed: Callable[[str, str], bool]) -> None:
+        super().__init__(io.BytesIO(data))
         self._is_allowed = is_allowed
         self._known: dict[tuple[str, str], type] = dict(_REAL)
 
@@ -100,18 +121,104 @@ class _Unpickler(pickle.Unpickler):
         if not self._is_allowed(*origin):
             raise ForbiddenError(".".join(origin))
         if origin not in self._known:
+            if len(self._known) > _MAX_NAMES:
+                raise pickle.UnpicklingError(f"more than {_MAX_NAMES} names")
             self._known[origin] = type(global_name, (Inert,), {"origin": origin})
         return self._known[origin]
 
     def persistent_load(self, pid: Any) -> Reference:
         return Reference(pid)
 
+    # What the stack holds here is said in pickletools.
 
-def load_inert(data: bytes | IO[bytes], is_allowed: Callable[[str, str], bool] = lambda module, name: True) -> Any:
+    def load_setitem(self) -> None:
+        _require_small_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _require_small_keys(self.stack[::2])
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        _require_small_keys(self.stack[::2])
+        super().load_dict()
+
+    def load_additems(self) -> None:
+        _require_small_keys(self.stack)
+        super().load_additems()
+
+    def load_reduce(self) -> None:
+        _require_inert(*self.stack[-2:])
+        super().load_reduce()
+
+    def _instantiate(self, klass: Any, args: Any) -> None:
+        _require_inert(klass, args)
+        super()._instantiate(klass, args)
+
+    def load_int(self) -> None:
+        super().load_int()
+        _require_short(self.stack[-1])
+
+    def load_long(self) -> None:
+        super().load_long()
+        _require_short(self.stack[-1])
+
+    def load_long1(self) -> None:
+        super().load_long1()
+        _require_short(self.stack[-1])
+
+    def load_long4(self) -> None:
+        super().load_long4()
+        _require_short(self.stack[-1])
+
+    dispatch.update(
+        {
+            pickle.SETITEM[0]: load_setitem,
+            pickle.SETITEMS[0]: load_setitems,
+            pickle.DICT[0]: load_dict,
+            pickle.ADDITEMS[0]: load_additems,
+            pickle.REDUCE[0]: load_reduce,
+            pickle.INT[0]: load_int,
+            pickle.LONG[0]: load_long,
+            pickle.LONG1[0]: load_long1,
+            pickle.LONG4[0]: load_long4,
+        }
+    )
+
+
+def _require_short(number: int) -> None:
+    if number.bit_length() > _MAX_BITS:
+        raise pickle.UnpicklingError(f"an integer of more than {_MAX_BITS} bits")
+
+
+def _require_small_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if isinstance(key, tuple):
+            _require_small(key)
+
+
+def _require_small(key: tuple[Any, ...]) -> None:
+    level = [key]
+    for _ in range(_MAX_KEY_DEPTH):
+        if sum(map(len, level)) > _MAX_KEY_PARTS:
+            break
+        level = [part for each in level for part in each if isinstance(part, tuple)]
+        if not level:
+            return
+    raise pickle.UnpicklingError("a key that is no small one")
+
+
+def _require_inert(made: Any, args: Any) -> None:
+    """Refuse to fill a container by its class, which no writer does: its keys would not be looked at."""
+    if made is OrderedDict and args:
+        raise pickle.UnpicklingError("a container that is made of another one")
+
+
+def load_inert(data: bytes, is_allowed: Callable[[str, str], bool] = lambda module, name: True) -> Any:
     r"""Read a pickle.
 
     Args:
-        data: the pickle, or a file at its beginning.
+        data: the pickle.
         is_allowed: whether a module and a name of it may be named.
 
     Raises:
@@ -122,14 +229,10 @@ def load_inert(data: bytes | IO[bytes], is_allowed: Callable[[str, str], bool] =
     >>> read.name, read.args
     ('os.system', ('rm -rf /',))
     """
-    return _Unpickler(io.BytesIO(data) if isinstance(data, bytes) else data, is_allowed).load()
+    return _Unpickler(data, is_allowed).load()
 
 
-# The pickler of the standard library that is written in Python: the other one looks up each class that it writes.
-_Written: Any = pickle._Pickler
-
-
-class _Pickler(_Written):
+class _Pickler(_Writer):
     def persistent_id(self, obj: Any) -> Any:
         return obj.words if isinstance(obj, Reference) else None
 

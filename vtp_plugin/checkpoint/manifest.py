@@ -16,6 +16,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.digest import ALGORITHMS, Hashing, algorithm_of, digest_of
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, PathError, count, inside, parse_json, problem_of, read_text
 
 MANIFEST: Final = "vtp_manifest.json"
 """The name of the file."""
@@ -76,17 +77,21 @@ def load_manifest(folder: Path) -> Manifest | None:
     """
     file = folder / MANIFEST
     try:
-        text, digest, *rest = file.read_text().split("\n")
-        read = json.loads(text)
+        text, digest, *rest = read_text(file, MAX_INDEX_BYTES).split("\n")
+        read = parse_json(text)
         version, algorithm = int(read["version"]), algorithm_of(digest)
         if rest != [""] or (algorithm in ALGORITHMS and _sum(text, algorithm) != digest):
             raise ValueError
         if version == _VERSION:
-            return _manifest(read)
+            return _manifest(folder, read)
     except FileNotFoundError:
         return None
-    except OSError:
-        raise ConfigError(f"{file} cannot be read; it has the hashes of all other files; {_COPY}") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); it has the hashes of all other files; {_COPY}"
+        ) from None
+    except PathError as error:
+        raise ConfigError(f"{file} names a file that it must not ({error}); {_COPY}") from None
     except (ValueError, TypeError, LookupError, AttributeError):  # whatever a damaged file makes of its reader
         raise ConfigError(f"{file} is damaged; it has the hashes of all other files; {_COPY}") from None
     raise ConfigError(
@@ -141,8 +146,8 @@ def problems_of_sizes(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _problem_of_size(file: Path, size: int) -> str | None:
-    if not file.is_file():
-        return "is missing"
+    if (problem := problem_of(file)) is not None:
+        return problem
     found = file.stat().st_size
     if found == size:
         return None
@@ -188,11 +193,24 @@ def problem_unless(folder: Path, extent: Extent, wanted: str, find: Callable[[],
     return () if is_same else (f"{folder / extent.file} is damaged between bytes {extent.offset} and {end}",)
 
 
-def _manifest(read: Mapping[str, Any]) -> Manifest:
-    sizes = {str(name): int(size) for name, (size, _) in read["files"].items()}
-    pieces = ((name, piece) for name, (_, pieces) in read["files"].items() for piece in pieces)
-    digests = {Extent(name, int(offset), int(length)): str(digest) for name, (offset, length, digest) in pieces}
+def _manifest(folder: Path, read: Mapping[str, Any]) -> Manifest:
+    sizes: dict[str, int] = {}
+    digests: dict[Extent, str] = {}
+    for name, (size, pieces) in read["files"].items():
+        inside(folder, name)
+        sizes[name] = count(size)
+        own = {Extent(name, count(offset), count(length)): digest for offset, length, digest in pieces}
+        if any(extent.offset + (extent.length or 0) > size for extent in own) or not all(map(_is_text, own.values())):
+            raise ValueError("a piece that is none of its file")
+        # Pieces that lie in each other would be read once for each.
+        if sum(extent.length or 0 for extent in own) > size:
+            raise ValueError("pieces that lie in each other")
+        digests |= own
     return Manifest(sizes, digests)
+
+
+def _is_text(digest: object) -> bool:
+    return isinstance(digest, str) and digest.isprintable()
 
 
 def _sum(text: str, algorithm: str | None = None) -> str:

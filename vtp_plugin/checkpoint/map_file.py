@@ -14,6 +14,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Placed, Strided, row_major
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import box_shape
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, count, read_json
 
 MAP: Final = "vtp_optimizer_map.json"
 """The name of the file."""
@@ -55,17 +56,17 @@ def load_map(file: Path) -> tuple[Bucket, ...] | None:
         ConfigError: it is damaged, or a newer version of the plugin wrote it.
     """
     try:
-        text = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError:
-        raise ConfigError(f"{file} cannot be read; it says where the optimizer lies; {_WAY_OUT}") from None
-    try:
-        read = json.loads(text)
+        read = read_json(file, MAX_INDEX_BYTES)
         if read["version"] == _VERSION:
-            parameters = [(name, tuple(shape)) for name, shape in read["parameters"]]
+            parameters = [(str(name), _counts(shape)) for name, shape in read["parameters"]]
             return tuple(_bucket(row, parameters) for row in read["buckets"])
         version = int(read["version"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); it says where the optimizer lies; {_WAY_OUT}"
+        ) from None
     except (ValueError, TypeError, LookupError):
         raise ConfigError(f"{file} is damaged; it says where the optimizer lies; {_WAY_OUT}") from None
     raise ConfigError(
@@ -76,14 +77,14 @@ def load_map(file: Path) -> tuple[Bucket, ...] | None:
 
 def _bucket(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Bucket:
     key, numel, parts = row
-    return Bucket(str(key), int(numel), tuple(_placed(part, parameters) for part in parts))
+    return Bucket(str(key), count(numel), tuple(_placed(part, parameters) for part in parts))
 
 
 def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Placed:
     number, offset, is_copy, blocks = row
-    name, shape = parameters[number]
+    name, shape = parameters[count(number)]
     cut = Cut(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
-    return Placed(cut, int(offset))
+    return Placed(cut, count(offset))
 
 
 def _packed(block: Block) -> list[Any]:
@@ -94,9 +95,13 @@ def _packed(block: Block) -> list[Any]:
 
 
 def _unpacked(row: Any) -> Block:
-    box = tuple((int(start), int(stop)) for start, stop in row[0])
-    place = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(row[1], tuple(row[2]))
+    box = tuple((count(start), count(stop)) for start, stop in row[0])
+    place = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
     return Block(box, place)
+
+
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(count, values))
 
 
 def _json(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import TRACKER, broken_beside, is_read_in_pieces, iterations
+from vtp_plugin.checkpoint.files import broken_beside, is_read_in_pieces, iterations, read_tracker
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.errors import ConfigError
 
@@ -21,8 +21,7 @@ def candidates(folder: Path) -> tuple[str, ...]:
 
     Without a readable tracker the newest comes first.
     """
-    tracker = folder / TRACKER
-    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    text = read_tracker(folder) or ""
     numbers = [number for number in reversed(iterations(folder)) if not text.isdecimal() or number < int(text)]
     return (*([text] if text.isdecimal() or text == "release" else []), *map(str, numbers))
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive, write_archive
+from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive
 from vtp_plugin.checkpoint.contents import WEIGHT, Contents, kind_of
+from vtp_plugin.checkpoint.entries import write_archive
 from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.forms import (
     BY_BLOCK,

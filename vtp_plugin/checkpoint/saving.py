@@ -20,7 +20,7 @@ from pathlib import Path
 
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.digest import digest_of
-from vtp_plugin.checkpoint.files import TRACKER, iterations
+from vtp_plugin.checkpoint.files import TRACKER, iterations, read_tracker
 from vtp_plugin.checkpoint.manifest import dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.whole import (
     clear,
@@ -33,6 +33,7 @@ from vtp_plugin.checkpoint.whole import (
     write_whole,
 )
 from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.ground.files import parse_json, read_text
 
 _CLAIM = "vtp_claim"
 # With less room a write has failed for want of it: files are written in buffers of this size at most.
@@ -147,8 +148,8 @@ class Saving:
             kept: which older ones stay.
         """
         for claim in self.partial.glob(f"{_CLAIM}*"):
-            if text := claim.read_text():
-                self.digests |= {Extent(name, 0, size): digest for name, size, digest in json.loads(text)}
+            if text := read_text(claim):
+                self.digests |= {Extent(name, 0, size): digest for name, size, digest in parse_json(text)}
             claim.unlink()
         folder = self.final.parent
         finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, self.digests)))
@@ -205,7 +206,7 @@ def _claim(file: Path) -> bool:
 
 def _iteration_of_tracker(folder: Path) -> int | None:
     try:
-        return int((folder / TRACKER).read_text())
+        return int(read_tracker(folder) or "")
     except (OSError, ValueError):  # there is none, or it names a release
         return None
 

@@ -15,6 +15,7 @@ from vtp_plugin.checkpoint.contents import Part
 from vtp_plugin.checkpoint.fill import boxes_between
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape
+from vtp_plugin.ground.files import open_file
 
 SLAB_BYTES = 8 << 20
 """How much is read at once."""
@@ -95,7 +96,7 @@ class Elements:
     def _mapped(self, name: str) -> tuple[mmap.mmap, torch.Tensor]:
         """Map a file into memory; only what is touched is read."""
         if self._file is None or self._file[0] != name:
-            with (self.folder / name).open("rb") as file:
+            with open_file(self.folder / name) as file:
                 # A copy on write, since torch warns of memory that it may not write.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._file = name, mapped, torch.frombuffer(mapped, dtype=torch.uint8)
@@ -109,5 +110,12 @@ def _forget(mapped: mmap.mmap, begin: int, end: int) -> None:
 
 
 def typed(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Take bytes as elements of a type."""
-    return data.view(getattr(torch, dtype))
+    """Take bytes as elements of a type.
+
+    Raises:
+        ConfigError: this torch has no such type.
+    """
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"elements have the type {dtype}; torch {torch.__version__} has none; use a newer torch")
+    return data.view(found)

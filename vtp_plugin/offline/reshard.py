@@ -15,11 +15,14 @@ from pathlib import Path
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.checkpoint.contents import MASTER, Contents, Whole
 from vtp_plugin.checkpoint.cuts import Strided, row_major
+from vtp_plugin.checkpoint.files import problem_of_config
 from vtp_plugin.checkpoint.forms import BY_BLOCK
 from vtp_plugin.checkpoint.index import INDEX
 from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.checkpoint.reshardable import is_kept, rewritten_common
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, intersect, volume, whole_box
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, read_bytes
 from vtp_plugin.offline.elements import Elements
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 
@@ -39,7 +42,9 @@ def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWr
     identity = f"{_identity(contents.folder)} {form}"
     writer = PieceWriter([*plan_pieces(contents, elements, form)], elements, target, identity)
     key, common = rewritten_common(contents, form)
-    files = {"metadata.json": (contents.folder / "metadata.json").read_bytes()}
+    if (problem := problem_of_config(contents.folder)) is not None:
+        raise ConfigError(f"{problem}; it says in which format the rest is; copy it again")
+    files = {"metadata.json": read_bytes(contents.folder / "metadata.json")}
     return writer, Ending(common=common, common_key=key, files=files)
 
 
@@ -112,4 +117,4 @@ def _block_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...
 def _identity(folder: Path) -> str:
     """Return what tells a checkpoint from others: a sum over its index, and over its map if it has one."""
     files = [file for file in (folder / INDEX, folder / MAP) if file.exists()]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(read_bytes(file, MAX_INDEX_BYTES) for file in files)).hexdigest()

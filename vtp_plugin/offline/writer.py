@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from vtp_plugin.checkpoint.index import INDEX, ORIGINAL
 from vtp_plugin.checkpoint.whole import PART_BYTES, InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, open_file, parse_json, read_text
 from vtp_plugin.offline.elements import SLAB_BYTES, typed
 
 JOURNAL: Final = "vtp_journal.jsonl"
@@ -205,7 +207,7 @@ class PieceWriter:
             raise ConfigError(f"{self._final} is not empty; nothing is overwritten; give another folder with --to")
         if not self._journal.exists():
             return 0
-        lines = self._journal.read_text().splitlines()
+        lines = self._lines()
         if not lines or _read_line(lines[0]) != self._head:
             raise ConfigError(
                 f"{self._target} holds a part of another checkpoint; only what was begun from {self._source.folder} "
@@ -218,12 +220,16 @@ class PieceWriter:
             self.places.append(place)
         return sum(piece.num_bytes for piece in self.pieces[: len(self.places)])
 
+    def _lines(self) -> list[str]:
+        return read_text(self._journal, MAX_INDEX_BYTES).splitlines()
+
     def _whole(self, piece: NewPiece, line: Any) -> Extent | None:
         """Return where a piece lies, if it lies there as a whole."""
         if not isinstance(line, list) or line[:2] != [piece.key, [start for start, _ in piece.box]]:
             return None
         place = Extent(*line[2:])
-        return place if check_archive(self._target, place) is None else None
+        is_ours = re.fullmatch(r"__\d{1,9}_0\.distcp", place.file)
+        return place if is_ours and check_archive(self._target, place) is None else None
 
     def write(self, ending: Ending, on_written: Callable[[int], None]) -> None:
         """Write what is missing, then the index.
@@ -254,7 +260,11 @@ class PieceWriter:
                 os.truncate(file, ends[file.name])
             else:
                 file.unlink()
-        lines = self._journal.read_text().splitlines()[1 : 1 + len(self.places)] if self._journal.exists() else []
+        lines = (
+            read_text(self._journal, MAX_INDEX_BYTES).splitlines()[1 : 1 + len(self.places)]
+            if self._journal.exists()
+            else []
+        )
         self._journal.write_text("\n".join([json.dumps(self._head), *lines]) + "\n")
 
     def _append(self, write: Callable[[BinaryIO], None]) -> Extent:
@@ -324,7 +334,7 @@ def _storage(pieces: Sequence[NewPiece], places: Sequence[Extent]) -> Iterator[t
 
 
 def _copy(folder: Path, extent: Extent, file: BinaryIO) -> None:
-    with (folder / extent.file).open("rb") as source:
+    with open_file(folder / extent.file) as source:
         source.seek(extent.offset)
         left = extent.length or 0
         while left:
@@ -339,6 +349,6 @@ def _copy(folder: Path, extent: Extent, file: BinaryIO) -> None:
 
 def _read_line(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:  # it was being written
         return None

@@ -1,0 +1,41 @@
+"""Values that Megatron stores beside tensors: who takes them for what they should be says so if they are something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.errors import ConfigError, VtpError
+
+_SIZES: Final = ("parallel_size", "vtp_size_list", "vtp_cp_list", "vtp_dp_list", "vtp_ep_list", "vtp_etp_list")
+_MAX_SIZE: Final = 1 << 24  # ranks
+
+
+@contextmanager
+def taking(folder: Path) -> Iterator[None]:
+    """Run what takes values of a checkpoint for what Megatron has stored there; if they are not, say so."""
+    try:
+        yield
+    except VtpError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} holds other values than Megatron stores ({type(error).__name__}: {str(error)[:100]}); nobody "
+            "can read such a checkpoint; copy it again, or take another one"
+        ) from error
+
+
+def require_numbers(arguments: Mapping[str, Any]) -> None:
+    """Check that sizes in stored arguments are numbers.
+
+    Raises:
+        ValueError: one is none.
+    """
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not name.endswith(_SIZES) or value is None:
+            continue
+        values = value if name.endswith("_list") and isinstance(value, list | tuple) else [value]
+        if any(type(each) is not int or not 0 <= each <= _MAX_SIZE for each in values):
+            raise ValueError(f"{name} is no size")
