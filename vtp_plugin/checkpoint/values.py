@@ -1,4 +1,4 @@
-"""Values that Megatron stores beside tensors: who takes them for what they should be says so if they are something else."""
+"""Values that Megatron stores beside tensors; who takes them for what they should be says so if they are not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def taking(folder: Path) -> Iterator[None]:
     except VtpError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        told = ascii(f"{type(error).__name__}: {error}")[1:100]
         raise ConfigError(
-            f"{folder} holds other values than Megatron stores ({type(error).__name__}: {str(error)[:100]}); nobody "
-            "can read such a checkpoint; copy it again, or take another one"
+            f"{folder} holds other values than Megatron stores ({told}); nobody can read such a checkpoint; copy it "
+            "again, or take another one"
         ) from error
 
 

@@ -7,12 +7,14 @@ import mmap
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, Payload, find_payload, itemsize
 from vtp_plugin.checkpoint.contents import Part
 from vtp_plugin.checkpoint.fill import boxes_between
+from vtp_plugin.checkpoint.whole import PART_BYTES
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape
 from vtp_plugin.ground.files import open_file
@@ -101,6 +103,25 @@ class Elements:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._file = name, mapped, torch.frombuffer(mapped, dtype=torch.uint8)
         return self._file[1], self._file[2]
+
+
+def copy_bytes(folder: Path, extent: Extent, target: BinaryIO) -> None:
+    """Write bytes of a file of a checkpoint behind those of another one, whatever they are.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    with open_file(folder / extent.file) as source:
+        source.seek(extent.offset)
+        left = extent.length or 0
+        while left:
+            data = source.read(min(left, PART_BYTES))
+            if not data:
+                raise ConfigError(
+                    f"{folder / extent.file} is cut off; without it this checkpoint cannot be read; copy it again"
+                )
+            target.write(data)
+            left -= len(data)
 
 
 def _forget(mapped: mmap.mmap, begin: int, end: int) -> None:

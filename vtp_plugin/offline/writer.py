@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 from vtp_plugin.checkpoint.archive import Extent, check_archive, itemsize
 from vtp_plugin.checkpoint.files import COMMON_FILE
 from vtp_plugin.checkpoint.index import INDEX, ORIGINAL
-from vtp_plugin.checkpoint.whole import PART_BYTES, InParts, partial_of, whole_folder
+from vtp_plugin.checkpoint.whole import InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, box_shape, intersect, volume
-from vtp_plugin.ground.files import MAX_INDEX_BYTES, open_file, parse_json, read_text
-from vtp_plugin.offline.elements import SLAB_BYTES, typed
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, parse_json, read_text
+from vtp_plugin.offline.elements import SLAB_BYTES, copy_bytes, typed
 
 JOURNAL: Final = "vtp_journal.jsonl"
 """The name of the file that says what is written, while not all is."""
@@ -282,7 +282,7 @@ class PieceWriter:
 
     def _write_piece(self, piece: NewPiece, file: BinaryIO) -> None:
         if piece.kept is not None:
-            _copy(self._source.folder, piece.kept, file)
+            copy_bytes(self._source.folder, piece.kept, file)
             return
         if piece.dtype is None:
             file.write(piece.data)
@@ -331,20 +331,6 @@ def _storage(pieces: Sequence[NewPiece], places: Sequence[Extent]) -> Iterator[t
         assert place.length is not None
         for key in (piece.key, *piece.aliases):
             yield MetadataIndex(key, offset), _StorageInfo(place.file, place.offset, place.length)
-
-
-def _copy(folder: Path, extent: Extent, file: BinaryIO) -> None:
-    with open_file(folder / extent.file) as source:
-        source.seek(extent.offset)
-        left = extent.length or 0
-        while left:
-            data = source.read(min(left, PART_BYTES))
-            if not data:
-                raise ConfigError(
-                    f"{folder / extent.file} is cut off; without it this checkpoint cannot be read; copy it again"
-                )
-            file.write(data)
-            left -= len(data)
 
 
 def _read_line(line: str) -> Any:
