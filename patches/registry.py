@@ -19,7 +19,7 @@ PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
 
 MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
-    Moment.COMMAND_LINE: ("training.arguments", "core.utils"),
+    Moment.COMMAND_LINE: ("training.arguments", "training.stored_arguments", "core.utils"),
     Moment.PLATFORM: ("core.datasets.utils", "core.optimizer.distrib_optimizer", "training.models.dist_utils"),
     Moment.CPU: (
         "core.tensor_parallel.random",
@@ -46,6 +46,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.saving",
         "core.dist_checkpointing.strategies.filesystem_async",
         "core.dist_checkpointing.strategies.torch",
+        "core.dist_checkpointing.strategies.common",
         "core.transformer.moe.moe_layer",
         "core.transformer.moe.router",
         "core.transformer.moe.moe_logging",

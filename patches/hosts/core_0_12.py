@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_type
 
 from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground.files import read_text
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
 from vtp_plugin.layout.u_layers import layers_of_chunk
@@ -118,7 +119,7 @@ class Host(OlderHost):
         from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
         # Not by Megatron's read_metadata(): all ranks meet in it, and only those without a file of their own come here.
-        text = Path(get_checkpoint_tracker_filename(load_dir)).read_text().strip()
+        text = read_text(Path(get_checkpoint_tracker_filename(load_dir))).strip()
         return int(text) if text.isdigit() else 0
 
     def token_group(self) -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.files import read_tracker
 from vtp_plugin.layout.pipeline import PipelineLayout
 
 _HEAD = "text_decoder.output_layer."
@@ -47,9 +47,8 @@ def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shap
 
 def _converted_file(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
     """Give one of the files that a converter wrote, and what it holds; None if there is none."""
-    tracker = folder / TRACKER
     # The converter knows no iterations.
-    if not tracker.is_file() or tracker.read_text(errors="replace").strip() != "release":
+    if read_tracker(folder) != "release":
         return None
     for file in sorted(folder.glob("release/mp_rank_*/model_optim_rng.pt")):
         try:

@@ -66,7 +66,7 @@ def _parse(
         return add_vtp_arguments(parser, declared)
 
     args = original(provider, ignore_unknown_args)
-    if not _asks_for_stages(session, args):
+    if not asks_for_stages(session, args):
         _forget_flags(args, defaults, declared)
     return args
 
@@ -91,7 +91,7 @@ def _refuse_yaml(session: Session) -> None:
         raise ConfigError(f"--yaml-cfg {given.yaml_cfg} with --vtp-size-list; {rule.reason}; {rule.way_out}")
 
 
-def _asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
+def asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
     """Tell whether a list of sizes was asked for."""
     return session.config.size_list is not None or getattr(args, "vtp_size_list", None) is not None
 
@@ -136,7 +136,7 @@ def _validate(
         # No partial object: the engine would find the original in it and replace it there too.
         return original(args, {} if defaults is None else defaults)
 
-    if not _asks_for_stages(session, args):
+    if not asks_for_stages(session, args):
         return _validate_uniform(session, host, activate, check, args)
     session.watch_failures()
     read = functools.partial(_read_flags, session, host, args)
@@ -264,7 +264,7 @@ def _validate_uniform(
 def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
     given = session.config
-    if host.mindspeed is not None and multimodal.is_multimodal(args) and _asks_for_stages(session, args):
+    if host.mindspeed is not None and multimodal.is_multimodal(args) and asks_for_stages(session, args):
         refuse(known.problems_of_versions(host.version))
         multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))

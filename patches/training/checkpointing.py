@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 import uuid
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
+from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.files import naming_broken_files
 from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.loadable import (
@@ -29,7 +31,15 @@ from vtp_plugin.patches.training.loadable import (
     stored_experts,
     stored_tp_sizes,
 )
-from vtp_plugin.patches.training.newest import check_own_files, choose, chosen_step, look_at, require_manifest
+from vtp_plugin.patches.training.newest import (
+    check_own_files,
+    choose,
+    chosen_step,
+    look_at,
+    own_file,
+    require_manifest,
+    require_plain_files,
+)
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
 from vtp_plugin.runtime.life.store import Topic, part_of
@@ -128,7 +138,7 @@ def _load(
         if session.config.load_newest_valid and load_dir is not None:
             choose(session, load_dir, args)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
-        _agree(session, functools.partial(_look, session, load_dir, args))
+        _agree(session, functools.partial(_look, session, load_dir, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
         # What is missing is found before Megatron changes a weight.
         _agree(session, functools.partial(_prepare, wanted, load_dir, args))
@@ -136,7 +146,9 @@ def _load(
     try:
         with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
             check_own_files(session, load_dir, args)
-            result = original(load_dir, args, rank0=rank0, **kwargs)
+            own = own_file(session, load_dir, args, is_of_rank_0=rank0)
+            with plain_only(own, str(own)):
+                result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
         is_read, result = False, _read_of_rank_0(host, load_dir)
@@ -164,16 +176,17 @@ def _load(
     return result
 
 
-def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object]:
+def _look(session: Session, load_dir: str | None, args: Any, *, rank0: bool) -> dict[str, object]:
     """Say whether there is a checkpoint; one rank of each site looks whether its files are whole.
 
     Raises:
-        ConfigError: a file is broken.
+        ConfigError: a file is broken, or names what may run.
     """
     from megatron.training.checkpointing import checkpoint_exists
 
     if load_dir is not None:
         look_at(session, load_dir, args)
+        require_plain_files(session, load_dir, args, own_file(session, load_dir, args, is_of_rank_0=rank0))
     return {"checkpoint found in --load": checkpoint_exists(load_dir)}
 
 
@@ -200,13 +213,21 @@ def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
 
 
 def _read_of_rank_0(host: MegatronHost, load_dir: str | None) -> tuple[Any, ...] | None:
-    """Read rank 0's file of a checkpoint in the old format, without any collective; None if there is none."""
+    """Read rank 0's file of a checkpoint in the old format, without any collective; None if that cannot be done.
+
+    Nothing that it names is made: what is asked of it are the arguments, and how the optimizer is stored.
+    """
     from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0
 
     name = None if load_dir is None else find_checkpoint_rank_0(load_dir, host.loaded_iteration(load_dir))
     if name is None:
         return None
-    return torch.load(name, map_location="cpu", weights_only=False), name, False, CheckpointType.LEGACY
+    try:
+        state = load_object(Path(name).parent, Extent(Path(name).name))
+        stored = state["args"].state
+        return {**state, "args": Namespace(**stored)}, name, False, CheckpointType.LEGACY
+    except (DamagedError, AttributeError, LookupError, TypeError):
+        return None
 
 
 def _judge(

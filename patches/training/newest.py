@@ -7,11 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.files import TRACKER, check_files, check_tracker, of_iteration, way_out
+from vtp_plugin.checkpoint.files import (
+    TORCH_DIST,
+    TRACKER,
+    check_files,
+    check_tracker,
+    format_of,
+    of_iteration,
+    read_tracker,
+    way_out,
+)
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.checkpoint.newest import candidates, problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground import log
+from vtp_plugin.patches.core.dist_checkpointing.plain import require_plain, require_plain_checkpoint
 from vtp_plugin.session import Session
 
 
@@ -28,7 +38,7 @@ def look_at(session: Session, load_dir: str, args: Any) -> None:
     # What lies elsewhere is read only if it is newer, which Megatron finds out.
     if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
         refuse(check_files(load_dir, args.ckpt_step))
-        checkpoint = _loaded(session, load_dir, args)
+        checkpoint = loaded(session, load_dir, args)
         if checkpoint is not None and not (checkpoint / MANIFEST).exists():
             log.info(f"{checkpoint} has no {MANIFEST}, so nobody can tell whether a byte of it has changed")
 
@@ -40,12 +50,60 @@ def chosen_step(session: Session, load_dir: str | None, args: Any) -> int | None
     return int(text) if text.isdecimal() else args.ckpt_step
 
 
-def _loaded(session: Session, load_dir: str, args: Any) -> Path | None:
+def loaded(session: Session, load_dir: str, args: Any) -> Path | None:
     """Return the checkpoint that Megatron will load from a folder; None if there is none."""
-    step, tracker = chosen_step(session, load_dir, args), Path(load_dir) / TRACKER
-    if "://" in load_dir or not (step or tracker.is_file()):
+    folder = Path(load_dir)
+    if "://" in load_dir:
         return None
-    return of_iteration(Path(load_dir), str(step or tracker.read_text(errors="replace").strip()))
+    name = str(chosen_step(session, load_dir, args) or read_tracker(folder) or "")
+    return of_iteration(folder, name) if name else None
+
+
+def own_file(session: Session, load_dir: str | None, args: Any, *, is_of_rank_0: bool) -> Path | None:
+    """Return the file of the old format that Megatron reads on this rank; None if there is none, or another format.
+
+    Args:
+        session: the applied plugin.
+        load_dir: as in ``--load``.
+        args: Megatron's arguments.
+        is_of_rank_0: whether it reads the file of rank 0.
+    """
+    from megatron.training.checkpointing import find_checkpoint_rank_0, get_checkpoint_name
+
+    checkpoint = None if load_dir is None else loaded(session, load_dir, args)
+    if checkpoint is None or not any(checkpoint.glob("mp_rank_*")):
+        return None
+    is_release = not checkpoint.name.startswith("iter_")
+    iteration = 0 if is_release else int(checkpoint.name.removeprefix("iter_"))
+    found = (find_checkpoint_rank_0 if is_of_rank_0 else get_checkpoint_name)(load_dir, iteration, is_release)
+    return None if found is None else Path(found)
+
+
+def require_plain_files(session: Session, load_dir: str, args: Any, own: Path | None) -> None:
+    """Look at what this rank is about to unpickle.
+
+    Args:
+        session: the applied plugin.
+        load_dir: as in ``--load``.
+        args: Megatron's arguments.
+        own: its file of the old format; None for another one.
+
+    Raises:
+        ConfigError: it names what may run, or has a format that the plugin does not look into.
+    """
+    if own is not None:
+        for file in sorted(own.parent.glob("*.pt")):
+            require_plain(file, str(file))
+        return
+    if (checkpoint := loaded(session, load_dir, args)) is None:
+        return
+    require_plain_checkpoint(session, checkpoint)
+    found = format_of(checkpoint)
+    if session.is_planned and not session.planned.layout.is_uniform and found not in (None, TORCH_DIST):
+        raise ConfigError(
+            f"checkpoint {checkpoint} has the format {ascii(found)[:40]}; stages of different sizes load {TORCH_DIST}; "
+            f"load it with one size, and save it with --ckpt-format {TORCH_DIST}"
+        )
 
 
 def choose(session: Session, load_dir: str, args: Any) -> None:
@@ -111,8 +169,7 @@ def _load_it(session: Session, folder: Path, name: str, passed: Sequence[str], a
     """Let Megatron find a checkpoint in the place of what the tracker names."""
     for problem in passed:
         log.info(f"passed over: {problem}")
-    tracker = folder / TRACKER
-    if passed or not tracker.is_file() or tracker.read_text(errors="replace").strip() != name:
+    if passed or read_tracker(folder) != name:
         stand_in = session.savings.scratch(f"{TRACKER}.loaded")
         stand_in.write_text(name)
         session.savings.trackers[os.fspath(folder)] = stand_in
@@ -125,7 +182,7 @@ def check_own_files(session: Session, load_dir: str | None, args: Any) -> None:
     Raises:
         ConfigError: one has changed.
     """
-    checkpoint = None if load_dir is None else _loaded(session, load_dir, args)
+    checkpoint = None if load_dir is None else loaded(session, load_dir, args)
     if checkpoint is None or not any(checkpoint.glob("mp_rank_*")):
         return
     if (manifest := load_manifest(checkpoint)) is None:

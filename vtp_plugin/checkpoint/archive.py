@@ -13,6 +13,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.cuts import row_major
 from vtp_plugin.checkpoint.entries import DamagedError, Extent, bytes_of, entry_name, opened, place_of
 from vtp_plugin.checkpoint.inert import Inert, Reference, load_inert
+from vtp_plugin.checkpoint.inert import called_names as names_called
 from vtp_plugin.ground.files import count
 
 _STORAGES: Final = {
@@ -88,6 +89,16 @@ def load_object(folder: Path, extent: Extent) -> Any:
     with opened(folder, extent) as archive:
         value, most = _read_pickle(archive)
         return _with_numbers(value, archive, _Budget(most))
+
+
+def called_names(folder: Path, extent: Extent) -> frozenset[str]:
+    """Say which classes and functions are called when an object is read.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    with opened(folder, extent) as archive:
+        return names_called(archive.read(entry_name(archive, "data.pkl")))
 
 
 def find_payload(folder: Path, extent: Extent) -> Payload:

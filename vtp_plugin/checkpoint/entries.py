@@ -89,6 +89,17 @@ def opened(folder: Path, extent: Extent) -> Iterator[zipfile.ZipFile]:
         raise DamagedError(f"is damaged at byte {extent.offset} ({error})") from None
 
 
+def read_extent(folder: Path, extent: Extent) -> bytes:
+    """Read bytes of a file; those behind its end are left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_file(folder / extent.file) as file:
+        file.seek(extent.offset)
+        return file.read(-1 if extent.length is None else min(extent.length, os.fstat(file.fileno()).st_size))
+
+
 def _require_stored(archive: zipfile.ZipFile, extent: Extent) -> None:
     """Refuse what torch does not write, and what would be larger in memory than in the file.
 

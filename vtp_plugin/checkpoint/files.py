@@ -25,6 +25,8 @@ COMMON_FILE: Final = "common.pt"
 """The name of the file with what all ranks share; from Megatron 0.19 on that is an object beside the tensors."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """The name of the file that says which checkpoint of a folder is the newest."""
+TORCH_DIST: Final = "torch_dist"
+"""The format of checkpoints that any layout loads."""
 _MAX_TRACKER_BYTES: Final = 200
 
 
@@ -271,6 +273,14 @@ def problem_of_config(checkpoint: Path) -> str | None:
     except ValueError:
         return f"{config} is damaged"
     return None if isinstance(read, dict) else f"{config} is damaged"
+
+
+def format_of(checkpoint: Path) -> object:
+    """Return the format that a checkpoint says it has; None if it does not say, or nobody can read it."""
+    try:
+        return read_json(checkpoint / "metadata.json").get("sharded_backend")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _archive_problem(file: Path) -> str | None:

@@ -97,42 +97,41 @@ def read_index(folder: Path) -> Index:
     Raises:
         ConfigError: it is missing or damaged, or names what it must not.
     """
-    read = read_named(folder)
+    read = read_named(folder / INDEX)
     try:
         return _index(folder, read.state)
     except ConfigError:
         raise
     except PathError as error:
-        raise _damaged(folder, f"names a file that it must not ({error})") from None
+        raise _damaged(folder / INDEX, f"names a file that it must not ({error})") from None
     except Exception as error:  # whatever damaged values make of their reader
-        raise _damaged(folder, f"is damaged ({error})") from None
+        raise _damaged(folder / INDEX, f"is damaged ({error})") from None
 
 
-def read_named(folder: Path) -> Any:
-    """Read the index of a checkpoint as it is; all that it names is what such an index consists of.
+def read_named(file: Path) -> Any:
+    """Read an index of a checkpoint as it is; all that it names is what an index consists of.
 
     Raises:
         UntrustedError: it names what it must not.
         ConfigError: it is missing or damaged.
     """
-    file = folder / INDEX
     try:
         return load_inert(read_bytes(file, MAX_INDEX_BYTES), _is_allowed)
     except FileNotFoundError:
-        raise _damaged(folder, "is missing or cannot be read") from None
+        raise _damaged(file, "is missing or cannot be read") from None
     except OSError as error:
-        raise _damaged(folder, f"cannot be read ({error.strerror})") from None
+        raise _damaged(file, f"cannot be read ({error.strerror})") from None
     except ForbiddenError as error:
         raise UntrustedError(
             f"{file} names {error.name}, which no index of a checkpoint needs; a pickle can run anything, so this one "
             "is not read; take a checkpoint whose origin you know"
         ) from None
     except Exception as error:  # whatever a damaged pickle raises
-        raise _damaged(folder, f"is damaged ({error})") from None
+        raise _damaged(file, f"is damaged ({error})") from None
 
 
-def _damaged(folder: Path, problem: str) -> ConfigError:
-    return ConfigError(f"{folder / INDEX} {problem}; it says where every tensor lies; {_COPY}")
+def _damaged(file: Path, problem: str) -> ConfigError:
+    return ConfigError(f"{file} {problem}; it says where every tensor lies; {_COPY}")
 
 
 def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:

@@ -38,10 +38,12 @@ class Inert:
         entries: of a list.
         fields: of a dictionary.
         is_called: whether its class was called, which a pickle need not do.
+        was_called: whether its class was called for any object of the pickle.
     """
 
     origin: ClassVar[tuple[str, str]] = ("", "")
     is_called = False
+    was_called: ClassVar[bool] = False
     args: tuple[Any, ...]
     state: Any = None
     entries: list[Any]
@@ -55,7 +57,7 @@ class Inert:
 
     def __init__(self, *args: Any) -> None:
         del args
-        self.is_called = True
+        self.is_called = type(self).was_called = True
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -114,17 +116,17 @@ class _Unpickler(_Reader):
     def __init__(self, data: bytes, is_allowed: Callable[[str, str], bool]) -> None:
         super().__init__(io.BytesIO(data))
         self._is_allowed = is_allowed
-        self._known: dict[tuple[str, str], type] = dict(_REAL)
+        self.known: dict[tuple[str, str], type] = dict(_REAL)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         origin = (module_name, global_name)
         if not self._is_allowed(*origin):
             raise ForbiddenError(".".join(origin))
-        if origin not in self._known:
-            if len(self._known) > _MAX_NAMES:
+        if origin not in self.known:
+            if len(self.known) > _MAX_NAMES:
                 raise pickle.UnpicklingError(f"more than {_MAX_NAMES} names")
-            self._known[origin] = type(global_name, (Inert,), {"origin": origin})
-        return self._known[origin]
+            self.known[origin] = type(global_name, (Inert,), {"origin": origin})
+        return self.known[origin]
 
     def persistent_load(self, pid: Any) -> Reference:
         return Reference(pid)
@@ -230,6 +232,19 @@ def load_inert(data: bytes, is_allowed: Callable[[str, str], bool] = lambda modu
     ('os.system', ('rm -rf /',))
     """
     return _Unpickler(data, is_allowed).load()
+
+
+def called_names(data: bytes) -> frozenset[str]:
+    r"""Say which classes and functions a pickle calls; of others it only makes objects, and fills them.
+
+    >>> called_names(b"cos\nsystem\n(S'rm -rf /'\ntR.")
+    frozenset({'os.system'})
+    """
+    reader = _Unpickler(data, lambda module, name: True)
+    reader.load()
+    return frozenset(
+        ".".join(kind.origin) for kind in reader.known.values() if issubclass(kind, Inert) and kind.was_called
+    )
 
 
 class _Pickler(_Writer):

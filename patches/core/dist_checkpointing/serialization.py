@@ -1,4 +1,7 @@
-"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H31b: a load that stands still ends."""
+"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H31b: a load that stands still ends.
+
+H34c: what all ranks share runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.cuts import Bucket
+from vtp_plugin.checkpoint.files import naming_broken_files
 from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, FORM, TYPE
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -49,8 +54,23 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
     aliases=("megatron.core.dist_checkpointing:load",),
 )
 def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `load`, watched."""
-    with session.ranks.together("the load of a checkpoint"):
+    """Run `load`, watched; torch wraps what is refused while it reads."""
+    with session.ranks.together("the load of a checkpoint"), naming_broken_files(None, None):
+        return original(*args, **kwargs)
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
+    id="H34c",
+    when=Moment.LIST,
+    why="torch's own planner, which it uses, asks torch to make whatever an object names",
+    remove_when="torch asks for plain values there",
+    unneeded={"<0.19": "there it is a file, which H34b carries"},
+    aliases=("megatron.core.dist_checkpointing:load_common_state_dict",),
+)
+def _load_shared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `load_common_state_dict` for plain values."""
+    with plain_only():
         return original(*args, **kwargs)
 
 

@@ -1,18 +1,21 @@
-"""H8: integrity checks of distributed checkpoints, for tensors that stages cut differently."""
+"""H8: integrity checks of distributed checkpoints whose stages cut tensors differently. H34: nothing in them runs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from vtp_plugin.ground.boxes import overlaps, volume
+from vtp_plugin.patches.core.dist_checkpointing.plain import require_plain_checkpoint
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
 
 _MODULE = "megatron.core.dist_checkpointing.validation"
 
@@ -66,3 +69,21 @@ def _validate_objects(
         return original(sharded_objects)
     keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
     return [CheckpointingException(f"{key} is stored {count} times") for key, count in keys.items() if count > 1]
+
+
+@replaces(
+    id="H34",
+    targets={
+        "<0.19": f"{_MODULE}:verify_checkpoint_and_load_strategy",
+        ">=0.19": f"{_MODULE}:verify_checkpoint",
+    },
+    when=Moment.LIST,
+    why="all that reads a distributed checkpoint begins with it; then torch loads the index as a pickle, which may run "
+    "anything",
+    remove_when="torch reads the index safely",
+)
+def _verify(session: Session, original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `verify_checkpoint` of a checkpoint whose index, and what all ranks share, name nothing that may run."""
+    if "://" not in str(folder):
+        require_plain_checkpoint(session, Path(folder))
+    return original(folder, *args, **kwargs)

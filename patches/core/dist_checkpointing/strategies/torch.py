@@ -1,7 +1,8 @@
-"""H23: pieces of a checkpoint are compared with their hashes when they are read."""
+"""H23: pieces of a checkpoint are compared with their hashes when they are read. H34: nothing in them runs."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.checking import PieceChecks
 from vtp_plugin.checkpoint.manifest import load_manifest
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only, refused
 from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patching import replaces, subclasses
 
 _WHY = "torch reads a piece without looking whether a byte has changed, and Megatron loads it"
 _GONE = "torch compares what it reads with a hash"
@@ -35,6 +37,24 @@ def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs
     return made
 
 
+@subclasses(
+    "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner",
+    id="H34a",
+    when=Moment.LIST,
+    why="torch's planner, its base, asks torch to make whatever an object of a checkpoint names",
+    remove_when="torch asks for plain values there",
+)
+def _make_planner(original: type[Any]) -> type[Any]:
+    """Make a planner that takes plain objects only."""
+
+    class Plain(original):
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            with plain_only(value, f"{read_item.dest_index.fqn}, an object of the checkpoint,"):
+                super().load_bytes(read_item, value)
+
+    return Plain
+
+
 def checking(reader_class: type[Any]) -> type[Any]:
     """Return the class of a reader of torch that checks each piece that it reads, if the checkpoint has a manifest."""
 
@@ -43,10 +63,13 @@ def checking(reader_class: type[Any]) -> type[Any]:
 
         def read_data(self, plan: Any, planner: Any) -> Any:
             manifest = load_manifest(Path(self.path))
-            if manifest is None or not manifest.can_check:
-                return super().read_data(plan, planner)
-            with PieceChecks(Path(self.path), manifest) as self.vtp_checks:
-                return super().read_data(plan, planner)
+            try:
+                if manifest is None or not manifest.can_check:
+                    return super().read_data(plan, planner)
+                with PieceChecks(Path(self.path), manifest) as self.vtp_checks:
+                    return super().read_data(plan, planner)
+            except pickle.UnpicklingError as error:
+                raise refused(f"a tensor in {self.path}", error) from None
 
         def _slice_file(self, file: Any, info: Any) -> Any:
             part = super()._slice_file(file, info)

@@ -1,0 +1,34 @@
+"""H34: what all ranks share of a checkpoint is read without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.checkpoint.files import COMMON_FILE
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patching import replaces
+
+_MODULE = "megatron.core.dist_checkpointing.strategies.common"
+
+
+@replaces(
+    id="H34b",
+    targets={
+        "<0.19": f"{_MODULE}:TorchCommonLoadStrategy.load_common",
+        ">=0.19": f"{_MODULE}:load_common",
+    },
+    when=Moment.LIST,
+    why="Megatron 0.12 asks torch to make whatever the file names; later ones end with a traceback that names no file",
+    remove_when="with 0.12, if Megatron then names the file",
+)
+def _load_common(original: Callable[..., Any], *args: Any) -> Any:
+    """Run `load_common` for plain values."""
+    folder = str(args[-1])
+    if "://" in folder:
+        return original(*args)
+    file = Path(folder) / COMMON_FILE
+    with plain_only(file, str(file)):
+        return original(*args)

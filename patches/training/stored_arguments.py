@@ -1,0 +1,41 @@
+"""H34d: with `--use-checkpoint-args` a checkpoint is read before the list of sizes is known."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
+from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.training.arguments import asks_for_stages
+from vtp_plugin.patches.training.newest import own_file, require_plain_files
+from vtp_plugin.patching import replaces
+from vtp_plugin.session import Session
+
+
+@replaces(
+    "megatron.training.checkpointing:load_args_from_checkpoint",
+    id="H34d",
+    when=Moment.COMMAND_LINE,
+    why="it reads a checkpoint before the records of a list apply",
+    remove_when="with H34",
+    aliases=("megatron.training.initialize:load_args_from_checkpoint",),
+)
+def _load_args(
+    session: Session,
+    original: Callable[..., Any],
+    args: argparse.Namespace,
+    load_arg: str = "load",
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run `load_args_from_checkpoint`, with a list, of a checkpoint that names nothing that may run."""
+    folder = getattr(args, load_arg, None)
+    if folder is None or not asks_for_stages(session, args):
+        return original(args, load_arg, *rest, **kwargs)
+    session.watch_failures()
+    own = own_file(session, folder, args, is_of_rank_0=True)
+    require_plain_files(session, folder, args, own)
+    with plain_only(own, str(own)):
+        return original(args, load_arg, *rest, **kwargs)

@@ -1,0 +1,92 @@
+"""A checkpoint of somebody who means harm runs nothing: each file that a run reads, each format, each way to load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile import NAME, spoil
+from tests.lines import error_line
+from tests.multiproc.script_cases import arguments, launch, num_ranks, train
+from tests.pool import Pool
+
+pytestmark = pytest.mark.needs("scripts_here")
+
+LEGACY = ["--ckpt-format", "torch"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+LATEST = "iter_0000002"
+Written = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def pool(script_pool: Pool) -> Pool:
+    """Workers for scripts."""
+    return script_pool
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Folders with a checkpoint each; each is made once."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def write(sizes: str, *extra: str) -> Path:
+        if (sizes, *extra) not in known:
+            folder = known[(sizes, *extra)] = tmp_path_factory.mktemp("written")
+            train(pool, sizes, [*extra, "--save", str(folder), "--save-interval", "2", "--train-iters", "2"])
+        return known[(sizes, *extra)]
+
+    return write
+
+
+def _case(name: str, sizes: str, *extra: str, wrote: str = "1,2", full: bool = True) -> Any:
+    marks = [pytest.mark.full] if full else []
+    shown = "-".join((name, wrote, "into", sizes, *(word.strip("-") for word in extra)))
+    return pytest.param(name, wrote, sizes, list(extra), id=shown, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrote", "sizes", "extra"),
+    [
+        _case("mp_rank_*/model_optim_rng.pt", "2,1", *LEGACY, full=False),
+        _case("mp_rank_*/model_optim_rng.pt", "1,2", *LEGACY, "--finetune"),
+        _case("mp_rank_*/model_optim_rng.pt", "1,1", *LEGACY, wrote="1,1"),
+        _case("mp_rank_01_001/model_optim_rng.pt", "1,2", *LEGACY),
+        _case("mp_rank_*/distrib_optim.pt", "1,2", *LEGACY, *DISTRIBUTED),
+        _case(".metadata", "2,1", full=False),
+        _case(".metadata", "1,2", "--finetune"),
+        _case(".metadata", "1,2", "--use-checkpoint-args"),
+        _case(".metadata", "1,1", wrote="1,1"),
+        _case("common.pt", "2,1"),
+        _case("common.pt", "1,2", "--finetune"),
+        _case("object common_state", "2,1"),
+        _case("object rng_state", "1,2", full=False),
+        _case("object optimizer", "1,2", *DISTRIBUTED),
+        _case("tensor", "2,1"),
+    ],
+)
+def test_a_run_refuses_and_runs_nothing(
+    pool: Pool, written: Written, tmp_path: Path, name: str, wrote: str, sizes: str, extra: list[str]
+) -> None:
+    """At ea29e9d the marker is there; a tensor is the exception, which torch reads safely by itself."""
+    formats = [word for word in extra if word in (*LEGACY, *DISTRIBUTED)]
+    folder = Path(shutil.copytree(written(wrote, *formats), tmp_path / "copy"))
+    if not _is_there(folder / LATEST, name):
+        pytest.skip("this Megatron writes no such file")
+    spoil(folder / LATEST, name, tmp_path / "marker")
+    loading = [*extra, "--load", str(folder)]
+    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=loading)})
+    assert not (tmp_path / "marker").exists()
+    assert all(run.exit_code not in (0, None) for run in runs)
+    for line in (error_line(run.output) for run in runs):
+        assert line and f"names {NAME}" in line and "whose origin you know" in line, line
+    assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
+
+
+def _is_there(checkpoint: Path, name: str) -> bool:
+    if name.startswith("object "):
+        return name.partition(" ")[2].encode() in (checkpoint / ".metadata").read_bytes()
+    return name == "tensor" or any(checkpoint.glob(name))
