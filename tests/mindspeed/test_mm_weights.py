@@ -185,7 +185,7 @@ def layers_together(state: Tensors) -> Tensors:
 
 def test_a_converted_model_is_stored_as_it_is() -> None:
     tree, sharded, found = converted()
-    state = torch.load(tree / "release" / "mp_rank_00" / "model_optim_rng.pt")["model"]
+    state = torch.load(tree / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=True)["model"]
     assert_bitwise(weights(gathered(sharded, 0)), layers_together(state))
     assert found["losses"][-1] < found["losses"][0]
 

@@ -79,4 +79,4 @@ def test_how_far_a_loader_has_read_is_stored(pool: Pool, tmp_path: Path, sizes: 
     saving = ["--save", str(tmp_path), "--save-interval", "4", "--dataloader-type", "external"]
     train(pool, sizes, [*LAYERS, *extra, *saving], hooks=["own_loader"])
     (file,) = (tmp_path / "loader").rglob("train_dataloader_dprank000.pt")
-    assert torch.load(file)["dataloader_state_dict"] == 16
+    assert torch.load(file, weights_only=True)["dataloader_state_dict"] == 16

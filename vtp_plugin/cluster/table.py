@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import read_toml
 
 Read = TypeVar("Read")
 
@@ -23,19 +22,17 @@ def read_file(path: Path, read: Callable[[Table], Read]) -> Read:
     Raises:
         ConfigError: it cannot be read, is no TOML, or ``read`` says so.
     """
-    # Python has it from 3.11 on; before, the package tomli is the same.
-    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        top = Table(tomllib.loads(path.read_text()), TOP)
+        top = Table(read_toml(path), TOP)
         found = read(top)
         top.done()
         return found
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
 
 
 TOP = "the file"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import json
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from vtp_plugin.ground.files import read_json
 from vtp_plugin.patching.objects import functions
 from vtp_plugin.patching.record import resolve_target
 
@@ -100,7 +100,7 @@ def _defined(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | No
 
 def read_pins(path: Path) -> Pins:
     """Read a pin file."""
-    return json.loads(path.read_text(encoding="ascii"))
+    return read_json(path)
 
 
 def changed_targets(pins: Pins, version: str, found: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, parse_json, read_text
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.stated import format_costs, parse_costs
 from vtp_plugin.schedule.order.actions import format_actions, parse_actions
@@ -190,7 +191,7 @@ def _read(path: Path) -> RankFile:
         for number, entry in entries:
             try:
                 _take(file, entry)
-            except (KeyError, TypeError, ValueError, ConfigError) as error:
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path}:{number}: {error}: this line is no part of a trace; remove it") from None
         return file
     except (OSError, UnicodeDecodeError) as error:
@@ -201,14 +202,16 @@ def _read(path: Path) -> RankFile:
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield every line with its number; the last one of a run that was killed may be cut off, and is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read_text(path, MAX_INDEX_BYTES).splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except json.JSONDecodeError as error:
             if number == len(lines) > 1 and not line.endswith("\n"):
                 return
             raise ConfigError(f"{path}:{number}:{error.colno}: {error.msg}; remove the line") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: {error}; remove the line") from None
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}:{number}: this line is no JSON object; remove it")
         yield number, entry

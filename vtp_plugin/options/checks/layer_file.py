@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.ground.files import parse_json, read_json
 from vtp_plugin.options.context import OptionContext
 
 _OPTION = "--heterogeneous-layers-config-path"
@@ -42,7 +42,7 @@ def check_layer_file(args: object, context: OptionContext) -> tuple[str, ...]:
     if context.is_uniform or path is None:
         return ()
     try:
-        whole = json.loads(text if text is not None else Path(str(path)).read_text(encoding="utf-8"))
+        whole = read_json(Path(str(path))) if text is None else parse_json(text)
         return tuple(_check_layers(whole, sorted(set(context.tp_sizes))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return (f"{_OPTION} {path}: {error!r}; the layers' sizes cannot be read there; give Megatron's JSON file",)

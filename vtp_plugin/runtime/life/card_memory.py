@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.whole import write_whole
 from vtp_plugin.ground import log
+from vtp_plugin.ground.files import read_json, read_text
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _take_error(folder: Path, name: str) -> str:
     """Read what a card has reported, once; empty if it has not."""
     path = _error_path(folder, name)
     with contextlib.suppress(OSError):
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         path.unlink()
         return text or "an error"
     return ""
@@ -103,7 +104,7 @@ def _take_error(folder: Path, name: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vtp_plugin.ground import log
+from vtp_plugin.ground.files import read_json
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 
 PROGRESS = "vtp_progress.json"
@@ -112,7 +113,7 @@ def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now
 def read_last(folder: Path) -> LastStep | None:
     """Read how far the last attempt came; None if none has begun, or the last one ended well."""
     try:
-        last = LastStep(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
+        last = LastStep(**read_json(folder / PROGRESS))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
