@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.arguments import asks_for_stages
-from vtp_plugin.patches.training.newest import own_file, require_plain_files
+from vtp_plugin.patches.training.newest import loaded, own_file, require_plain_files
 from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
@@ -37,5 +37,7 @@ def _load_args(
     session.watch_failures()
     own = own_file(session, folder, args, is_of_rank_0=True)
     require_plain_files(session, folder, args, own)
-    with plain_only(own, str(own)):
+    checkpoint = loaded(session, folder, args)
+    file = common_of(checkpoint) if own is None and checkpoint is not None else own
+    with plain_only(file, f"what all ranks share in {checkpoint}"):
         return original(args, load_arg, *rest, **kwargs)

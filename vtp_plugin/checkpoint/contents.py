@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Contents:
         with taking(folder):
             require_numbers(self.arguments)
             self.form = _form(self.index, self.common)
-        self.has_map = (folder / MAP).exists()
+        self.has_map = os.path.lexists(folder / MAP)
 
     def __repr__(self) -> str:
         return f"<checkpoint {self.folder}>"
@@ -283,7 +284,7 @@ def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
 def _common(index: Index) -> Mapping[str, Any]:
     """Read what all ranks share: an object, or before Megatron 0.19 a file of its own."""
     key = next((key for key in index.objects if key.startswith("common_state/")), None)
-    if key is None and not (index.folder / COMMON_FILE).exists():
+    if key is None and not os.path.lexists(index.folder / COMMON_FILE):
         return {}
     stored = _load(index.folder, Extent(COMMON_FILE) if key is None else index.objects[key])
     with taking(index.folder):

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.inert import ForbiddenError, Inert, load_inert
+from vtp_plugin.checkpoint.untrusted import UntrustedError
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box
 from vtp_plugin.ground.files import MAX_INDEX_BYTES, PathError, count, inside, read_bytes
@@ -42,10 +43,6 @@ _ALLOWED: Final = {
 }
 _DTYPES: Final = ("bfloat16", "bool", "complex", "float", "int", "uint")
 _DTYPE: Final = re.compile(r"bool|bfloat16|complex\d+|float\d+(_e\d+m\d+\w*)?|u?int\d+")
-
-
-class UntrustedError(ConfigError):
-    """A file of a checkpoint names what only somebody who means harm would put there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from vtp_plugin.checkpoint.forms import (
     stored_optimizers,
 )
 from vtp_plugin.checkpoint.inert import dump_inert, load_inert
+from vtp_plugin.checkpoint.values import taking
 from vtp_plugin.errors import ConfigError
 
 _OF_A_GROUP: Final = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)(?:/shard_.*)?")
@@ -107,9 +108,10 @@ def rewritten_common(contents: Contents, form: str | None) -> tuple[str, bytes]:
     key = next((key for key in objects if key.startswith("common_state/")), COMMON_FILE)
     entries = read_archive(contents.folder, objects.get(key, Extent(COMMON_FILE)))
     top = next(iter(entries)).partition("/")[0]
-    read = load_inert(entries[f"{top}/data.pkl"])
-    _rewrite(contents, read if key == COMMON_FILE else read[0], form)
-    return key, write_archive({**entries, f"{top}/data.pkl": dump_inert(read)})
+    with taking(contents.folder):
+        read = load_inert(entries[f"{top}/data.pkl"])
+        _rewrite(contents, read if key == COMMON_FILE else read[0], form)
+        return key, write_archive({**entries, f"{top}/data.pkl": dump_inert(read)})
 
 
 def _rewrite(contents: Contents, common: dict[str, Any], form: str | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from vtp_plugin.checkpoint.map_file import MAP
 from vtp_plugin.checkpoint.reshardable import is_kept, rewritten_common
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box, intersect, volume, whole_box
-from vtp_plugin.ground.files import MAX_INDEX_BYTES, read_bytes
+from vtp_plugin.ground.files import MAX_INDEX_BYTES, problem_of, read_bytes
 from vtp_plugin.offline.elements import Elements
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 
@@ -116,5 +117,8 @@ def _block_shape(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...
 
 def _identity(folder: Path) -> str:
     """Return what tells a checkpoint from others: a sum over its index, and over its map if it has one."""
-    files = [file for file in (folder / INDEX, folder / MAP) if file.exists()]
+    files = [file for file in (folder / INDEX, folder / MAP) if os.path.lexists(file)]
+    for file in files:
+        if (problem := problem_of(file)) is not None:
+            raise ConfigError(f"{file} {problem}; without it this checkpoint cannot be read; copy it again")
     return hashlib.sha256(b"".join(read_bytes(file, MAX_INDEX_BYTES) for file in files)).hexdigest()

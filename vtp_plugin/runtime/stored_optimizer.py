@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from vtp_plugin.checkpoint.check import check_map, check_wanted
 from vtp_plugin.checkpoint.cuts import Bucket, Cut, Piece, Strided
 from vtp_plugin.checkpoint.fill import Copy, Stored
 from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.untrusted import refused
 from vtp_plugin.errors import ConfigError, refuse
 
 _BUCKET = ".bucket_idx_"
@@ -169,7 +171,11 @@ class _Planner(DefaultLoadPlanner):
         self.objects: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        key = read_item.dest_index.fqn
+        try:
+            self.objects[key] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise refused(f"{key}, an object of the checkpoint,", error) from None
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         # The reader asks it for its size and copies into it, and nothing else.

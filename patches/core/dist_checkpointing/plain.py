@@ -13,8 +13,6 @@ import enum
 import functools
 import importlib
 import os
-import pickle
-import re
 import signal
 import sys
 import types
@@ -29,8 +27,11 @@ import torch
 
 from vtp_plugin.checkpoint.archive import called_names
 from vtp_plugin.checkpoint.entries import DamagedError, Extent, read_extent
-from vtp_plugin.checkpoint.files import COMMON_FILE
-from vtp_plugin.checkpoint.index import INDEX, UntrustedError, read_index
+from vtp_plugin.checkpoint.files import COMMON_FILE, TORCH_DIST, format_of
+from vtp_plugin.checkpoint.index import INDEX, read_index
+from vtp_plugin.checkpoint.untrusted import is_unknown, names_more
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import problem_of
 from vtp_plugin.ground.undo import Item, UndoStack
 from vtp_plugin.session import Session
 
@@ -53,51 +54,31 @@ _HARMLESS: Final[dict[str, Any]] = {
 }
 # Numbers; what holds objects is left out.
 _DTYPES: Final = tuple({type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"] + numpy.typecodes["Float"]})
+_COMMON: Final = "common_state/"
 _PACKAGES: Final = ("megatron", "mindspeed", "mindspeed_llm", "mindspeed_mm", "vtp_plugin")
 
 
 @contextlib.contextmanager
-def plain_only(file: Path | BytesIO | None = None, said: str = "") -> Iterator[None]:
+def plain_only(file: Path | BytesIO | None, said: str) -> Iterator[None]:
     """Let ``torch.load`` make plain values only, whatever it is asked for.
 
     Args:
-        file: the archive that is read, which may hold more classes of Megatron's and MindSpeed's; None for any.
+        file: the archive that is read; None if there is none, and nothing is changed.
         said: what errors call it.
 
     Raises:
         UntrustedError: it names what may run.
     """
-    if _is_off():
+    if file is None or _is_off():
         yield
         return
-    found = [] if file is None else _classes_of(file, said)
+    found = _classes_of(file, said)
     # What torch knows already stays known afterwards.
     known = torch.serialization.get_safe_globals()
     allowed = (*((each, name) for name, each in _HARMLESS.items()), *_DTYPES, *found)
     added = [each for each in allowed if each not in known]
     with torch.serialization.safe_globals(added), UndoStack().during(Item(os.environ, _FORCE), "1"):
         yield
-
-
-def refused(said: str, error: pickle.UnpicklingError) -> UntrustedError:
-    """Say in a line what torch has refused to make."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return _names(said, found.group(1)) if found else _unknown(said, error)
-
-
-def _names(said: str, name: str) -> UntrustedError:
-    return UntrustedError(
-        f"{said} names {name}, which torch does not take for harmless; it may run anything, so nothing is read; take a "
-        "checkpoint whose origin you know, or allow what you trust with torch.serialization.add_safe_globals"
-    )
-
-
-def _unknown(said: str, error: Exception) -> UntrustedError:
-    told = ascii(str(error))[1:100]
-    return UntrustedError(
-        f"{said} is not what torch.save writes ({told}), so nobody can tell what it names; nothing is read; copy it "
-        "again, or take a checkpoint whose origin you know"
-    )
 
 
 def require_plain(file: Path | BytesIO, said: str) -> None:
@@ -113,25 +94,35 @@ def require_plain(file: Path | BytesIO, said: str) -> None:
 def require_plain_checkpoint(session: Session, checkpoint: Path) -> None:
     """Refuse a distributed checkpoint of which what every rank reads names what may run.
 
-    Objects of single ranks are looked at by the rank that reads them (H34a).
+    Objects of single ranks are looked at by the rank that reads them (H34a), where Megatron reads them.
 
     Raises:
         UntrustedError: it is so.
         ConfigError: its index is damaged.
     """
-    if _is_off():
-        return
     if (common := checkpoint / COMMON_FILE).exists():
         require_plain(common, str(common))
     if (checkpoint / INDEX).exists():
-        session.loading.require_plain_index(checkpoint / INDEX, functools.partial(_require_plain_common, checkpoint))
+        session.loading.require_plain_index(checkpoint / INDEX, functools.partial(_require_plain_objects, checkpoint))
 
 
-def _require_plain_common(checkpoint: Path) -> None:
-    """Look at the object that all ranks share, if that is no file."""
+def _require_plain_objects(checkpoint: Path) -> None:
+    # What torch reads itself, in other formats, nobody else looks at.
+    prefix = _COMMON if format_of(checkpoint) == TORCH_DIST else ""
     for key, extent in read_index(checkpoint).objects.items():
-        if key.startswith("common_state/"):
+        if key.startswith(prefix):
             require_plain(BytesIO(read_extent(checkpoint, extent)), f"{key} in {checkpoint / extent.file}")
+
+
+def common_of(checkpoint: Path) -> Path | BytesIO | None:
+    """Return what all ranks share of a distributed checkpoint: a file, or an object; None if there is none."""
+    if (common := checkpoint / COMMON_FILE).exists():
+        return common
+    if not (checkpoint / INDEX).exists():
+        return None
+    objects = read_index(checkpoint).objects
+    extent = next((extent for key, extent in objects.items() if key.startswith(_COMMON)), None)
+    return None if extent is None else BytesIO(read_extent(checkpoint, extent))
 
 
 def _is_off() -> bool:
@@ -140,12 +131,14 @@ def _is_off() -> bool:
 
 def _classes_of(file: Path | BytesIO, said: str) -> list[Any]:
     """Give what torch must be allowed to make, to read an archive."""
+    if isinstance(file, Path) and file.exists() and (problem := problem_of(file)) is not None:
+        raise ConfigError(f"{said} {problem}; it must be a file as torch.save writes it; copy it again")
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file if isinstance(file, BytesIO) else str(file))
     except (OSError, RuntimeError):  # torch's reader cannot open it, and says so again
         return []
     except Exception as error:
-        raise _unknown(said, error) from None
+        raise is_unknown(said, error) from None
     finally:
         if isinstance(file, BytesIO):
             file.seek(0)
@@ -153,7 +146,7 @@ def _classes_of(file: Path | BytesIO, said: str) -> list[Any]:
     for name in sorted(names):
         each = _HARMLESS.get(name) or _class(name, file)
         if each is None:
-            raise _names(said, name)
+            raise names_more(said, name)
         found.append((each, name))
     return [each for each in found if each[1] not in _HARMLESS]
 

@@ -17,7 +17,7 @@ from vtp_plugin.checkpoint.cuts import Bucket
 from vtp_plugin.checkpoint.files import naming_broken_files
 from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, FORM, TYPE
 from vtp_plugin.checkpoint.map_file import MAP, dump_map
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces
@@ -68,10 +68,11 @@ def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: 
     unneeded={"<0.19": "there it is a file, which H34b carries"},
     aliases=("megatron.core.dist_checkpointing:load_common_state_dict",),
 )
-def _load_shared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _load_shared(original: Callable[..., Any], checkpoint_dir: Any) -> Any:
     """Run `load_common_state_dict` for plain values."""
-    with plain_only():
-        return original(*args, **kwargs)
+    common = None if "://" in str(checkpoint_dir) else common_of(Path(checkpoint_dir))
+    with plain_only(common, f"what all ranks share in {checkpoint_dir}"):
+        return original(checkpoint_dir)
 
 
 def _is_by_bucket(state: Any, content: Mapping[str, Any]) -> bool:

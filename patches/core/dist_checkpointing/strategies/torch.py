@@ -10,7 +10,8 @@ from typing import Any
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.checking import PieceChecks
 from vtp_plugin.checkpoint.manifest import load_manifest
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only, refused
+from vtp_plugin.checkpoint.untrusted import refused
+from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import replaces, subclasses
 
