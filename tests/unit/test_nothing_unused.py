@@ -26,7 +26,6 @@ CALLED_BY_OTHERS = {
     "filter": "of a logging handler",
     "find_class": "of an unpickler",
     "get_gtp_ranks": "of Megatron's rank generator",
-    "load_bytes": "of a load planner of torch's",
     "persistent_id": "of a pickler",
     "persistent_load": "of an unpickler",
     "readable": "of a file",
