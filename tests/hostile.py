@@ -29,6 +29,13 @@ class Hostile:
         return os.mkdir, (str(self._marker),)
 
 
+def is_there(checkpoint: Path, name: str) -> bool:
+    """Tell whether a checkpoint has what :func:`spoil` takes by that name."""
+    if name.startswith("object "):
+        return name.partition(" ")[2].encode() in (checkpoint / ".metadata").read_bytes()
+    return name == "tensor" or any(checkpoint.glob(name))
+
+
 def spoil(checkpoint: Path, name: str, marker: Path) -> None:
     """Put something hostile into a file of a checkpoint, so that its hashes are right.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import NAME, spoil
+from tests.hostile import NAME, is_there, spoil
 from tests.lines import error_line
 from tests.multiproc.script_cases import arguments, launch, num_ranks, train
 from tests.pool import Pool
@@ -60,6 +60,7 @@ def _case(name: str, sizes: str, *extra: str, wrote: str = "1,2", full: bool = T
         _case(".metadata", "1,2", "--finetune"),
         _case(".metadata", "1,2", "--use-checkpoint-args"),
         _case(".metadata", "1,1", wrote="1,1"),
+        _case(".metadata", "1,2", "--pretrained-checkpoint"),
         _case("common.pt", "2,1"),
         _case("common.pt", "1,2", "--finetune"),
         _case("object common_state", "2,1"),
@@ -74,19 +75,13 @@ def test_a_run_refuses_and_runs_nothing(
     """At ea29e9d the marker is there; a tensor is the exception, which torch reads safely by itself."""
     formats = [word for word in extra if word in (*LEGACY, *DISTRIBUTED)]
     folder = Path(shutil.copytree(written(wrote, *formats), tmp_path / "copy"))
-    if not _is_there(folder / LATEST, name):
+    if not is_there(folder / LATEST, name):
         pytest.skip("this Megatron writes no such file")
     spoil(folder / LATEST, name, tmp_path / "marker")
-    loading = [*extra, "--load", str(folder)]
+    loading = [*extra, *([] if "--pretrained-checkpoint" in extra else ["--load"]), str(folder)]
     runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=loading)})
     assert not (tmp_path / "marker").exists()
     assert all(run.exit_code not in (0, None) for run in runs)
     for line in (error_line(run.output) for run in runs):
         assert line and f"names {NAME}" in line and "whose origin you know" in line, line
     assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
-
-
-def _is_there(checkpoint: Path, name: str) -> bool:
-    if name.startswith("object "):
-        return name.partition(" ")[2].encode() in (checkpoint / ".metadata").read_bytes()
-    return name == "tensor" or any(checkpoint.glob(name))
