@@ -118,7 +118,8 @@ def test_no_way_of_naming_runs(copy: Path, tmp_path: Path, text: bytes) -> None:
 def test_what_is_no_file(run: Run, made: Path, copy: Path, name: str, trap: str) -> None:
     (copy / name).unlink()
     TRAPS[trap](copy / name)
-    (name != MANIFEST) and (copy / MANIFEST).unlink()
+    if name != MANIFEST:
+        (copy / MANIFEST).unlink()
     # A large shard is a long one only.
     words = () if (name, trap) in (("__0_0.distcp", "large"), ("__0_0.distcp", "device")) else (str(copy / name),)
     assert_lines(run, copy, *words, other=made if trap == "FIFO" else None)
@@ -340,7 +341,8 @@ def test_any_bytes_in_the_place_of_any_others(
         at = data.draw(st.integers(0, len(whole) - 1))
         whole[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     (copy / name).write_bytes(whole)
-    (name != MANIFEST) and (copy / MANIFEST).unlink()
+    if name != MANIFEST:
+        (copy / MANIFEST).unlink()
     assert all(isinstance(line, str) for line in _problems(copy))
     shutil.rmtree(copy)
 
@@ -350,6 +352,7 @@ def _problems(folder: Path) -> Iterator[str]:
     try:
         yield from Verification(folder).problems(lambda _: None)
         contents = Contents(folder)
-        contents.weights(), contents.states(), contents.steps()
+        for read in (contents.weights, contents.states, contents.steps):
+            read()
     except ConfigError as error:
         yield str(error)

@@ -41,7 +41,7 @@ def load(file: Path | io.BytesIO) -> Any:
 
 
 def test_what_a_run_stores_is_loaded(tmp_path: Path) -> None:
-    state = {
+    state: dict[str, Any] = {
         "args": argparse.Namespace(kind=Kind.A, path=Path("a"), value=numpy.float64(3), more=types.SimpleNamespace()),
         "rng_state": [{"np_rng_state": numpy.random.get_state(), "random_rng_state": (3, (1, 2), None)}],
         "model": {"w": torch.arange(3.0)},

@@ -41,7 +41,7 @@ class DamagedError(Exception):
 class _Slice(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: io.BufferedReader, extent: Extent) -> None:
+    def __init__(self, file: io.BufferedReader[io.FileIO], extent: Extent) -> None:
         self._file, self._start, self._at = file, extent.offset, 0
         size = os.fstat(file.fileno()).st_size
         self._length = size - extent.offset if extent.length is None else extent.length

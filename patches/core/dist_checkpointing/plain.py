@@ -76,7 +76,7 @@ def plain_only(file: Path | BytesIO | None, said: str) -> Iterator[None]:
     # What torch knows already stays known afterwards.
     known = torch.serialization.get_safe_globals()
     allowed = (*((each, name) for name, each in _HARMLESS.items()), *_DTYPES, *found)
-    added = [each for each in allowed if each not in known]
+    added: list[Any] = [each for each in allowed if each not in known]
     with torch.serialization.safe_globals(added), UndoStack().during(Item(os.environ, _FORCE), "1"):
         yield
 
