@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.posts import require_word
+
 
 class Topic(Enum):
     """What the plugin posts to the store, with a sentence on its content."""
@@ -80,8 +82,12 @@ def connect_again(store: dist.Store) -> dist.Store:
 
     Args:
         store: reaches all ranks.
+
+    Raises:
+        PeerError: somebody has posted what is no such name.
     """
-    name = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}").decode()
+    found = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}")
+    name = require_word(found, Topic.WATCH.key, "name", rf"{Topic.WATCH.key} [0-9a-f-]{{36}}")
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     untyped: Any = store  # torch's types leave out some attributes
