@@ -72,7 +72,8 @@ class Local:
 
 
 def settle(decide: Any, disclosure: Disclosure = ONE_SITE, cards: Any = None) -> list[Any]:
-    store, found = dist.HashStore(), [None, None]
+    found: list[Any] = [None, None]
+    store = dist.HashStore()
     own = cards or [card("a", 0), card("a", 1)]
 
     def rank(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What every room may stand on: the log, files of others, undoable assignments, boxes, values and flags of options,
+"""What every room may stand on: the log, texts and files of others, undoable assignments, boxes, values and flags of options,
 MindSpeed's adaptor.
 
 Words:

@@ -134,10 +134,7 @@ def take_seat(
         judge=judge,
     )
     if rank == 0:
-        begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
-        _say(logging.INFO, f"[{begin}] this attempt has {world_size} ranks, of which {len(seats)} work")
-        for line in judge.lines:
-            _say(logging.INFO, line)
+        _say_beginning(judge, world_size, len(seats))
     # Runs last of all: what is registered first is called last.
     atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
     if seat.rank is not None:
@@ -148,6 +145,13 @@ def take_seat(
         hand_on(format_value(outcome.chosen.sizes), last, environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat
+
+
+def _say_beginning(judge: Judge, num_ranks: int, num_working: int) -> None:
+    begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
+    _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
+    for line in judge.lines:
+        _say(logging.INFO, line)
 
 
 def _await_cards(error: ShortageError, limit_s: float) -> None:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch.distributed as dist
 
@@ -144,7 +144,7 @@ def settle_seats(
             # This process may own the store's server: it leaves last, or the others never learn why.
             poll(lambda: part.add("read", 0) >= world_size - 1, _FAREWELL_S)
             raise
-        part.set("seats", json.dumps({field.name: found[field.name] for field in fields(kind)}))
+        part.set("seats", json.dumps({name: found[name] for name in get_type_hints(kind)}))
     else:
         lines = WaitingLines(timeout_s, lambda: "rank 0, which fits the list to the cards")
         if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):

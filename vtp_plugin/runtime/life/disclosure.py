@@ -111,7 +111,7 @@ class Disclosure:
         """Give the name of a machine; between sites a mark that is the same each time.
 
         >>> Disclosure().name("edge-host-7"), Disclosure(is_one_site=True).name("edge-host-7")
-        ('host-9ff1ee48', 'edge-host-7')
+        ('host-845c3b7a', 'edge-host-7')
         """
         return host if self.is_full else f"host-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 

@@ -53,8 +53,10 @@ class Topic(Enum):
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     CARDS = (
         "cards",
-        "Where a list is fitted to the cards: of every rank the name of its machine and its site, the kind of its "
-        "card, whether it works and versions; the ranks and flags of the fitted run; how many of its ranks have ended.",
+        "Where a list is fitted to the cards: of every rank the name of its machine (between sites a digest, or what "
+        "--vtp-node says) and its site, the kind of its card, whether it works and versions; who gets which rank, the "
+        "list, from which each rank works out its own flags, and how far the attempt before came; an error (between "
+        "sites as for the checks); how many ranks have ended.",
     )
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
