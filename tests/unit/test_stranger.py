@@ -36,6 +36,7 @@ from vtp_plugin.runtime.life.startup import Agreement
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
 from vtp_plugin.runtime.life.together import Together
 from vtp_plugin.runtime.step.measure import Report, read_shared, share_reports
+from vtp_plugin.session.judge import Judge
 from vtp_plugin.session.outcome import Outcome
 from vtp_plugin.session.ranks import AllRanks
 
@@ -51,7 +52,7 @@ GARBAGE: list[Any] = [
     b'{"a": 1e999}',
     b'"' + b"x" * (9 << 20) + b'"',
 ]
-BETWEEN = {0: Disclosure(site="edge", has_judge=True), 1: Disclosure(site="cloud")}
+BETWEEN = {0: Disclosure(site="edge"), 1: Disclosure(site="cloud")}
 ONE_SITE = dict.fromkeys(range(2), Disclosure(is_one_site=True))
 
 
@@ -229,7 +230,7 @@ def test_a_verdict_that_nobody_gave_is_one_line(post: Any) -> None:
         (Disclosure(site="cloud"), OSError("disk"), False),
         (Disclosure(site="cloud"), ConfigError("--x 1; wrong; leave it out"), True),
         (Disclosure(site="cloud", is_opted_in=True), None, False),
-        (Disclosure(site="edge", has_judge=True), None, True),
+        (Disclosure(names_one_site=True), None, True),
         (Disclosure(is_one_site=True), None, True),
     ],
 )
@@ -253,11 +254,22 @@ def test_the_other_site_does_not_say_that_no_restart_cures(
     assert len(str(caught.value)) < 2200 and (own is None or str(own) in str(caught.value))
 
 
-def test_a_real_verdict_is_final_on_its_own_site_alone() -> None:
-    for disclosures, are_final in ((ONE_SITE, [True, True]), (BETWEEN, [True, False])):
-        store = dist.HashStore()
-        found = settle({0: store, 1: store}, {0: lambda: {"a": 1}, 1: lambda: {"a": 2}}, disclosures)
-        assert [error.is_final for error in found] == are_final
+def fails(error: Exception) -> Mapping[str, object]:
+    raise error
+
+
+def test_between_sites_only_an_error_of_its_own_is_final() -> None:
+    """Rank 0 judges by what both sites post: neither by a statement nor by an error does one stop the other."""
+    mistake = ConfigError("--x 1; wrong; leave it out")
+    for prepare, are_final in (
+        ({0: lambda: {"a": 1}, 1: lambda: {"a": 2}}, [False, False]),
+        ({0: dict, 1: lambda: fails(mistake)}, [False, True]),
+        ({0: lambda: fails(mistake), 1: dict}, [True, False]),
+    ):
+        for disclosures in (BETWEEN, ONE_SITE):
+            store = dist.HashStore()
+            found = settle({0: store, 1: store}, prepare, disclosures)
+            assert [error.is_final for error in found] == (are_final if disclosures is BETWEEN else [True, True])
 
 
 def test_modules_of_several_sites_keep_their_texts() -> None:
@@ -307,6 +319,16 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, disc
     assert found[0] is raised and (SECRET in posted) is not is_hidden and (SECRET in str(found[1])) is not is_hidden
     assert "erring" in posted and type(raised).__name__ in (str(found[1]) if is_hidden else type(raised).__name__)
     assert not (is_hidden and getattr(found[1], "is_final", False))
+
+
+@pytest.mark.parametrize("is_one_site", [True, False])
+def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool) -> None:
+    ask = lambda: Ask(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
+    disclosure = Disclosure(is_one_site=is_one_site, site="edge")
+    judge = Judge(make_ask=ask, make_words=lambda chosen, ask: (), disclosure=disclosure)
+    with pytest.raises(ConfigError, match="versions differ between nodes") as caught:
+        judge.decide([card(0), Card(**{**asdict(card(1)), "node": "b", "versions": "2"})])
+    assert caught.value.is_final is is_one_site
 
 
 SEATS: dict[str, Any] = {"seats": {"1": 0}, "chosen": {"sizes": [1], "layers": [2], "num_replicas": 1}}

@@ -115,8 +115,13 @@ class Judge:
 
     def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:
         ask = self.make_ask()
-        nodes, numbers = group_by_node(cards)
-        fitted, rivals = fit(nodes, ask)
+        try:
+            nodes, numbers = group_by_node(cards)
+            fitted, rivals = fit(nodes, ask)
+        except VtpError as error:
+            # Cards are what others say: the other site does not stop this one for good.
+            error.is_final = error.is_final and self.disclosure.trusts_judge
+            raise
         layout = ask.layout(fitted.sizes, fitted.num_replicas)
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]

@@ -30,7 +30,7 @@ def meet(session: Session, prepare: Callable[[], None]) -> None:
         PeerError: a rank did not come within the timeout.
     """
     is_unsure = may_name_sites(sys.argv)
-    _note_judge(session, is_one_site=not is_unsure and not session.config.has_several_sites)
+    _note_sites(session, is_one_site=not is_unsure and not session.config.has_several_sites)
 
     def state() -> dict[str, object]:
         prepare()
@@ -55,9 +55,9 @@ def _settle_disclosure(session: Session) -> None:
     session.ranks.disclose(Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
 
 
-def _note_judge(session: Session, *, is_one_site: bool) -> None:
-    """Note whether rank 0 is at this rank's site, before it is known that all ranks were asked for the same."""
-    session.ranks.disclose(replace(session.ranks.disclosure, has_judge=is_one_site))
+def _note_sites(session: Session, *, is_one_site: bool) -> None:
+    """Note how many sites there are for this rank, before it is known that all ranks were asked for the same."""
+    session.ranks.disclose(replace(session.ranks.disclosure, names_one_site=is_one_site))
 
 
 def agree_on_request(
@@ -86,10 +86,10 @@ def agree_on_request(
 
     def prepare() -> dict[str, object]:
         read()
-        _note_judge(session, is_one_site=not session.config.has_several_sites)
+        _note_sites(session, is_one_site=not session.config.has_several_sites)
         return state_request(session.config)
 
-    _note_judge(session, is_one_site=not may_name_sites(sys.argv) and not session.config.has_several_sites)
+    _note_sites(session, is_one_site=not may_name_sites(sys.argv) and not session.config.has_several_sites)
     session.ranks.join(store, rank, world_size)
     session.ranks.agree("start", prepare, timeout_s=timeout_s)
     _settle_disclosure(session)
@@ -117,5 +117,5 @@ def watch_for_modules(session: Session) -> None:
 def learn_site(session: Session, rank: int) -> None:
     """Note the site of this rank, for what it tells the others; once the layout is known."""
     if session.is_planned and session.config.sites:
-        site, site_of_judge = (session.config.sites[session.planned.layout.stage_of(one)] for one in (rank, 0))
-        session.ranks.disclose(replace(session.ranks.disclosure, site=site, has_judge=site == site_of_judge))
+        site = session.config.sites[session.planned.layout.stage_of(rank)]
+        session.ranks.disclose(replace(session.ranks.disclosure, site=site))

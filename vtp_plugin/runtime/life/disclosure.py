@@ -64,7 +64,7 @@ class Disclosure:
         is_one_site: all ranks have the same options, and these name at most one site; False until that is known.
         is_opted_in: the user lets full texts and values cross between sites.
         site: of this rank, once known.
-        has_judge: rank 0, which judges, is at this rank's site, as this rank's own flags say.
+        names_one_site: as ``is_one_site``, as this rank's own flags say, before they were compared.
 
     >>> between = Disclosure(site="edge")
     >>> between.describe(ValueError("sample 4711"))
@@ -76,7 +76,7 @@ class Disclosure:
     is_one_site: bool = False
     is_opted_in: bool = False
     site: str | None = None
-    has_judge: bool = False
+    names_one_site: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -85,8 +85,8 @@ class Disclosure:
 
     @property
     def trusts_judge(self) -> bool:
-        """Whether this rank takes the word of rank 0 for what its site keeps on its disks."""
-        return self.is_one_site or self.has_judge
+        """Whether this rank takes the word of rank 0 that no restart cures an error: a site keeps that on its disks."""
+        return self.is_one_site or self.names_one_site
 
     def describe(self, error: BaseException) -> str:
         """Give an exception as one line that may be posted."""

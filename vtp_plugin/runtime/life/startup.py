@@ -164,8 +164,11 @@ class _Check:
         raise kind(text, shared=verdict.text, is_final=self._is_final(verdict, error)) from error
 
     def _is_final(self, verdict: Verdict, error: BaseException | None) -> bool:
-        """Tell whether no restart is of use: a site keeps that in a file, so only the site itself decides it."""
-        if self.agreement.rank == self.judge or self.disclosure.trusts_judge:
+        """Tell whether no restart is of use. Between sites only this rank's own error says so: the other site may lie.
+
+        What rank 0 finds rests on the posts of both.
+        """
+        if self.disclosure.trusts_judge:
             return verdict.is_final
         return error is not None and is_final(error)
 
