@@ -326,9 +326,13 @@ def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool
     ask = lambda: Ask(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
     disclosure = Disclosure(is_one_site=is_one_site, site="edge")
     judge = Judge(make_ask=ask, make_words=lambda chosen, ask: (), disclosure=disclosure)
-    with pytest.raises(ConfigError, match="versions differ between nodes") as caught:
-        judge.decide([card(0), Card(**{**asdict(card(1)), "node": "b", "versions": "2"})])
-    assert caught.value.is_final is is_one_site
+    for said, text in (
+        ({"versions": "2"}, "versions differ between nodes"),
+        ({"kind": "cuda"}, "kinds of cards are mixed"),
+    ):
+        with pytest.raises(ConfigError, match=text) as caught:
+            judge.decide([card(0), Card(**{**asdict(card(1)), "node": "b", **said})])
+        assert caught.value.is_final is is_one_site
 
 
 SEATS: dict[str, Any] = {"seats": {"1": 0}, "chosen": {"sizes": [1], "layers": [2], "num_replicas": 1}}

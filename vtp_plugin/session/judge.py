@@ -13,7 +13,7 @@ from typing import Any
 
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node
+from vtp_plugin.fit.cards import Node, in_order
 from vtp_plugin.fit.choose import fit
 from vtp_plugin.fit.chosen import Chosen
 from vtp_plugin.fit.reasons import describe
@@ -117,11 +117,12 @@ class Judge:
         ask = self.make_ask()
         try:
             nodes, numbers = group_by_node(cards)
-            fitted, rivals = fit(nodes, ask)
+            in_order(nodes, ask.sites)
         except VtpError as error:
-            # Cards are what others say: the other site does not stop this one for good.
+            # What others say of themselves is wrong: by that the other site does not stop this one for good.
             error.is_final = error.is_final and self.disclosure.trusts_judge
             raise
+        fitted, rivals = fit(nodes, ask)
         layout = ask.layout(fitted.sizes, fitted.num_replicas)
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
