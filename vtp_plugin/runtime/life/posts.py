@@ -7,8 +7,10 @@ Anything else is an error of one line that names the key.
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -30,6 +32,23 @@ class PostError(PeerError):
             "that; install one version everywhere, and let nobody else reach MASTER_PORT (docs/edge-cloud.md)"
         )
         super().__init__(text, shared=text)
+
+
+def write_post(value: Any) -> str:
+    """Write JSON that the readers below take: an option may be infinite, a number in JSON may not.
+
+    >>> write_post({"share": float("inf"), "sizes": (1, 2)})
+    '{"share": "inf", "sizes": [1, 2]}'
+    """
+    return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in cast("list[Any]", value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_post(kind: type[_Kind], data: str | bytes, topic: str, key: str) -> _Kind:

@@ -27,7 +27,7 @@ from vtp_plugin.runtime.life.disclosure import (
     is_same_value,
     show_stated,
 )
-from vtp_plugin.runtime.life.posts import PostError, read_post, read_text
+from vtp_plugin.runtime.life.posts import PostError, read_post, read_text, write_post
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 from vtp_plugin.runtime.life.verdict import Post, Verdict
 from vtp_plugin.runtime.life.waiting import (
@@ -143,7 +143,7 @@ class _Check:
         begin_s = time.monotonic()
         try:
             with time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"):
-                verdict = self._exchange(json.dumps(asdict(own)), begin_s)
+                verdict = self._exchange(write_post(asdict(own)), begin_s)
         except dist.DistError as broken:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
             whom = f"for rank {self.judge} or the launcher, which keeps the store, at {self.name}"
