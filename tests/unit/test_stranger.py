@@ -526,3 +526,20 @@ def test_every_read_of_the_store_is_in_a_module_that_checks() -> None:
             if number and path.name not in ("folder_lock.py", "card_memory.py", "progress.py", "profile.py"):
                 found[str(path.relative_to(ROOT))] = number
     assert {name: number for name, number in found.items() if number > allowed.get(name, 0)} == {}
+
+
+@pytest.mark.parametrize("is_one_site", [True, False])
+def test_what_is_wrong_with_a_checkpoint_stays_at_its_site(is_one_site: bool) -> None:
+    """Ranks tell each other which checkpoint they pass over, and the reason names a folder."""
+    from vtp_plugin.patches.training.newest import _agreed
+
+    posted: list[Any] = []
+
+    def share(own: Any, combine: Callable[[Any], str]) -> str:
+        posted.append(own)
+        return f"{combine([own])}\x1b[2J"
+
+    disclosure = Disclosure(is_one_site=is_one_site, site="edge")
+    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=object(), share_reports=share, disclosure=disclosure))
+    text = _agreed(session, f"/home/{SECRET}/iter_0000004 is damaged")
+    assert (SECRET in str(posted)) is is_one_site is (SECRET in text) and text.endswith("\\x1b[2J")
