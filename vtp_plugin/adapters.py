@@ -17,6 +17,7 @@ import torch
 
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.plain import one_line
 from vtp_plugin.layout.show import format_ranks
 from vtp_plugin.runtime.step.measure import Report
 
@@ -70,6 +71,7 @@ def targets_of_chunks(
         return _describe(missing, stages) if missing else ""
 
     if text := session.ranks.share_reports(own, refusal):
+        text = one_line(text)
         raise ConfigError(text, shared=text)
     return ["".join(names) for names in held] if isinstance(targets, str) else held
 

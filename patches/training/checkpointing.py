@@ -42,6 +42,7 @@ from vtp_plugin.patches.training.newest import (
 )
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
+from vtp_plugin.runtime.life.posts import read_word
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.stored_optimizer import Request
 from vtp_plugin.session import Session
@@ -75,16 +76,17 @@ def require_common_folder(session: Session, args: Any) -> None:
         return
     folder, topic = Path(args.save), part_of(store, Topic.FOLDER)
 
+    own = folder / f".vtp-{uuid.uuid4().hex}"
+
     def put() -> dict[str, object]:
         if args.rank == 0:
             make_folder(folder)
-            name = f".vtp-{uuid.uuid4().hex}"
-            (folder / name).touch()
-            topic.set("name", name)
+            own.touch()
+            topic.set("name", own.name)
         return {}
 
     def look() -> dict[str, object]:
-        if not (folder / topic.get("name").decode()).exists():
+        if not (folder / read_word(topic, "name", Topic.FOLDER.key, r"\.vtp-[0-9a-f]{32}")).exists():
             raise ConfigError(
                 f"--save {args.save} is not the folder of rank 0 (other machine or path), and --ckpt-format "
                 f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share, or "
@@ -97,7 +99,7 @@ def require_common_folder(session: Session, args: Any) -> None:
         session.ranks.agree("check of --save", look)
     finally:
         if args.rank == 0:
-            (folder / topic.get("name").decode()).unlink(missing_ok=True)
+            own.unlink(missing_ok=True)  # never what the store names: others can write there
 
 
 @replaces(

@@ -7,15 +7,19 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.undo import Name, UndoStack
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patching import Writes, Written, replaces
+from vtp_plugin.runtime.life.posts import PostError, read_post
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.session import Session
 
 _MODULE = "megatron.training.global_vars"
 _VOCABULARY = "vocabulary of the edge"
+_MOST_WORDS = 1 << 32
 
 
 _WHY = "it compares this rank with the world's last one, a cloud rank here, which has no loss"
@@ -91,6 +95,19 @@ def _on_edge(
     # Partial: the cloud has nothing to compare.
     session.ranks.agree("the edge's tokenizer", prepare, is_partial=True)
     if not is_edge:
-        args.vocab_size, args.padded_vocab_size = json.loads(part_of(store, Topic.VOCABULARY).get("sizes"))
+        args.vocab_size, args.padded_vocab_size = _read_sizes(store)
         writes[_TOKENIZER].put(tokenizer)
     return tokenizer
+
+
+def _read_sizes(store: dist.Store) -> tuple[int, int]:
+    """Read the two sizes of the edge's vocabulary.
+
+    Raises:
+        PeerError: they are no such sizes.
+    """
+    topic = Topic.VOCABULARY
+    size, padded_size = read_post(tuple[int, int], part_of(store, topic), "sizes", topic.key)
+    if not 1 <= size <= padded_size <= _MOST_WORDS:
+        raise PostError(topic.key, "sizes", f"says {size} words, padded to {padded_size}, which is no vocabulary")
+    return size, padded_size

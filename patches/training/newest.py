@@ -21,6 +21,7 @@ from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, pr
 from vtp_plugin.checkpoint.newest import candidates, problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.ground import log
+from vtp_plugin.ground.plain import one_line
 from vtp_plugin.patches.core.dist_checkpointing.plain import require_plain, require_plain_checkpoint
 from vtp_plugin.session import Session
 
@@ -162,7 +163,8 @@ def _agreed(session: Session, problem: str | None) -> str:
     if session.ranks.store is None:
         return problem or ""
     first: Callable[[Sequence[dict[str, Any]]], str] = lambda found: next((key for each in found for key in each), "")  # noqa: E731
-    return session.ranks.share_reports({} if problem is None else {problem: {}}, first)
+    own = {} if problem is None else {session.ranks.disclosure.describe(ConfigError(problem)): {}}
+    return one_line(session.ranks.share_reports(own, first))
 
 
 def _load_it(session: Session, folder: Path, name: str, passed: Sequence[str], args: Any) -> None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.lines import error_line
 from tests.pace import pace
 from tests.pool import ENVIRONMENT, HOST, free_port
+from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 _ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": PYTHON_PATH}
@@ -128,6 +129,12 @@ class Run:
             self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
             self._port = self._store.port
         self.ranks: dict[int, Rank] = {}
+
+    def stranger(self) -> PrefixStore:
+        """Return what somebody finds at the port of the store that rank 0 keeps, where the monitors post."""
+        store = TCPStore(HOST, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        own = connect_again(PrefixStore("vtp/0", store))  # reads the random name
+        return PrefixStore("1", part_of(own, Topic.WATCH))
 
     def start(self, rank: int, *arguments: str, script: str = VICTIM, env: dict[str, str] | None = None) -> Rank:
         """Start one rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 import subprocess
@@ -312,3 +313,21 @@ def test_the_line_follows_the_waits_to_the_rank_that_hangs(rank_server: Server, 
     stands = rf"all_reduce( of ranks 1, 2,)? inside {compute}"
     for line in lines:
         assert re.search(rf"{stands}.*rank 2 computes {compute}", line), lines
+
+
+@pytest.mark.parametrize("post", ["escapes", "nothing"])
+def test_a_stranger_at_the_store_writes_one_plain_line(rank_server: Server, tmp_path: Path, post: str) -> None:
+    """He can end a run of a store that anyone reaches, but not write into its terminals or hold up its ranks."""
+    text = f"\x1b]0;owned\x07\x1b[2J\nforged {'y' * 5000}"
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(whole, "--moment=forward", "--victim=1")
+        whole.reached(1)
+        whole.stranger().set("board", json.dumps({"failure": text}) if post == "escapes" else "[" * 9999)
+        lines = assert_ends(whole, range(WORLD))
+        said = (
+            r"\\x1b\]0;owned\\x07\\x1b\[2J forged y+ \.\.\. \(cut\); "
+            if post == "escapes"
+            else "the post monitor/board in"
+        )
+        assert all(re.search(said, line) and len(line) < 2500 for line in lines), lines
+        assert not any("\x1b" in whole.ranks[rank].text() for rank in range(WORLD))

@@ -99,7 +99,8 @@ def test_every_rank_derives_its_own_shape_from_the_header(pool: Pool, strategy: 
 def test_a_tensor_that_does_not_fit_is_refused_before_it_is_received(pool: Pool) -> None:
     """Gloo would end the receiving process, or take the bytes for another type, without a word."""
     sent = [((5, 2, 3), "float32"), ((5, 2, 4), "float32"), ((5, 2, 3), "bfloat16"), ((0, 2, 3), "float32")]
-    sender, receiver = pool.run(2, f"{JOB}:wrong_headers", {"sent": [*sent, ((5, 3), "float32")], "width": 3})
+    given = {"sent": [*sent, ((5, 3), "float32")], "width": 3, "most_tokens": 10}
+    sender, receiver = pool.run(2, f"{JOB}:wrong_headers", given)
     assert sender[:4] == [""] * 4 and "has the shape (5, 3), not [S, B, H]" in sender[4]
     assert receiver[0] == receiver[4] == ""
     for text, shown in zip(
@@ -107,6 +108,23 @@ def test_a_tensor_that_does_not_fit_is_refused_before_it_is_received(pool: Pool)
     ):
         assert f"rank 0 would send torch.{shown}, expected is torch.float32 [S, B, 3]" in text
         assert "microbatch 0" in text and "give all stages one pipeline_dtype" in text
+
+
+def test_a_tensor_that_is_too_large_is_refused_before_it_is_received(pool: Pool) -> None:
+    """Four numbers of the other site say how much memory this rank gives."""
+    sent = [((5, 2, 3), "float32"), ((11, 1, 3), "float32"), ((1 << 40, 1 << 10, 3), "float32")]
+    assert pool.run(2, f"{JOB}:wrong_headers", {"sent": sent[1:2], "width": 3, "most_tokens": 11}) == [[""], [""]]
+    _, receiver = pool.run(2, f"{JOB}:wrong_headers", {"sent": sent, "width": 3, "most_tokens": 10})
+    place = "microbatch 0: rank 0 would send torch.float32"
+    assert receiver[0] == ""
+    assert receiver[1].endswith(
+        f"{place} [11, 1, 3], 33 elements; 30 at most: the lengths and the micro batch size of this rank's arguments; "
+        "raise --max-position-embeddings"
+    )
+    assert f"{place} [{1 << 40}, {1 << 10}, 3], {3 << 50} elements; " in receiver[2]
+    assert receiver[2].endswith(
+        " at most: what 1 of this rank's devices hold; look for a rank that sends another tensor"
+    )
 
 
 @pytest.mark.parametrize(

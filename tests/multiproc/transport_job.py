@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -167,8 +169,8 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     ]
 
 
-def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
-    """Announce tensors to a rank that expects float32 of a width; return what either side says about each."""
+def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int, most_tokens: int) -> list[str]:
+    """Announce tensors to a rank that expects some of float32 and a width; return what either side says of each."""
     init_gloo()
     spec, rank = Move(src=(1, 1), dst=(1, 1)).spec(), dist.get_rank()
     (channel,) = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
@@ -177,7 +179,7 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
     for shape, dtype in sent:
         try:
             # Of a tensor that is refused only the header is sent: the next receive would meet the tensor.
-            is_fit = (shape[-1], dtype) == (width, "float32") and min(shape) > 0
+            is_fit = (shape[-1], dtype) == (width, "float32") and 0 < min(shape) <= math.prod(shape[:-1]) <= most_tokens
             form = TensorFormat(dtype=getattr(torch, dtype), has_variable_shapes=True)
             if rank == 0 and is_fit:
                 ChannelLink(channel, form).send(torch.zeros(shape)).wait()
@@ -186,7 +188,9 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int) -> list[str]:
             elif len(shape) == 3:
                 fresh = channel.crossed_by(channel.spec.strategy)
                 wanted = TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)
-                ChannelLink(fresh, wanted).post().take()
+                # Of a shape beyond all memory the arguments need not say anything.
+                bounded = dataclasses.replace(wanted, most_tokens=most_tokens if max(shape) < 1 << 20 else None)
+                ChannelLink(fresh, bounded).post().take()
             said.append("")
         except ConfigError as error:
             said.append(str(error))

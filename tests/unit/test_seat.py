@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from vtp_plugin.fit.words import layer_words, without
 from vtp_plugin.runtime.life import cards as cards_module
 from vtp_plugin.runtime.life.board import Board
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
+from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
 from vtp_plugin.session.judge import Judge, group_by_node
 from vtp_plugin.session.seat import take_seat
+
+ONE_SITE = Disclosure(is_one_site=True)
 
 
 def card(node: str, local_rank: int, **changes: str) -> Card:
@@ -60,13 +64,23 @@ def test_ranks_that_contradict_each_other_are_refused(cards: list[Card], text: s
         group_by_node(cards)
 
 
-def settle(decide: Any) -> list[Any]:
-    store, found = dist.HashStore(), [None, None]
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """What is decided in these tests."""
+
+    local: tuple[int, ...]
+
+
+def settle(decide: Any, disclosure: Disclosure = ONE_SITE, cards: Any = None) -> list[Any]:
+    found: list[Any] = [None, None]
+    store = dist.HashStore()
+    own = cards or [card("a", 0), card("a", 1)]
 
     def rank(number: int) -> None:
+        place: Any = {"rank": number, "world_size": 2, "timeout_s": 20.0, "disclosure": disclosure}
         try:
-            found[number] = settle_seats(store, card("a", number), decide, rank=number, world_size=2, timeout_s=20.0)
-        except ConfigError as error:
+            found[number] = settle_seats(store, own[number], decide, Local, **place)
+        except Exception as error:
             found[number] = error
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
@@ -78,7 +92,8 @@ def settle(decide: Any) -> list[Any]:
 
 
 def test_one_rank_decides_for_all() -> None:
-    assert settle(lambda cards: {"local": [one.local_rank for one in cards]}) == [{"local": [0, 1]}] * 2
+    decide = lambda cards: {"local": [one.local_rank for one in cards], "lines": ["for rank 0 alone"]}  # noqa: E731
+    assert settle(decide) == [Local(local=(0, 1))] * 2
 
 
 def test_all_ranks_end_with_one_line() -> None:
@@ -102,7 +117,8 @@ def test_all_ranks_end_with_one_line() -> None:
 def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards_module, "_FAREWELL_S", 0.1)
     with pytest.raises(PeerError, match=text):
-        settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, rank=rank, world_size=2, timeout_s=0.5)
+        place: Any = {"rank": rank, "world_size": 2, "timeout_s": 0.5, "disclosure": ONE_SITE}
+        settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, Local, **place)
 
 
 def not_asked(*_: Any) -> Any:

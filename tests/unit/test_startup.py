@@ -109,6 +109,13 @@ def test_equal_statements(server: Server, world_size: int) -> None:
     assert time.monotonic() - begin_s < 3.0 * pace()
 
 
+def test_an_infinite_option_is_a_statement(server: Server) -> None:
+    share = float("inf")
+    assert check(server, {0: says(share=share), 1: says(share=share)}, world_size=2) == ["agreed"] * 2
+    errors = check(server, {0: says(share=share), 1: says(share=0.5)}, world_size=2)
+    assert "ranks disagree: share is inf on rank 0 and 0.5 on rank 1" in str(errors[0])
+
+
 def test_the_same_name_again(server: Server) -> None:
     """A verdict of an earlier round on the same store must not count."""
     assert check(server, dict.fromkeys(range(3), says(x=1)), world_size=3) == ["agreed"] * 3

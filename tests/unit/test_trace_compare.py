@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vtp_plugin.cli import main
+from vtp_plugin.ground.typed import read_typed
 from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
@@ -32,7 +33,7 @@ from vtp_plugin.trace.files import (
     trace_path,
 )
 from vtp_plugin.trace.planned import crossings_of, measured_costs, plan_shares
-from vtp_plugin.trace.stages import format_stages, parse_stages, stage_times
+from vtp_plugin.trace.stages import StageTimes, format_stages, stage_times
 
 U = u_placement(3)
 U_COSTS = u_costs(3, latency=30.0, cloud=20.0, edge=10.0)
@@ -313,7 +314,7 @@ def test_stages_are_summed_up_and_a_slow_rank_is_named() -> None:
         share(2, (Cause.WAIT, 0.0, 4.0), (Cause.FORWARD, 5.0, 7.0), (Cause.BACKWARD, 7.0, 9.0)),
     ]
     found = stage_times(shares, {0: 0, 1: 1, 2: 1})
-    assert parse_stages(format_stages(found)) == found
+    assert read_typed(tuple[StageTimes, ...], format_stages(found)) == found
     first, second = found
     assert first.mean_ms == {"compute": 3000.0, "exposed communication": 1000.0, "bubble": 0.0} == first.slowest_ms
     assert second.mean_ms == {"compute": 3000.0, "exposed communication": 750.0, "bubble": 3500.0}

@@ -6,6 +6,7 @@ integers and back, for a pipeline; :class:`BridgeHeaderCodec` does so for a brid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -25,6 +26,19 @@ TYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How large a tensor may be that a header announces: the other side says it, and this rank gives the memory.
+
+    Attributes:
+        most: Elements of the whole tensor.
+        why: What allows no more, and what to do, for error messages.
+    """
+
+    most: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What a rank knows of a tensor before its header has come.
 
@@ -33,12 +47,31 @@ class Expected:
         width: Its last dimension; None if that is not known.
         position: Boundary, direction and number, for error messages.
         sources: Who sends it, for error messages.
+        bounds: Of its size.
     """
 
     dtype: str
     width: int | None
     position: str
     sources: str
+    bounds: tuple[Bound, ...] = ()
+
+    def require_bounded(self, sent: object, num_elements: int) -> None:
+        """Go on only with a tensor that is not too large.
+
+        Args:
+            sent: What would be sent, for the error message.
+            num_elements: Of it.
+
+        Raises:
+            ConfigError: It is.
+        """
+        for bound in self.bounds:
+            if num_elements > bound.most:
+                raise ConfigError(
+                    f"{self.position}: {self.sources} would send {sent}, {num_elements} elements; {bound.most} at "
+                    f"most: {bound.why}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +126,7 @@ class HeaderCodec:
                 f"{expected.position}: {expected.sources} would send {sent} {shape}, expected is {expected.dtype} [S, "
                 f"B, {width or 'H'}]; give all stages one pipeline_dtype and hidden size"
             )
+        expected.require_bounded(f"{sent} {shape}", math.prod(shape))
         return tuple(shape)
 
     def _facts(self, whole: Whole, position: str) -> Whole:
@@ -159,6 +193,12 @@ class BridgeHeaderCodec(HeaderCodec):
             widths[number * self.units_a_share : (number + 1) * self.units_a_share] = share.widths
         # Of shares that this rank gets in part, the units of others do not matter.
         kept = [width if unit in self.own_units else 0 for unit, width in enumerate(widths)]
+        if min(kept) < 0:
+            raise ConfigError(
+                f"{expected.position}: {expected.sources} would send units of the lengths {kept}; none is below 0; "
+                "start the ranks of both modules with one version"
+            )
+        expected.require_bounded(f"{dtype} {[rows, depth, *kept]}", rows * depth * sum(kept))
         return (rows, depth, *kept)
 
     @staticmethod

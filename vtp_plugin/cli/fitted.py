@@ -17,13 +17,14 @@ from vtp_plugin.cli.parser import Parser
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.chosen import Chosen
 from vtp_plugin.fit.read import read_ask
-from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.words import fitted_words, without
 from vtp_plugin.ground import log
 from vtp_plugin.hosts import capability, find_host
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.runtime.life.cards import Card, try_card
+from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.leftovers import end_leftovers
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.session.judge import Judge
@@ -75,8 +76,8 @@ def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
         assert config.stages is not None
         return read_ask(args, config, config.stages, is_alike=not _has_layouts())
 
-    def make_words(fitted: Fitted, ask: Ask) -> tuple[str, ...]:
-        return fitted_words(fitted, ask, num_predicting=args.mtp_num_layers or 0)
+    def make_words(chosen: Chosen, ask: Ask) -> tuple[str, ...]:
+        return fitted_words(chosen, ask, num_predicting=args.mtp_num_layers or 0)
 
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
     return Judge(
@@ -87,18 +88,27 @@ def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
         on_loss=args.vtp_on_loss or "",
         environment=os.environ,
         timeout_s=config.timeout_s,
+        disclosure=_disclosure(args, config),
     )
+
+
+def _disclosure(args: argparse.Namespace, config: VtpConfig) -> Disclosure:
+    """Say what the others may learn, by this rank's own flags: nobody has compared them yet."""
+    is_one_site = not config.has_several_sites and not args.vtp_site
+    return Disclosure(is_one_site=is_one_site, is_opted_in=config.share_errors, site=args.vtp_site)
 
 
 def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
     local = os.environ.get("LOCAL_RANK", "")
     if not local.isdigit():
         raise ConfigError("--vtp-size-list auto needs the launcher's LOCAL_RANK, which is not set; use torchrun")
-    node = args.vtp_node or socket.gethostname()
+    host = socket.gethostname()
+    node = args.vtp_node or host
     limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
     kind, why = try_card(config.device, node, int(local), limit_s)
     return Card(
-        node=node,
+        # A name that the user gives is for all; a host's own name stays at its site.
+        node=args.vtp_node or _disclosure(args, config).name(host),
         local_rank=int(local),
         site=args.vtp_site or "",
         kind=kind,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, TextIO, cast
 
 import vtp_plugin
 from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
+from vtp_plugin.ground.plain import plain
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
@@ -45,13 +48,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         try:
-            _obey(words)
+            with contextlib.redirect_stdout(cast(Any, _PlainOutput(sys.stdout))):
+                _obey(words)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
         # Who read has gone, as `head` does. What is left in the buffer must not be written when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+
+
+class _PlainOutput:
+    """Standard output without characters that a terminal obeys: tools print names and texts out of files of others."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(plain(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _obey(words: list[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import vtp_plugin
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.plain import plain
 
 _MAX_COLUMNS = 120
 
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Leave with one line and exit code 2."""
-    print(f"vtp_plugin: error: {message}", file=sys.stderr)
+    print(f"vtp_plugin: error: {plain(message)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -17,6 +17,7 @@ from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cluster.read import read_cluster
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.fit.words import fitted_words
+from vtp_plugin.ground.plain import plain
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.search.fastest import Found, fastest
 from vtp_plugin.search.judge import Choice
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     check_ending(options.output, {".svg": "picture"})
     asked = read_question(options, read_cluster(options.cluster))
     for text in asked.silent:
-        print(f"vtp_plugin: {text}", file=sys.stderr)
+        print(f"vtp_plugin: {plain(text)}", file=sys.stderr)
     found = _search(asked, options)
     if not found.best:
         raise LayoutError(_why_nothing(asked, found))

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.search import Fitted
+from vtp_plugin.fit.chosen import HasList
 from vtp_plugin.ground.values import format_value
 
 _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
 
-def fitted_words(fitted: Fitted, ask: Ask, *, num_predicting: int = 0) -> tuple[str, ...]:
+def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0) -> tuple[str, ...]:
     """Write a fitted list as the flags that a user would give for it.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
@@ -25,6 +25,7 @@ def fitted_words(fitted: Fitted, ask: Ask, *, num_predicting: int = 0) -> tuple[
 
     >>> from types import SimpleNamespace
     >>> from vtp_plugin.fit.cards import Node
+    >>> from vtp_plugin.fit.search import Fitted
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
     >>> ask = Ask(args=args, least_stages=1, most_stages=2)
     >>> nodes = (Node(name="a", num_cards=3),)

@@ -17,6 +17,8 @@ import textwrap
 import threading
 from collections.abc import Callable
 
+from vtp_plugin.ground.plain import plain
+
 WIDTH = 160
 """Most columns of a line of the log; errors and longer words may be wider."""
 
@@ -25,24 +27,24 @@ _NAME = "vtp_plugin"
 
 def debug(text: str) -> None:
     """Log a detail; with ``--vtp-log-level DEBUG`` every rank shows its details."""
-    logging.getLogger(_NAME).debug(text)
+    logging.getLogger(_NAME).debug(plain(text))
 
 
 def info(text: str) -> None:
     """Log what concerns the whole run; only reporting ranks show it, see :func:`set_reporter`."""
-    logging.getLogger(_NAME).info(text)
+    logging.getLogger(_NAME).info(plain(text))
 
 
 def warning(text: str) -> None:
     """Log what a user should look at; every rank that calls shows it."""
-    logging.getLogger(_NAME).warning(text)
+    logging.getLogger(_NAME).warning(plain(text))
 
 
 def error(text: str) -> None:
     """Log why this rank ends, as one line and one write; shown even if the log was never set up."""
     logger = logging.getLogger(_NAME)
     if logger.handlers:
-        logger.error(text)
+        logger.error(plain(text))
     else:
         _write(format_record(logging.ERROR, text, rank=launched_rank()))
 
@@ -93,11 +95,14 @@ def launched_rank() -> int | None:
 def format_record(level: int, text: str, *, rank: int | None) -> str:
     r"""Return the lines of a record, each with the rank and cut to the width; an error is one line.
 
+    Characters that a terminal would obey are written out: names of files and texts of other ranks may hold any.
+
     >>> format_record(logging.INFO, "two\nlines", rank=3)
     '[vtp rank 3] two\n[vtp rank 3] lines\n'
-    >>> format_record(logging.ERROR, "why\nand where", rank=None)
-    '[vtp] error: why and where\n'
+    >>> format_record(logging.ERROR, "why\nand where\x1b[2J", rank=None)
+    '[vtp] error: why and where\\x1b[2J\n'
     """
+    text = plain(text)
     prefix = "[vtp] " if rank is None else f"[vtp rank {rank}] "
     if level >= logging.ERROR:
         return f"{prefix}error: {' '.join(text.split())}\n"

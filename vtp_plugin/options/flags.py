@@ -22,8 +22,8 @@ VTP_FLAGS: tuple[Flag, ...] = (
         name="--vtp-node",
         group=FlagGroup.WHERE,
         metavar="NAME",
-        help="with --vtp-stages: name of this machine, which stages follow; default: its host name. Agents of one "
-        "machine that shall count as several give each its own",
+        help="with --vtp-stages: name of this machine, which stages follow; default: its host name, between "
+        "sites a digest of it. Agents of one machine that shall count as several give each its own",
     ),
     Flag(
         name="--vtp-forgive",

@@ -56,6 +56,10 @@ class Platform:
         """Return what the card is called, for people."""
         return str(self.module().get_device_name())
 
+    def memory_bytes(self) -> int:
+        """Return how much memory the device has."""
+        return int(self.module().mem_get_info()[1])
+
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return the ``pg_options`` for the process group of a point-to-point channel, or None for the defaults.
 

@@ -7,6 +7,7 @@ is: the caller chooses the backend.
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import AbstractContextManager
 
@@ -46,6 +47,10 @@ class CpuPlatform(Platform):
     def device(self) -> torch.device:
         """Return the CPU."""
         return torch.device("cpu")
+
+    def memory_bytes(self) -> int:
+        """Return how much memory the host has."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def card_name(self) -> str:
         """Return what the host's processor is called."""

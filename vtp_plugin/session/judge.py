@@ -13,15 +13,16 @@ from typing import Any
 
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node
+from vtp_plugin.fit.cards import Node, in_order
 from vtp_plugin.fit.choose import fit
+from vtp_plugin.fit.chosen import Chosen
 from vtp_plugin.fit.reasons import describe
-from vtp_plugin.fit.search import Fitted
 from vtp_plugin.fit.seats import seat_cards
 from vtp_plugin.ground import log
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.runtime.life.card_memory import leave_out, name_card
 from vtp_plugin.runtime.life.cards import Card
+from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.progress import LastStep, read_last, write_last
 
@@ -34,31 +35,35 @@ class Judge:
     """Decides on the launcher's rank 0 who does what.
 
     Attributes:
-        make_ask: reads what is wanted.
-        make_words: gives the flags of a fitted list.
+        make_ask: reads what is wanted, on every rank from its own flags.
+        make_words: gives the flags of a fitted list, likewise.
         folder: of checkpoints; None where nothing is kept.
         forgives: forget which cards failed.
         on_loss: command that is told of a loss; empty for none.
         environment: of this process, with the launcher's variables.
         timeout_s: how long ranks wait for each other.
+        disclosure: says what the other ranks may learn from this one.
+        lines: say why; known once :meth:`decide` was called.
         lock: on the folder, once it is taken; it is held as long as this object is.
     """
 
     make_ask: Callable[[], Ask]
-    make_words: Callable[[Fitted, Ask], Sequence[str]]
+    make_words: Callable[[Chosen, Ask], Sequence[str]]
     folder: Path | None = None
     forgives: bool = False
     on_loss: str = ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = 600.0
+    disclosure: Disclosure = Disclosure(is_one_site=True)
+    lines: Sequence[str] = ()
     lock: FolderLock | None = None
 
     def decide(self, cards: Sequence[Card]) -> Mapping[str, Any]:
         """Fit the list to the cards of all ranks.
 
         Returns:
-            JSON values: the seats by rank, the flags, lines that say why, the list, and the last step of the attempt
-            before.
+            JSON values: the seats by rank, the list, lines that say why, the sizes, and the last step of the
+            attempt before.
 
         Raises:
             ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
@@ -72,6 +77,7 @@ class Judge:
         except VtpError as error:
             self._alert(str(error))
             raise
+        self.lines = outcome["lines"]
         if last is not None:
             self._alert(f"{last}; {outcome['lines'][0]}")
             outcome["lines"].append(str(last))
@@ -79,6 +85,20 @@ class Judge:
             begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
             write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
         return outcome
+
+    def words(self, chosen: Chosen, num_ranks: int) -> tuple[str, ...]:
+        """Write the flags of a list that was chosen for all; each rank does so, and from its own flags.
+
+        Args:
+            chosen: the list.
+            num_ranks: that have a seat.
+
+        Raises:
+            ConfigError: this rank's flags do not go with it.
+        """
+        ask = self.make_ask()
+        chosen.require(ask, num_ranks)
+        return tuple(self.make_words(chosen, ask))
 
     def close(self) -> None:
         """Let another run have the folder."""
@@ -95,15 +115,21 @@ class Judge:
 
     def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:
         ask = self.make_ask()
-        nodes, numbers = group_by_node(cards)
+        try:
+            nodes, numbers = group_by_node(cards)
+            in_order(nodes, ask.sites)
+        except VtpError as error:
+            # What others say of themselves is wrong: by that the other site does not stop this one for good.
+            error.is_final = error.is_final and self.disclosure.trusts_judge
+            raise
         fitted, rivals = fit(nodes, ask)
         layout = ask.layout(fitted.sizes, fitted.num_replicas)
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
         return {
             "seats": seat_cards(fitted, layout, numbers),
-            "why": {number: card.why for number, card in enumerate(cards) if card.why},
-            "words": list(self.make_words(fitted, ask)),
+            "why": {number: self.disclosure.reason(card.why) for number, card in enumerate(cards) if card.why},
+            "chosen": asdict(Chosen.of(fitted)),
             "lines": [*describe(fitted, ask, rivals), *bad],
             "sizes": format_value(fitted.sizes),
             "last": None if last is None else asdict(last),

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -18,10 +19,11 @@ from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.life.posts import require_word
 from vtp_plugin.runtime.life.rendezvous import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.life.startup import Agreement
 from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
-from vtp_plugin.runtime.step.measure import Posted, share_reports
+from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
 """Runs a function on some ranks, and returns only if it states the same on all of them."""
@@ -157,12 +159,13 @@ class AllRanks:
             world_size=dist.get_world_size(),
             timeout_s=self._timeout_s,
             members=tuple(members),
+            disclosure=lambda: self.disclosure if self._agreement is not None else Disclosure(is_one_site=True),
             way_out=_WAY_OUT_OF_MODULES,
         )
         return functools.partial(among.settle, name, is_partial=True)
 
-    def share_reports(self, own: Posted, combine: Callable[[Sequence[Posted]], str]) -> str:
-        """Make one text of all ranks' reports, on rank 0, and return it on all."""
+    def share_reports(self, own: Posted, combine: Callable[[Sequence[Posted]], str], *, kind: Any = Report) -> str:
+        """Make one text of all ranks' reports, on rank 0, and return it on all, see ``measure.share_reports``."""
         agreement = self._joined()
         return share_reports(
             agreement.store,
@@ -171,6 +174,7 @@ class AllRanks:
             rank=agreement.rank,
             world_size=agreement.world_size,
             timeout_s=self._timeout_s(),
+            kind=kind,
         )
 
     def computing(self, name_compute: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
@@ -187,7 +191,7 @@ class AllRanks:
     def name_run(self) -> str:
         """Return a random name of this run, the same on all ranks."""
         part = part_of(self._joined().store, Topic.CLOCKS)
-        return part.compare_set("run", "", uuid.uuid4().hex).decode()
+        return require_word(part.compare_set("run", "", uuid.uuid4().hex), Topic.CLOCKS.key, "run", "[0-9a-f]{32}")
 
     def _joined(self) -> Agreement:
         if self._agreement is None:

@@ -30,6 +30,7 @@ def meet(session: Session, prepare: Callable[[], None]) -> None:
         PeerError: a rank did not come within the timeout.
     """
     is_unsure = may_name_sites(sys.argv)
+    _note_sites(session, is_one_site=not is_unsure and not session.config.has_several_sites)
 
     def state() -> dict[str, object]:
         prepare()
@@ -52,6 +53,11 @@ def may_name_sites(words: Sequence[str]) -> bool:
 def _settle_disclosure(session: Session) -> None:
     config = session.config
     session.ranks.disclose(Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
+
+
+def _note_sites(session: Session, *, is_one_site: bool) -> None:
+    """Note how many sites there are for this rank, before it is known that all ranks were asked for the same."""
+    session.ranks.disclose(replace(session.ranks.disclosure, names_one_site=is_one_site))
 
 
 def agree_on_request(
@@ -80,8 +86,10 @@ def agree_on_request(
 
     def prepare() -> dict[str, object]:
         read()
+        _note_sites(session, is_one_site=not session.config.has_several_sites)
         return state_request(session.config)
 
+    _note_sites(session, is_one_site=not may_name_sites(sys.argv) and not session.config.has_several_sites)
     session.ranks.join(store, rank, world_size)
     session.ranks.agree("start", prepare, timeout_s=timeout_s)
     _settle_disclosure(session)

@@ -7,10 +7,11 @@ import datetime
 import logging
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.ground import log
+from vtp_plugin.ground.values import format_value
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.runtime.life.cards import Card, settle_seats
 from vtp_plugin.runtime.life.launchers import SHARE_VARIABLE
@@ -20,6 +21,7 @@ from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, KEEPER_VARIABLE
 from vtp_plugin.runtime.life.server import is_agent_store, serves_store
 from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
+from vtp_plugin.session.outcome import Outcome
 
 _LINGER_S = 60.0
 _FAREWELL_S = 5.0
@@ -90,7 +92,7 @@ def take_seat(
     Raises:
         ShortageError: too few cards were there all the time.
         ConfigError: nothing fits, the ranks contradict each other, or no launcher started this process.
-        PeerError: a rank did not come.
+        PeerError: a rank did not come, or somebody has posted what no rank posts.
     """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if not environment.get(name, "").isdigit():
@@ -111,38 +113,45 @@ def take_seat(
             store,
             own,
             judge.decide,
+            Outcome,
             rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,
+            disclosure=judge.disclosure,
         )
     except ShortageError as error:
         _await_cards(error, timeout_s)
         raise
-    seats = {int(number): seat for number, seat in outcome["seats"].items()}
-    why = outcome["why"].get(str(rank), "")
+    outcome.require_seats(world_size)
+    seats, why = outcome.seats, own.why or outcome.why.get(rank, "")
     onlooker = Onlooker(store, num_ranks=len(seats), timeout_s=timeout_s)
     seat = Seat(
         rank=seats.get(rank),
         world_size=len(seats),
-        words=tuple(outcome["words"]),
+        words=judge.words(outcome.chosen, len(seats)),
         why=f"its card is {why}" if why else "the list that fits does without its card",
         onlooker=onlooker,
         judge=judge,
     )
     if rank == 0:
-        begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
-        _say(logging.INFO, f"[{begin}] this attempt has {world_size} ranks, of which {len(seats)} work")
-        for line in outcome["lines"]:
-            _say(logging.INFO, line)
+        _say_beginning(judge, world_size, len(seats))
     # Runs last of all: what is registered first is called last.
     atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
     if seat.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
         environment[CARD_VARIABLE] = name_card(own)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
-        hand_on(outcome["sizes"], outcome["last"], environment)
+        last = None if outcome.last is None else asdict(outcome.last)
+        hand_on(format_value(outcome.chosen.sizes), last, environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat
+
+
+def _say_beginning(judge: Judge, num_ranks: int, num_working: int) -> None:
+    begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
+    _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
+    for line in judge.lines:
+        _say(logging.INFO, line)
 
 
 def _await_cards(error: ShortageError, limit_s: float) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.runtime.life.line_file import LineFile
-from vtp_plugin.runtime.step.timing import Timing
+from vtp_plugin.runtime.step.timing import Line, Timing
 from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.runtime.wire.audit import Audit
 from vtp_plugin.runtime.wire.recorder import Recorder
@@ -78,7 +79,7 @@ class Start:
             self.tracing = Tracing(file, owner, recorder, steps=steps, compare_clocks=compare_clocks)
             self.ending.callback(self.tracing.close)
         if config.timing and self.timing is None:
-            share = ranks.share_reports
+            share = functools.partial(ranks.share_reports, kind=Line)
             self.timing = Timing(owner, recorder, share_lines=share, compare_clocks=compare_clocks)
             self.ending.callback(self.timing.close)
 

@@ -99,10 +99,5 @@ def _slow(compute_ms: Mapping[int, float]) -> Iterator[tuple[int, float]]:
 
 
 def format_stages(stages: Sequence[StageTimes]) -> str:
-    """Write the sums as one text, for :func:`parse_stages`."""
+    """Write the sums as one text, JSON of a tuple of :class:`StageTimes`."""
     return json.dumps([asdict(one) for one in stages])
-
-
-def parse_stages(text: str) -> tuple[StageTimes, ...]:
-    """Read what :func:`format_stages` writes."""
-    return tuple(StageTimes(**entry) for entry in json.loads(text))

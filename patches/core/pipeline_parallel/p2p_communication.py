@@ -15,6 +15,9 @@ from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.session.notices import warn_of_options
 
+# Than the arguments say, such as with pictures in a text.
+_TIMES_LONGER = 16
+
 
 def tensor_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:
     """Read from Megatron's configuration how tensors cross in a pipeline; the first time its ranks compare it.
@@ -83,8 +86,24 @@ def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorForm
         dst_sharded=config.sequence_parallel,
         has_variable_shapes=has_variable_shapes,
         width=config.hidden_size,
+        most_tokens=_most_tokens() if session.has_arguments else None,
         is_batched=config.batch_p2p_comm,
     )
+
+
+def _most_tokens() -> int | None:
+    """Say how many tokens a microbatch may have; None where the arguments do not say it."""
+    from megatron.training import get_args
+
+    args = get_args()
+    length, size = (
+        max(getattr(args, name, None) or 0 for name in names)
+        for names in (
+            ("seq_length", "decoder_seq_length", "max_position_embeddings"),
+            ("micro_batch_size", "eval_micro_batch_size"),
+        )
+    )
+    return _TIMES_LONGER * length * size or None
 
 
 def exchange(

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
+from vtp_plugin.runtime.life.posts import PostError, read_post, read_text
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.life.waiting import JUDGE_SHARE, UNKNOWN_PEER, WAITED, WaitingLines, poll, some_ranks
 
 _LOOK_S = 0.05
+_MOST_RANKS = 1 << 20
 # The store's server is one thread: all ranks together look at most this often.
 _MAX_LOOKS_PER_S = 4000
 
@@ -39,7 +41,7 @@ def agree_on_attempt(store: dist.Store, *, rank: int, world_size: int, timeout_s
         A number, as text, which no earlier attempt in this store had.
 
     Raises:
-        PeerError: a rank did not come.
+        PeerError: a rank did not come, or somebody has posted what is no attempt.
     """
     if world_size == 1:
         return str(part_of(store, Topic.ATTEMPTS).add("count", 1))
@@ -107,14 +109,19 @@ class _Table:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
             text = f"{waited} for {whom} at start: no answer; {UNKNOWN_PEER}"
             raise PeerError(text, shared=text)
-        outcome = self.part.get(f"{found} is").decode()
+        outcome = read_text(self.part, f"{found} is")
         if outcome != "whole":
             raise PeerError(outcome, shared=outcome)
         return found
 
     def _newest(self) -> tuple[int, int]:
         """Return the number of the newest attempt, and of its ranks; 0 if there is none."""
-        return tuple(json.loads(self.part.get("newest"))) if self.part.check(["newest"]) else (0, 0)
+        if not self.part.check(["newest"]):
+            return 0, 0
+        number, size = read_post(tuple[int, int], self.part, "newest", Topic.ATTEMPTS.key)
+        if number < 1 or not 1 < size <= _MOST_RANKS:
+            raise PostError(Topic.ATTEMPTS.key, "newest", f"is attempt {number} of {size} ranks, which is none")
+        return number, size
 
     def _take(self, seat: str, name: str) -> bool:
         return self.part.compare_set(seat, "", name) == name.encode()

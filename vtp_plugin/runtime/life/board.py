@@ -11,6 +11,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
+from vtp_plugin.ground.plain import one_line
+from vtp_plugin.runtime.life.posts import PostError, parse_post
+from vtp_plugin.runtime.life.store import Topic
+
 _KEY = "board"
 
 
@@ -47,14 +51,13 @@ class Notices:
     def of(cls, text: str) -> Notices:
         """Read the board; it is empty at first.
 
+        Raises:
+            PeerError: no rank has written this.
+
         >>> Notices.of(Notices(num_calls=2, leaver=Leaver(rank=1, num_passes=3, is_inside=False)).text).leaver.rank
         1
         """
-        if not text:
-            return cls()
-        fields = json.loads(text)
-        leaver = fields.pop("leaver")
-        return cls(leaver=None if leaver is None else Leaver(**leaver), **fields)
+        return parse_post(cls, text, Topic.WATCH.key, _KEY) if text else cls()
 
     @property
     def text(self) -> str:
@@ -74,9 +77,13 @@ class Board:
         self._text = ""
 
     def read(self) -> Notices:
-        """Return what stands there. The store has no read that neither waits nor fails where nothing was written."""
-        self._text = self._store.compare_set(_KEY, "", "").decode()
-        return Notices.of(self._text)
+        """Return what stands there; what no rank has written is a failure, with which the run ends."""
+        # The store has no read that neither waits nor fails where nothing was written.
+        self._text = _decoded(self._store.compare_set(_KEY, "", ""))
+        try:
+            return Notices.of(self._text)
+        except PostError as error:
+            return Notices(failure=str(error))
 
     def call_roll(self) -> int:
         """Call the roll and return the number of a call that was not there before."""
@@ -90,18 +97,27 @@ class Board:
 
     def post(self, failure: str) -> str:
         """Post a failure, and return the first that was posted."""
-        return self._change(lambda now: replace(now, failure=now.failure or failure)).failure or failure
+        own = one_line(failure)
+        first = self._change(lambda now: replace(now, failure=now.failure or own)).failure
+        return failure if first in (None, own) else first
 
     def _change(self, change: Callable[[Notices], Notices]) -> Notices:
         """Change what stands there, however it changes meanwhile, and return it."""
         text = self._text
         while True:
-            now = Notices.of(text)
+            try:
+                now = Notices.of(text)
+            except PostError as error:
+                return Notices(failure=str(error))
             wanted = change(now)
             if wanted == now:
                 return now
-            found = self._store.compare_set(_KEY, text, wanted.text).decode()
+            found = _decoded(self._store.compare_set(_KEY, text, wanted.text))
             if found == wanted.text:
                 self._text = found
                 return wanted
             text = found
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
+from vtp_plugin.runtime.life.posts import read_post
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 
 # Most round trips are as long as the shortest; a few are held up. On each, rank 0 answers once.
@@ -43,7 +44,7 @@ def estimate_offset(store: dist.Store, *, rank: int, world_size: int, timeout_s:
         timeout_s: how long to wait for another rank.
 
     Raises:
-        PeerError: no answer came within the timeout.
+        PeerError: no answer came within the timeout, or it is no time.
     """
     exchange = open_round(part_of(store, Topic.CLOCKS), rank)
     posts, limit = exchange.posts, timedelta(seconds=timeout_s)
@@ -72,6 +73,6 @@ def _ask(posts: dist.Store, rank: int, number: int, limit: timedelta) -> ClockOf
     posts.wait([f"{rank} hears {number}"], limit)
     # The answer is there now; reading it takes one more round trip, which is to count for nothing.
     heard_s = time.perf_counter()
-    other_s = float(posts.get(f"{rank} hears {number}"))
+    other_s = read_post(float, posts, f"{rank} hears {number}", Topic.CLOCKS.key)
     middle_s = (asked_s + heard_s) / 2
     return ClockOffset(at_s=middle_s, offset_s=other_s - middle_s, error_s=(heard_s - asked_s) / 2)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vtp_plugin.errors import VtpError
+from vtp_plugin.ground.plain import one_line
 
 SHARED_NAMES = frozenset(
     {
@@ -63,6 +64,7 @@ class Disclosure:
         is_one_site: all ranks have the same options, and these name at most one site; False until that is known.
         is_opted_in: the user lets full texts and values cross between sites.
         site: of this rank, once known.
+        names_one_site: as ``is_one_site``, as this rank's own flags say, before they were compared.
 
     >>> between = Disclosure(site="edge")
     >>> between.describe(ValueError("sample 4711"))
@@ -74,11 +76,17 @@ class Disclosure:
     is_one_site: bool = False
     is_opted_in: bool = False
     site: str | None = None
+    names_one_site: bool = False
 
     @property
     def is_full(self) -> bool:
         """Whether whole texts and all values may be posted."""
         return self.is_one_site or self.is_opted_in
+
+    @property
+    def trusts_judge(self) -> bool:
+        """Whether this rank takes the word of rank 0 that no restart cures an error: a site keeps that on its disks."""
+        return self.is_one_site or self.names_one_site
 
     def describe(self, error: BaseException) -> str:
         """Give an exception as one line that may be posted."""
@@ -89,6 +97,23 @@ class Disclosure:
             return first_line(shared)
         where = "on that rank" if self.site is None else f"at site {self.site}"
         return f"{type(error).__name__} {where}, whose text stays there ({_OPT_IN} on that site shows it here)"
+
+    def reason(self, why: str) -> str:
+        """Give why a card is bad; between sites its kind alone, which stands before a colon.
+
+        >>> Disclosure(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
+        'erring (why stays at its site; --vtp-share-errors there shows it here)'
+        """
+        kind, colon, _ = why.partition(":")
+        return why if self.is_full or not colon else f"{kind} (why stays at its site; {_OPT_IN} there shows it here)"
+
+    def name(self, host: str) -> str:
+        """Give the name of a machine; between sites a mark that is the same each time.
+
+        >>> Disclosure().name("edge-host-7"), Disclosure(is_one_site=True).name("edge-host-7")
+        ('host-845c3b7a', 'edge-host-7')
+        """
+        return host if self.is_full else f"host-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 
     def state(self, statement: Mapping[str, object]) -> dict[str, object]:
         """Give values to compare in the form in which they may be posted.
@@ -120,8 +145,8 @@ def show_stated(stated: object) -> str:
     ('1,2', '3', 'a value that is shown there only')
     """
     if isinstance(stated, dict) and "digest" in stated:
-        return str(stated["value"]) if "value" in stated else HIDDEN
-    return str(stated)
+        return one_line(str(stated["value"])) if "value" in stated else HIDDEN
+    return one_line(str(stated))
 
 
 def is_same_value(one: object, other: object) -> bool:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from vtp_plugin.ground.plain import plain
+
 # Torchrun names the rank with the earliest whole second as the root cause.
 _LATER_S = 2
 
@@ -27,6 +29,7 @@ def write_error_file(line: str, *, is_consequence: bool, environment: Mapping[st
     if not name or Path(name).exists():
         return
     seconds = int(time.time()) + (_LATER_S if is_consequence else 0)
+    line = plain(line)  # torchrun prints it as it is
     message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(seconds)}}
     with contextlib.suppress(OSError):
         Path(name).write_text(json.dumps({"message": message}))

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from vtp_plugin.errors import LayoutError, PeerError
+from vtp_plugin.runtime.life.posts import read_number
 from vtp_plugin.runtime.life.store import Topic, part_of
 from vtp_plugin.runtime.life.waiting import WAITED, poll, some_ranks
+
+_MOST_RANKS = 1 << 20
 
 
 def gather_node_sizes(
@@ -27,7 +30,7 @@ def gather_node_sizes(
 
     Raises:
         ConfigError: a variable is missing, or a node's ranks do not divide.
-        PeerError: a node did not answer.
+        PeerError: a node did not answer, or with something else.
     """
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     for name in names:
@@ -49,7 +52,7 @@ def gather_node_sizes(
         raise PeerError(
             f"{WAITED} {timeout_s:.1f} s for node {some_ranks(missing)}: no answer; look for a node that did not start"
         )
-    sizes = tuple(int(nodes.get(key)) for key in keys)
+    sizes = tuple(read_number(nodes, key, Topic.NODES.key, 0, _MOST_RANKS) for key in keys)
     if 0 in sizes:
         raise LayoutError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
     return sizes

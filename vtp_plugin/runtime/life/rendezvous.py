@@ -15,6 +15,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.life.attempt import agree_on_attempt
 from vtp_plugin.runtime.life.disclosure import first_line
+from vtp_plugin.runtime.life.posts import read_number
 from vtp_plugin.runtime.life.server import (
     ALL_INTERFACES,
     attach,
@@ -96,7 +97,7 @@ def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str
 
     Raises:
         ConfigError: rank 0 cannot serve.
-        PeerError: rank 0 did not answer.
+        PeerError: rank 0 did not answer, or with something else.
     """
     part, host = part_of(store, Topic.ATTEMPTS), environment["MASTER_ADDR"]
     if rank == 0:
@@ -110,7 +111,7 @@ def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str
         lines = WaitingLines(timeout_s, lambda: "rank 0 to open the store of this attempt")
         if not poll(lambda: part.check(["port"]), timeout_s, pause_s=0.1, lines=lines):
             raise PeerError(f"{WAITED} {timeout_s:.1f} s for rank 0 to open the store of this attempt: no answer")
-        own = attach(host, int(part.get("port")), timeout_s)
+        own = attach(host, read_number(part, "port", Topic.ATTEMPTS.key, 1, 65535), timeout_s)
     environment["MASTER_PORT"], environment["TORCHELASTIC_USE_AGENT_STORE"] = str(own.port), "False"
     return dist.PrefixStore("vtp/0", own)
 

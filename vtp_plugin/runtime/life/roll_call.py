@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from vtp_plugin.runtime.life.board import Board
+from vtp_plugin.runtime.life.posts import PostError
 from vtp_plugin.runtime.life.standing import Standing, load_standing
 
 # Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.
@@ -24,6 +25,8 @@ _LOST = re.compile(
     r"(nccl|hccl)\w* ?error|remote (error|process|peer)",
     re.IGNORECASE,
 )
+# Of the number of a call.
+_MOST_DIGITS = 9
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -92,8 +95,16 @@ class RollCall:
         return self._last_answer(rank)[1]
 
     def _last_answer(self, rank: int) -> tuple[int, Standing | None]:
+        """Read the number of the last call that a rank has answered, and its answer; what is none counts as none."""
         key = f"here/{rank}"
         if not self._store.check([key]):
             return 0, None
-        number, _, standing = self._store.get(key).decode().partition(" ")
-        return int(number), load_standing(standing)
+        number, _, standing = self._store.get(key).partition(b" ")
+        if not number.isdigit() or len(number) > _MOST_DIGITS:
+            return 0, None
+        try:
+            found = load_standing(standing)
+        except PostError:
+            return 0, None
+        is_sound = {*found.peers, *found.group} <= {*range(self._world_size)}
+        return int(number), found if is_sound else None

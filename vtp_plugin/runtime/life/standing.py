@@ -17,6 +17,9 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.posts import parse_post
+from vtp_plugin.runtime.life.store import Topic
+
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 """The file of torch's collectives."""
 _MOST_LINKS = 8
@@ -41,14 +44,16 @@ class Standing:
         return json.dumps(asdict(self))
 
 
-def load_standing(text: str) -> Standing:
+def load_standing(text: str | bytes) -> Standing:
     """Read what another rank has posted.
+
+    Raises:
+        PeerError: it is something else.
 
     >>> load_standing(Standing(text="computes 1F0", peers=(2,)).dump())
     Standing(text='computes 1F0', peers=(2,), group=())
     """
-    fields = json.loads(text)
-    return Standing(text=fields["text"], peers=tuple(fields["peers"]), group=tuple(fields["group"]))
+    return parse_post(Standing, text, Topic.WATCH.key, "here")
 
 
 def ranks_in(peer: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError, is_final
+from vtp_plugin.ground.plain import one_line
 from vtp_plugin.runtime.life.disclosure import (
     HIDDEN,
     Disclosure,
@@ -26,7 +27,9 @@ from vtp_plugin.runtime.life.disclosure import (
     is_same_value,
     show_stated,
 )
+from vtp_plugin.runtime.life.posts import PostError, read_post, read_text, write_post
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.runtime.life.verdict import Post, Verdict
 from vtp_plugin.runtime.life.waiting import (
     JUDGE_SHARE,
     UNKNOWN_PEER,
@@ -45,23 +48,6 @@ _FAREWELL_S = 5.0
 _GRACE_S = 5.0
 # Rank 0 posts whom it waits for this soon, so that the first waiting lines of the others can name the ranks.
 _POST_MISSING_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """What rank 0 concludes from all posts.
-
-    Attributes:
-        text: why all ranks end; empty if they agree.
-        name: value that differs, if that is why.
-        is_missing: a rank did not come.
-        is_final: no restart cures it.
-    """
-
-    text: str = ""
-    name: str | None = None
-    is_missing: bool = False
-    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +127,23 @@ class _Check:
         """The rank that compares all posts."""
         return self.agreement.ranks[0]
 
+    @property
+    def topic(self) -> str:
+        """Where its posts are, for errors."""
+        return f"{Topic.CHECKS.key}/{self.name}"
+
     def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement."""
-        posted = "" if error is None else self.disclosure.describe(error)
+        posted = "" if error is None else one_line(self.disclosure.describe(error))
         own = (
-            {"error": posted, "is_final": is_final(error)}
+            Post(error=posted, is_final=is_final(error))
             if error is not None
-            else {"says": self.disclosure.state(statement)}
+            else Post(says=self.disclosure.state(statement))
         )
         begin_s = time.monotonic()
         try:
             with time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"):
-                verdict = self._exchange(json.dumps(own), begin_s)
+                verdict = self._exchange(write_post(asdict(own)), begin_s)
         except dist.DistError as broken:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
             whom = f"for rank {self.judge} or the launcher, which keeps the store, at {self.name}"
@@ -162,13 +153,26 @@ class _Check:
             ) from None
         if not verdict.text:
             return
-        text = verdict.text if error is None else verdict.text.replace(posted, describe_error(error))
+        text = verdict.text
+        if error is not None:
+            own_text = describe_error(error)
+            # What is cut may lack it.
+            text = text.replace(posted, own_text) if posted and posted in text else f"{own_text}; {text}"
         if verdict.name is not None and HIDDEN in text:
             text += f"; here {verdict.name} is {statement.get(verdict.name)}"
         kind = PeerError if verdict.is_missing else ConfigError
-        raise kind(text, shared=verdict.text, is_final=verdict.is_final) from error
+        raise kind(text, shared=verdict.text, is_final=self._is_final(verdict, error)) from error
 
-    def _exchange(self, own: str, begin_s: float) -> _Verdict:
+    def _is_final(self, verdict: Verdict, error: BaseException | None) -> bool:
+        """Tell whether no restart is of use. Between sites only this rank's own error says so: the other site may lie.
+
+        What rank 0 finds rests on the posts of both.
+        """
+        if self.disclosure.trusts_judge:
+            return verdict.is_final
+        return error is not None and is_final(error)
+
+    def _exchange(self, own: str, begin_s: float) -> Verdict:
         """Post, judge on rank 0, and return the verdict."""
         rank = self.agreement.rank
         exchange = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
@@ -187,7 +191,7 @@ class _Check:
             poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
         return verdict
 
-    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[_Verdict, int]:
+    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[Verdict, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
         limit_s = JUDGE_SHARE * self.timeout_s
         deadline_s = begin_s + limit_s
@@ -200,22 +204,32 @@ class _Check:
             if not self._await_post(posts, rank, deadline_s - time.monotonic(), lines):
                 missing.append(rank)
                 continue
-            post = json.loads(posts.get(str(rank)))
-            if "error" in post:
-                errors[rank] = post["error"]
-                are_final = are_final and post["is_final"]
+            post = self._read_post(posts, rank)
+            if post.says is None:
+                errors[rank] = post.error
+                are_final = are_final and post.is_final
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             else:
-                statements[rank] = post["says"]
+                statements[rank] = post.says
         num_present = len(self.agreement.ranks) - len(missing)
         if errors:
-            return _Verdict(text=_summarise_errors(errors), is_final=are_final), num_present
+            return Verdict(text=one_line(_summarise_errors(errors)), is_final=are_final), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
             text = f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {UNKNOWN_PEER}"
-            return _Verdict(text=text, is_missing=True), num_present
+            return Verdict(text=text, is_missing=True), num_present
         name, text = find_difference(statements, is_partial=self.is_partial, way_out=self.agreement.way_out)
-        return _Verdict(text=text, name=name, is_final=self.name in _OF_FLAGS), num_present
+        return Verdict(text=one_line(text), name=name, is_final=self.name in _OF_FLAGS), num_present
+
+    def _read_post(self, posts: dist.Store, rank: int) -> Post:
+        """Read on rank 0 what a rank has posted; what no rank posts is an error of that rank, of which all learn."""
+        try:
+            post = read_post(Post, posts, str(rank), self.topic)
+            if (post.says is None) is (not post.error):
+                raise PostError(self.topic, str(rank), "has neither a statement nor an error")
+        except PostError as error:
+            return Post(error=str(error))
+        return post
 
     def _post_missing(self, posts: dist.Store) -> str:
         """Post on rank 0 which ranks have not come, so that the others can name them too."""
@@ -238,12 +252,12 @@ class _Check:
 
         return poll(is_there, limit_s, lines=lines)
 
-    def _read_verdict(self, posts: dist.Store, begin_s: float) -> _Verdict:
+    def _read_verdict(self, posts: dist.Store, begin_s: float) -> Verdict:
         judge = str(self.judge)
 
         def whom() -> str:
             if posts.check(["missing"]):
-                return f"rank {posts.get('missing').decode()} at {self.name}"
+                return f"rank {read_text(posts, 'missing')} at {self.name}"
             return f"{'another rank' if posts.check([judge]) else f'rank {judge}'} at {self.name}"
 
         lines = WaitingLines(self.timeout_s, whom)
@@ -251,7 +265,7 @@ class _Check:
             left_s = begin_s + self.timeout_s - time.monotonic()
             try:
                 posts.wait(["verdict"], timedelta(seconds=max(0.01, min(left_s, lines.pause_s))))
-                return _Verdict(**json.loads(posts.get("verdict")))
+                return read_post(Verdict, posts, "verdict", self.topic)
             except dist.DistStoreError:
                 if begin_s + self.timeout_s > time.monotonic():
                     lines.say()

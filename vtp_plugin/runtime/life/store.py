@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.posts import require_word
+
 
 class Topic(Enum):
     """What the plugin posts to the store, with a sentence on its content."""
@@ -51,8 +53,10 @@ class Topic(Enum):
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     CARDS = (
         "cards",
-        "Where a list is fitted to the cards: of every rank the name of its machine and its site, the kind of its "
-        "card, whether it works and versions; the ranks and flags of the fitted run; how many of its ranks have ended.",
+        "Where a list is fitted to the cards: of every rank the name of its machine (between sites a digest, or what "
+        "--vtp-node says) and its site, the kind of its card, whether it works and versions; who gets which rank, the "
+        "list, from which each rank works out its own flags, and how far the attempt before came; an error (between "
+        "sites as for the checks); how many ranks have ended.",
     )
     FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
@@ -80,8 +84,12 @@ def connect_again(store: dist.Store) -> dist.Store:
 
     Args:
         store: reaches all ranks.
+
+    Raises:
+        PeerError: somebody has posted what is no such name.
     """
-    name = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}").decode()
+    found = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}")
+    name = require_word(found, Topic.WATCH.key, "name", rf"{Topic.WATCH.key} [0-9a-f-]{{36}}")
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     untyped: Any = store  # torch's types leave out some attributes

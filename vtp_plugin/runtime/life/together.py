@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -20,11 +21,14 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.life.posts import read_text
 from vtp_plugin.runtime.life.standing import COLLECTIVES, outwards
 from vtp_plugin.runtime.life.waiting import some_ranks
 
 # A process that only looks now and then whether something has come needs less of the time.
 _BUSY_SHARE = 0.01
+_MOST_SUSPECTS = 1000
+_RANK = re.compile(r"[0-9]{1,9}")
 _EXCHANGES = str(Path(__file__).parent)
 # Fields of /proc/PID/stat behind the name, which may hold anything: state, and user and system time in ticks.
 _STATE, _TIMES = 0, slice(11, 13)
@@ -90,13 +94,18 @@ class Together:
         return None if what is None else f"this rank stood in {what}, {self._thread.place()}"
 
     def _reason(self) -> str:
-        numbers = range(1, self._store.add("suspects", 0) + 1)
-        named = {int(self._store.get(f"suspect {number}")) for number in numbers}
-        ranks = sorted(rank for rank in named if self._store.get(f"still/{rank}"))
+        # Of very many, which no run has, the first will do.
+        numbers = range(1, min(self._store.add("suspects", 0), _MOST_SUSPECTS) + 1)
+        named = {self._read(f"suspect {number}") for number in numbers}
+        ranks = sorted(int(rank) for rank in named if _RANK.fullmatch(rank) and self._read(f"still/{int(rank)}"))
         if not ranks:
             return "all ranks wait, in collectives that do not match"
         who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {some_ranks(ranks)} do"
         return f"{who} nothing, and the others wait"
+
+    def _read(self, key: str) -> str:
+        """Read a post; empty if it is not there, where reading would wait."""
+        return read_text(self._store, key) if self._store.check([key]) else ""
 
 
 class _Thread:

@@ -9,14 +9,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
+from vtp_plugin.ground.plain import one_line
+from vtp_plugin.ground.typed import MOST_BYTES
 from vtp_plugin.layout.channel import Direction
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.life.posts import PostError, parse_post, read_post
 from vtp_plugin.runtime.life.store import Topic, open_round, part_of
 from vtp_plugin.runtime.step.executor import Compute, Inputs
 from vtp_plugin.runtime.step.links import ChannelLink, LinkId
@@ -26,7 +29,8 @@ from vtp_plugin.trace.causes import Cause
 
 Report = dict[str, dict[str, float]]
 Posted = TypeVar("Posted")
-"""What a rank posts: anything that JSON has."""
+"""What a rank posts: JSON, of a shape that all ranks know."""
+_Kind = TypeVar("_Kind")
 _NUM_PINGS = 5
 
 
@@ -38,6 +42,7 @@ def share_reports(
     rank: int,
     world_size: int,
     timeout_s: float,
+    kind: Any = Report,
 ) -> str:
     """Make one text of all ranks' reports, on rank 0, and return it on all: two keys' worth of traffic a rank.
 
@@ -48,9 +53,10 @@ def share_reports(
         rank: this rank.
         world_size: number of ranks.
         timeout_s: how long to wait for the others.
+        kind: shape of a report, see :func:`~vtp_plugin.ground.typed.read_typed`.
 
     Raises:
-        PeerError: a rank did not post its report, or rank 0 no text, within the timeout.
+        PeerError: a rank did not post its report, or rank 0 no text, within the timeout; or it is of another shape.
     """
     exchange = open_round(part_of(store, Topic.REPORTS), rank)
     posts = exchange.posts
@@ -60,14 +66,32 @@ def share_reports(
         if rank == 0:
             keys = [str(i) for i in range(world_size)]
             posts.wait(keys, limit)
-            posts.set("text", combine([json.loads(posts.get(key)) for key in keys]))
+            posts.set("text", _combined(combine, [read_post(kind, posts, key, Topic.REPORTS.key) for key in keys]))
             exchange.clear_last([*keys, "text"])
         posts.wait(["text"], limit)
     except dist.DistStoreError as error:
         raise PeerError(
             f"exchange of reports: waited {timeout_s:g} s for {'another rank' if rank == 0 else 'rank 0'}: no answer"
         ) from error
-    return posts.get("text").decode()
+    return posts.get("text")[:MOST_BYTES].decode(errors="backslashreplace")
+
+
+def read_shared(kind: type[_Kind], text: str) -> _Kind:
+    """Read a text of :func:`share_reports` that is JSON.
+
+    Raises:
+        PeerError: it is of another shape.
+    """
+    return parse_post(kind, text, Topic.REPORTS.key, "text")
+
+
+def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Posted]) -> str:
+    """Combine reports of the right shape; one may still lack what all ranks report."""
+    try:
+        return combine(reports)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        problem = f"of a rank lacks what ranks report ({type(error).__name__}: {error})"
+        raise PostError(Topic.REPORTS.key, "RANK", one_line(problem)) from error
 
 
 class TimedCompute:

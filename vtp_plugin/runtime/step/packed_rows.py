@@ -33,8 +33,16 @@ def packed_rows(row_length: int) -> Companion:
 
 
 def _row(ends: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Give what a row says besides its tokens, in the form of Megatron's data sets."""
-    lengths = ends.view(1, -1)
+    """Give what a row says besides its tokens, in the form of Megatron's data sets.
+
+    Kernels take memory as these numbers say and read there, so whatever came they count up inside the row. A check
+    would have to wait for the device.
+
+    >>> _row(torch.tensor([0, 2, 5, 5]))["cu_seqlens"].tolist(), _row(torch.tensor([-7, 9, 1]))["cu_seqlens"].tolist()
+    ([[0, 2, 3, 3]], [[0, 2, 2]])
+    """
+    inside = ends.flatten().clamp(0, ends.numel() - 1)
+    lengths = inside.cummax(0).values.view(1, -1)
     return {"cu_seqlens": lengths, "max_seqlen": lengths.diff().amax(dim=1)}
 
 

@@ -20,8 +20,10 @@ from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.boundary.strategies.rules import clearly_fastest
 from vtp_plugin.layout.channel import ChannelId, Direction
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.life.posts import PostError
+from vtp_plugin.runtime.life.store import Topic
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.step.measure import Report, answer, ask_ms
+from vtp_plugin.runtime.step.measure import Report, answer, ask_ms, read_shared
 from vtp_plugin.runtime.wire.channel import Channel
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
@@ -96,7 +98,7 @@ def try_strategies(
             there, back = (channels.get(first[pair].id(direction)) for direction in Direction)
             if there is not None and back is not None:
                 report[_key(pair)] = _round_trips(there, back, num_bytes, platform, is_sharded=is_sharded)
-        found: dict[str, dict[str, float]] = json.loads(share_reports(report, _slowest))
+        found = _read_times(share_reports(report, _slowest), first)
         for pair, num_bytes in sizes.items():
             times_ms = {name: time_ms / 2 for name, time_ms in found[_key(pair)].items()}
             choices[pair] = Choice(pair=pair, num_bytes=num_bytes, times_ms=times_ms)
@@ -120,6 +122,21 @@ def settle(
             if name in settled and strategy != boundary.strategy:
                 settled[name] = settled[name].crossed_by(strategy)
     return settled
+
+
+def _read_times(text: str, boundaries: Mapping[Pair, PipelineBoundary]) -> dict[str, dict[str, float]]:
+    """Read what rank 0 has found, of strategies that can be taken only.
+
+    Raises:
+        PeerError: it is something else.
+    """
+    found = read_shared(dict[str, dict[str, float]], text)
+    for pair, boundary in boundaries.items():
+        times_ms = found.get(_key(pair), {})
+        if not times_ms or not set(times_ms) <= {boundary.strategy, *boundary.rivals}:
+            problem = f"has times of {', '.join(times_ms) or 'nothing'} for boundary {_key(pair)}"
+            raise PostError(Topic.REPORTS.key, "text", problem)
+    return found
 
 
 def _key(pair: Pair) -> str:

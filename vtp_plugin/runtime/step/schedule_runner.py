@@ -9,9 +9,13 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground import log
+from vtp_plugin.ground.plain import one_line
 from vtp_plugin.options.derived import ScheduleOptions
 from vtp_plugin.platform.base import Platform
+from vtp_plugin.runtime.life.posts import PostError
+from vtp_plugin.runtime.life.store import Topic
 from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
@@ -154,7 +158,11 @@ class ScheduleRunner:
 
         text = self._ranks.share_reports(report, combine)
         # Parse the text instead of using the figures: the same costs, given by flag later, must give the same order.
-        self.costs = parse_costs(text.split(), self.placement)
+        try:
+            self.costs = parse_costs(text.split(), self.placement)
+        except ConfigError as error:
+            problem = f"is {one_line(text, 80)!r}, which are no costs ({error})"
+            raise PostError(Topic.REPORTS.key, "text", problem) from None
         self._report = None
         first = self._num_trained - NUM_MEASURED_STEPS + 1
         command = log.wrap_command(["--vtp-costs", *text.split()])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.runtime.step.measure import Report
+from vtp_plugin.runtime.step.measure import Report, read_shared
 from vtp_plugin.runtime.wire.recorder import Stopwatch
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
@@ -80,7 +80,9 @@ class StepTimes:
             slowest_ms = max(report["step_ms"]["0"] for report in reports)
             return json.dumps([simulate(schedule, costs).makespan, slowest_ms])
 
-        predicted_ms, real_ms = json.loads(self._share_reports({"step_ms": {"0": own_ms}}, combine))
+        predicted_ms, real_ms = read_shared(
+            tuple[float, float], self._share_reports({"step_ms": {"0": own_ms}}, combine)
+        )
         return StepTime(
             predicted_ms=predicted_ms,
             real_ms=real_ms,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vtp_plugin.runtime.life.clock import ClockOffset
+from vtp_plugin.runtime.step.measure import read_shared
 from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
 from vtp_plugin.runtime.wire.recorder import Recorder
 from vtp_plugin.trace.explain import on_one_clock
 from vtp_plugin.trace.files import Owner, read_step, step_line
-from vtp_plugin.trace.stages import StageTimes, format_stages, parse_stages, stage_times
+from vtp_plugin.trace.stages import StageTimes, format_stages, stage_times
 
 Line = dict[str, Any]
 ShareLines = Callable[[Line, Callable[[Sequence[Line]], str]], str]
@@ -60,7 +61,7 @@ class Timing:
         offset = self._compare_clocks()
         owner = {"rank": self._owner.rank, "stage": self._owner.stage, "worker": self._owner.worker}
         line = {**owner, "offset_s": offset.offset_s, **step_line(step.read(self._times))}
-        return parse_stages(self._share_lines(line, _sum_up))
+        return read_shared(tuple[StageTimes, ...], self._share_lines(line, _sum_up))
 
     def close(self) -> None:
         """Forget the step under way; idempotent."""

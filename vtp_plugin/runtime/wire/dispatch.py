@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.header import Expected, Whole
+from vtp_plugin.boundary.header import Bound, Expected, Whole
 from vtp_plugin.boundary.side import Shape, Side
 from vtp_plugin.platform.base import Platform
 from vtp_plugin.runtime.wire.tensor_format import TensorFormat
@@ -79,8 +79,27 @@ class Dispatch:
         Raises:
             ConfigError: this rank expects something else.
         """
-        expected = Expected(dtype=str(form.dtype), width=form.width, position=position, sources=self._sources)
+        expected = Expected(
+            dtype=str(form.dtype),
+            width=form.width,
+            position=position,
+            sources=self._sources,
+            bounds=tuple(self._bounds(form)),
+        )
         return self._codec.decode(header.reshape(-1, self._codec.length).tolist(), expected)
+
+    def _bounds(self, form: TensorFormat) -> Iterator[Bound]:
+        if form.most_tokens is not None and form.width is not None:
+            why = "the lengths and the micro batch size of this rank's arguments; raise --max-position-embeddings"
+            yield Bound(most=form.most_tokens * form.width, why=why)
+        # At worst a rank of this side gets all that there is for one.
+        num_ranks = len(self._own_side(form)[0].ranks)
+        why = f"what {num_ranks} of this rank's devices hold; look for a rank that sends another tensor"
+        yield Bound(most=num_ranks * self._memory_bytes // form.dtype.itemsize, why=why)
+
+    @functools.cached_property
+    def _memory_bytes(self) -> int:
+        return self._platform.memory_bytes()
 
     def _own_side(self, form: TensorFormat) -> tuple[Side, bool]:
         return (self._spec.src, form.src_sharded) if self._is_src else (self._spec.dst, form.dst_sharded)
