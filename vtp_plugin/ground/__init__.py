@@ -1,5 +1,5 @@
-"""What every room may stand on: the log, undoable assignments, boxes, values and flags of options, MindSpeed's
-adaptor.
+"""What every room may stand on: the log, files of others, undoable assignments, boxes, values and flags of options,
+MindSpeed's adaptor.
 
 Words:
     box: an index interval for every dimension of a tensor.
