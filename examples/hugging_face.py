@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder to write to; an earlier run's is replaced")
     options = parser.parse_args()
     out = options.out.resolve()
+    if options.hf and options.hf.resolve().is_relative_to(out):
+        sys.exit(f"--hf {options.hf} lies in --out {out}, which is replaced; give another --out")
     begin(out)
     source = options.hf.resolve() if options.hf else make_model(out / "model")
 
@@ -63,7 +65,8 @@ def main() -> None:
 
 def begin(out: Path) -> None:
     """Make the folder; only what an earlier run has made is replaced."""
-    if out.exists() and not (out / OWN).is_file() and not (out.is_dir() and not any(out.iterdir())):
+    is_own = out == OUT or not out.exists() or (out / OWN).is_file() or (out.is_dir() and not any(out.iterdir()))
+    if not is_own:
         sys.exit(f"--out {out} holds something else; only a folder with {OWN} is replaced; give another, or a new one")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

@@ -55,14 +55,19 @@ class Shards:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 if name in places:
                     raise ConfigError(
-                        f"{folder}: {places[name]} and {file} hold {name}, and one model has it once; {_TWO_SETS}"
+                        f"{folder}: {places[name]} and {file} hold {name}; a model has it once; {_TWO_SETS}"
                     )
                 places[name] = file
         for name, file in listed.items():
             if places.get(name) != file:
-                raise ConfigError(f"{folder / INDEX} names {name}, and {file} does not hold it; {_WAY_OUT}")
+                raise ConfigError(
+                    f"{folder / INDEX} names {name}, and {file} does not hold it; both must say the same; {_WAY_OUT}"
+                )
         for name in places.keys() - listed.keys() if listed else ():
-            raise ConfigError(f"{folder}: {places[name]} holds {name}, which {INDEX} does not name; {_WAY_OUT}")
+            raise ConfigError(
+                f"{folder}: {places[name]} holds {name}, and {INDEX} does not name it there; both must say the same; "
+                f"{_WAY_OUT}"
+            )
         self._tensors = {name: (files[file], name) for name, file in places.items()}
 
     def __repr__(self) -> str:
@@ -100,7 +105,9 @@ class Shards:
             if not listed or not all(isinstance(file, str) for file in listed.values()):
                 raise ValueError("its weight_map names no files")
         except OSError as error:
-            raise ConfigError(f"{index} cannot be read: {error.strerror}; {_WAY_OUT}") from None
+            raise ConfigError(
+                f"{index} cannot be read: {error.strerror}; it says where every tensor lies; {_WAY_OUT}"
+            ) from None
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{index} is damaged ({error}); it says where every tensor lies; {_WAY_OUT}") from None
         return listed
