@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoints import run_action
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.files import parse_json
 from vtp_plugin.published.fields import read_config, read_model
@@ -43,7 +44,7 @@ SCALING = {
 # Some values of every JSON type.
 VALUES = (
     *(None, True, False, 0, 1, -1, 3, 1 << 62, 0.0, 0.5, -2.5, 1e300, "", "x", "64", "full_attention"),
-    *([], [1], [None], ["x"], [[]], ["full_attention"], [["full_attention"]], [{}], {}, {"a": 1}, {"rope_theta": [1]}, {"0": "x"}),
+    *([], [1], [None], ["x"], [[]], ["full_attention"], [["full_attention"]], [{}], {}, {"a": 1}, {"rope_theta": [1]}),
 )  # fmt: skip
 
 
@@ -78,6 +79,14 @@ def test_every_field_of_every_type(family: str) -> None:
                 assert set(kinds.values()) == {int}, (name, value)
                 assert type(made.is_tied) is bool and type(made.rotary_base) is int and made.epsilon < 1e308
     assert num_read > len(VALUES) * len(HARMLESS)
+
+
+def test_names_write_nothing_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever characters a name has, the error is one line of text."""
+    for name in ("a\nb", "\x1b[2J", "\ud800", "\u202e"):
+        (tmp_path / "config.json").write_text(json.dumps({**config_of("llama"), name: 1}))
+        code, (line,) = run_action(capsys, "import", "--hf", tmp_path, "--to", tmp_path / "to")
+        assert code == 2 and line.isprintable() and f"{ascii(name)[1:-1]} is 1, and no field" in line
 
 
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])

@@ -12,7 +12,7 @@ from typing import Any
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import find_checkpoint
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.parser import print_json
+from vtp_plugin.cli.parser import one_line, print_json
 from vtp_plugin.cli.progress import progress
 from vtp_plugin.published.model import free_flags, settings
 from vtp_plugin.published.note import padding_flag
@@ -79,7 +79,8 @@ def _import(options: argparse.Namespace) -> None:
     with progress(plan.num_bytes, "import") as on_written:
         write_import(plan, options.target, on_written)
     if plan.passed:
-        print(f"passed over in config.json, since they change nothing: {', '.join(plan.passed)}", file=sys.stderr)
+        names = one_line(", ".join(plan.passed))
+        print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
     flags, free = [each.text for each in settings(plan.model) if each.is_given], free_flags(plan.model)
     words = f"--padded-vocab-size {plan.model.vocab}"
     if options.json:

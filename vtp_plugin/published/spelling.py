@@ -29,7 +29,7 @@ def respelt(names: Collection[str], model: Model) -> dict[str, str]:
     >>> model = Model(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000, is_tied=True)
     >>> respelt(["lm_head.weight", "norm.weight"], model)
-    {'model.embed_tokens.weight': 'lm_head.weight', 'model.norm.weight': 'norm.weight'}
+    {'model.norm.weight': 'norm.weight', 'model.embed_tokens.weight': 'lm_head.weight'}
     """
     has_base = any(name.startswith(_BASE) for name in names)
     found = {_BASE + name if name.startswith(_OF_BASE) and not has_base else name: name for name in names}
