@@ -17,6 +17,7 @@ from vtp_plugin.checkpoint.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.cuts import Strided
 from vtp_plugin.checkpoint.whole import InParts
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground.boxes import whole_box
 from vtp_plugin.ground.files import read_json
 from vtp_plugin.offline.beside import require_new, written_beside
 from vtp_plugin.offline.elements import Elements
@@ -117,6 +118,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
     refuse(_words_cut_off(contents, weights, model, like))
+    refuse(_both_names(contents, weights, model))
     refuse(
         f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
         for key in [key for key in weights if "lora_" in key or "adapter" in key][:1]
@@ -159,6 +161,29 @@ def _words_cut_off(contents: Contents, weights: Mapping[str, Whole], model: Mode
             f"rows those above are left out, and these are not all padding; give with --like a folder whose {CONFIG} "
             f"has vocab_size {min(number, rows)}"
         )
+
+
+def _both_names(contents: Contents, weights: Mapping[str, Whole], model: Model) -> Iterator[str]:
+    """Say where a tensor is there under two names with different elements: an import has both, and a run saves one."""
+    elements = Elements(contents.folder)
+    for row in rows_of(model):
+        first, *others = [key for key in row.ours if key in weights] or [""]
+        for other in others:
+            wholes, dtypes = (
+                (weights[first], weights[other]),
+                [contents.index.tensors[key].dtype for key in (first, other)],
+            )
+            if wholes[0].shape != wholes[1].shape or dtypes[0] != dtypes[1]:
+                is_copy = False
+            else:
+                boxes = cut_pieces(whole_box(wholes[0].shape), itemsize(dtypes[0]))
+                pairs = ([read_box(elements, each.parts(), box, dtypes[0]) for each in wholes] for box in boxes)
+                is_copy = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
+            if not is_copy:
+                yield (
+                    f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
+                    "checkpoint in a run and save it, which keeps what its layers use"
+                )
 
 
 def _find(

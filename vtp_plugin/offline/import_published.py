@@ -132,7 +132,7 @@ def _not_copied(shards: Shards, model: Model, name: str) -> Iterator[str]:
     elif (how := _difference(shards, name, EMBEDDING)) is not None:
         yield (
             f"{shards.folder}: {CONFIG} ties the output layer to the embedding, and {stored} {how} {EMBEDDING}; "
-            "transformers 5 computes with both, 4.54 and later with the embedding only; set tie_word_embeddings to "
+            "transformers 5 computes with both, 4.54 to 4.57 with the embedding only; set tie_word_embeddings to "
             "false, or remove the tensor"
         )
 

@@ -15,7 +15,7 @@ import torch
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box
-from vtp_plugin.ground.files import MAX_INDEX_BYTES, open_file, read_json
+from vtp_plugin.ground.files import open_file, read_json
 from vtp_plugin.published.carried import file_of
 from vtp_plugin.published.rows import Share
 
@@ -101,7 +101,7 @@ class Shards:
         """Read which file holds which tensor."""
         index = file_of(self.folder, INDEX)
         try:
-            listed = read_json(index, MAX_INDEX_BYTES)["weight_map"]
+            listed = read_json(index)["weight_map"]
             if not listed or not all(isinstance(file, str) for file in listed.values()):
                 raise ValueError("its weight_map names no files")
         except OSError as error:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.ground.files import MAX_INDEX_BYTES, read_json
+from vtp_plugin.ground.files import read_json
 
 _MAX_NUMBER: Final = 1 << 40
+_MAX_BYTES: Final = 256 << 20
 
 
 def known_words(folder: Path) -> tuple[int, str] | None:
@@ -22,7 +23,7 @@ def known_words(folder: Path) -> tuple[int, str] | None:
     found: list[tuple[int, str]] = []
     for name, numbers in _READERS.items():
         try:
-            read = [each for each in numbers(read_json(folder / name, MAX_INDEX_BYTES)) if type(each) is int]
+            read = [each for each in numbers(read_json(folder / name, _MAX_BYTES)) if type(each) is int]
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         found += [(1 + each, name) for each in read if 0 <= each < _MAX_NUMBER]
