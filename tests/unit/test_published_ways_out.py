@@ -435,7 +435,8 @@ ELSEWHERE = {
     "give its own with --like": "test_published_ways_out.py::test_ways_out_of_an_export",
     "give its folder with --like": "test_published_ways_out.py::test_ways_out_of_an_export",
     "has vocab_size {}": "test_published_words.py::test_words_above_the_config_are_not_cut_off",
-    "save it, which keeps what its layers use": "../multiproc/test_published.py::test_a_run_computes_what_transformers_computes",
+    "save it, which keeps what its layers use": "../multiproc/test_published.py::"
+    "test_a_run_computes_what_transformers_computes",
     "merge it first, and save it": "test_published_bad_input.py::test_adapters_are_merged_first",
     "{}; {}; {}": "../multiproc/test_published_runs.py::test_flags_that_contradict_an_import",
     "rope_scaling_factor=args.rope_scaling_factor": "../multiproc/test_published_runs.py::"

@@ -88,7 +88,7 @@ FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "hidden_act": ("silu",),
     "is_causal": (True,),
     "layer_types": ("full_attention",),
-    "num_nextn_predict_layers": (0.0, None),
+    "num_nextn_predict_layers": (0, None),
     "partial_rotary_factor": (1.0,),
 }
 """Fields that change what is computed, of every family, with the values that pass; of a list, of each entry."""

@@ -9,6 +9,7 @@ from vtp_plugin.published.rows import Row
 _LAYER: Final = "model.layers.{layer}."
 _OURS: Final = "decoder.layers."
 _EXPERTS: Final = "mlp.experts.experts"
+_BOTH: Final = "gate_and_up"
 
 
 def layer_row(theirs: tuple[str, ...], shapes: tuple[str, ...], *ours: str, is_by_group: bool = False) -> Row:
@@ -88,9 +89,7 @@ def experts(folder: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 # transformers take them apart.
 FUSED: Final = (
     layer_row(("mlp.gate.weight",), ("num_experts hidden",), "mlp.router.weight"),
-    layer_row(
-        ("mlp.experts.gate_up_proj",), ("num_experts gate_and_up hidden",), "mlp.experts.experts.linear_fc1.weight"
-    ),
+    layer_row(("mlp.experts.gate_up_proj",), (f"num_experts {_BOTH} hidden",), "mlp.experts.experts.linear_fc1.weight"),
     layer_row(("mlp.experts.down_proj",), ("num_experts hidden expert_ffn",), "mlp.experts.experts.linear_fc2.weight"),
 )
 
