@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import run_action
+from vtp_plugin.cli import main
 from vtp_plugin.published.note import NOTE, RELEASE, check_note
 from vtp_plugin.published.words import known_words
 
@@ -101,7 +102,15 @@ def test_the_tokenizer_says_how_many_words_it_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "who", ["its run", "the carried tokenizer", "the tokenizer of its run", "nobody", "a tokenizer that fits"]
+    "who",
+    [
+        "its run",
+        "the carried tokenizer",
+        "the tokenizer of its run",
+        "nobody",
+        "a tokenizer that fits",
+        "a tokenizer that is not here",
+    ],
 )
 def test_words_above_the_config_are_not_cut_off(
     who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -121,23 +130,29 @@ def test_words_above_the_config_are_not_cut_off(
         make_tokenizer(tmp_path / "like", 70, added=30)
     elif who == "the tokenizer of its run":
         run["tokenizer_model"] = str(make_tokenizer(tmp_path / "own", 100))
+    elif who == "a tokenizer that is not here":
+        run["tokenizer_model"] = "somebody/model"
+        make_tokenizer(tmp_path / "like", 70)
     elif who == "a tokenizer that fits":
         run["tokenizer_model"] = str(make_tokenizer(tmp_path / "like", 70))
     from vtp_plugin.checkpoint.contents import Contents
 
     given = Contents.arguments.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Contents, "arguments", property(lambda self: {**given(self), **run}))
-    words = ("export", "--from", start, "--hf", tmp_path / "out", "--like")
+    words = ("checkpoint", "export", "--from", start, "--hf", tmp_path / "out", "--like")
     capsys.readouterr()
-    code, lines = run_action(capsys, *words, tmp_path / "like")
+    code, lines = run_action(capsys, *words[1:], tmp_path / "like")
     kept = 70
     if who in ("its run", "the carried tokenizer", "the tokenizer of its run"):
         assert code == 2 and len(lines) == 1 and not (tmp_path / "out").exists()
         assert "100 words" in lines[0] and "has vocab_size 70; of 128 rows" in lines[0]
         assert lines[0].endswith("give with --like a folder whose config.json has vocab_size 100")
         published.edit(tmp_path / "like" / "config.json", vocab_size=100)
-        code, lines, kept = *run_action(capsys, *words, tmp_path / "like"), 100
+        code, lines, kept = *run_action(capsys, *words[1:], tmp_path / "like"), 100
     assert code == 0, lines
+    main([*map(str, words[:-2]), str(tmp_path / "again"), "--like", str(tmp_path / "like")])
+    told = f"left out as padding: {128 - kept} rows above" in capsys.readouterr().err
+    assert told == (who in ("nobody", "a tokenizer that is not here"))
     before, after = published.tensors_of(source), published.tensors_of(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(after[name], before[name][:kept])

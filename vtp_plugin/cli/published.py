@@ -104,6 +104,12 @@ def _export(options: argparse.Namespace) -> None:
     plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
     with progress(plan.num_bytes, "export") as on_written:
         write_export(plan, options.hf, on_written)
+    if plan.num_unproved:
+        print(
+            f"left out as padding: {plan.num_unproved} rows above the config's vocab_size; nothing here says how many "
+            "words the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
+            file=sys.stderr,
+        )
     if options.json:
         facts = {"folder": str(options.hf), "family": plan.model.family, "num_bytes": plan.num_bytes}
         print_json("checkpoint export", {**facts, "num_files": len(plan.files)})

@@ -33,7 +33,11 @@ from vtp_plugin.published.words import known_words
 
 _LAYERS: Final = "decoder.layers."
 # Tokenizers that do not look at --vocab-size.
-_OWN_WORDS: Final = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
+_OWN_WORDS: Final = (
+    *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+)
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
 _MAX_NAMED: Final = 3
 
 
@@ -66,6 +70,7 @@ class Export:
         like: folder with the config and the tokenizer.
         files: the tensors of every file.
         places: where the shares of each of their tensors are found.
+        num_unproved: rows that are left out, while nobody says how many words the run had.
     """
 
     contents: Contents
@@ -73,6 +78,7 @@ class Export:
     like: Path
     files: Mapping[str, list[NewTensor]]
     places: Mapping[str, list[tuple[Share, _Stored]]] = field(repr=False)
+    num_unproved: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +123,8 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     )
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
-    refuse(_words_cut_off(contents, weights, model, like))
+    rows = next((each.shape[0] for key, each in weights.items() if key == _EMBEDDING and each.shape), 0)
+    refuse(_words_cut_off(contents, rows, model, like))
     refuse(_both_names(contents, weights, model))
     refuse(
         f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
@@ -139,23 +146,28 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
             places.setdefault(share.name, []).append((share, each))
     shapes = their_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
-    return Export(contents, model, like, plan_files(tensors), places)
+    is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
+    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
 
 
-def _words_cut_off(contents: Contents, weights: Mapping[str, Whole], model: Model, like: Path) -> Iterator[str]:
-    """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
-    key = "embedding.word_embeddings.weight"
-    rows = weights[key].shape[0] if key in weights and weights[key].shape else 0
-    if rows <= model.vocab:
-        return
-    arguments = contents.arguments
-    own, size, path = (arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
-    said = [(size, "--vocab-size of its run says")] if isinstance(size, int) and own not in _OWN_WORDS else []
-    for folder in (like, *([Path(path)] if isinstance(path, str) else [])):
+def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:
+    """Return how many words a run had, and who says so; and whether all do that could know more."""
+    own, size, path = (contents.arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
+    takes_size = own not in _OWN_WORDS
+    said = [(size, "--vocab-size of its run says")] if takes_size and isinstance(size, int) else []
+    is_known = bool(said)
+    folders = [like, *([Path(path)] if isinstance(path, str) else [])]
+    for folder in folders:
         if (known := known_words(folder)) is not None:
             said.append((known[0], f"the tokenizer's {folder / known[1]} says"))
-    number, who = max(said, default=(0, ""))
-    if number > model.vocab:
+            is_known |= folder == folders[-1]  # of its run, if it names one
+    return said, is_known
+
+
+def _words_cut_off(contents: Contents, rows: int, model: Model, like: Path) -> Iterator[str]:
+    """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
+    number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
+    if rows > model.vocab and number > model.vocab:
         yield (
             f"{contents.folder}: {who} {number} words, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "
             f"rows those above are left out, and these are not all padding; give with --like a folder whose {CONFIG} "
