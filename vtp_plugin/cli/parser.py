@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import vtp_plugin
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.plain import plain
 
 _MAX_COLUMNS = 120
 
@@ -41,17 +42,9 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Leave with one line and exit code 2."""
-    print(f"vtp_plugin: error: {one_line(message)}", file=sys.stderr)
+    text = plain(message).replace("\n", "\\n")  # such as in a name that a file gives
+    print(f"vtp_plugin: error: {text}", file=sys.stderr)
     sys.exit(2)
-
-
-def one_line(text: str) -> str:
-    r"""Write what a terminal would take for more than text, such as in names that a file gives, as Python does.
-
-    >>> print(one_line("a\x1b[2J is no tensor"))
-    a\x1b[2J is no tensor
-    """
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def read_sizes(text: str) -> list[int]:

@@ -12,8 +12,9 @@ from typing import Any
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import find_checkpoint
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.parser import one_line, print_json
+from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.progress import progress
+from vtp_plugin.ground.plain import plain
 from vtp_plugin.published.model import free_flags, settings
 from vtp_plugin.published.note import padding_flag
 
@@ -79,7 +80,7 @@ def _import(options: argparse.Namespace) -> None:
     with progress(plan.num_bytes, "import") as on_written:
         write_import(plan, options.target, on_written)
     if plan.passed:
-        names = one_line(", ".join(plan.passed))
+        names = plain(", ".join(plan.passed))
         print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
     flags, free = [each.text for each in settings(plan.model) if each.is_given], free_flags(plan.model)
     words = f"--padded-vocab-size {plan.model.vocab}"
