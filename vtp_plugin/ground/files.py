@@ -13,8 +13,9 @@ import math
 import os
 import stat
 import sys
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 MAX_BYTES: Final = 64 << 20
 """How long a file may be that a person writes or reads."""
@@ -32,7 +33,7 @@ _KINDS: Final = {
 }
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> FileIO:
     """Open a regular file to read it, without buffering; a FIFO or a device is refused, and not waited for.
 
     Raises:
@@ -43,7 +44,18 @@ def open_file(path: Path) -> BinaryIO:
     if kind != stat.S_IFREG:
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'no file')}", str(path))
-    return open(descriptor, "rb", buffering=0)
+    return FileIO(descriptor)
+
+
+def problem_of(path: Path) -> str | None:
+    """Say why a file cannot be opened: it is missing, or no regular file; None if it can."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}"
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -59,7 +71,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
-        return file.read()
+        return file.readall()
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
@@ -122,6 +134,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from None
 
 
+class PathError(ValueError):
+    """A file names another one that is not in its folder."""
+
+
 def inside(folder: Path, name: object) -> Path:
     """Return the path of a file in a folder, by a name that some file gives.
 
@@ -130,7 +146,7 @@ def inside(folder: Path, name: object) -> Path:
         name: of the file; ``a/b`` where it lies in a folder of it.
 
     Raises:
-        ValueError: it is no such name, or a link on the way leads out of the folder.
+        PathError: it is no such name, or a link on the way leads out of the folder.
 
     >>> str(inside(Path("runs"), "mp_rank_00/a.pt"))
     'runs/mp_rank_00/a.pt'
@@ -146,11 +162,27 @@ def inside(folder: Path, name: object) -> Path:
     3 is no name of a file in the folder
     """
     if not isinstance(name, str) or not name.isprintable() or not all(map(_is_plain, name.split("/"))):
-        raise ValueError(f"{ascii(name)[:100]} is no name of a file in the folder")
+        raise PathError(f"{ascii(name)[:100]} is no name of a file in the folder")
     path = folder / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise ValueError(f"{name} is a link that leads out of the folder")
+        raise PathError(f"{name} is a link that leads out of the folder")
     return path
+
+
+def count(value: object) -> int:
+    """Take a value that counts something: a whole number that is not negative, and fits into 64 bits.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> count(3)
+    3
+    """
+    if type(value) is not int or not 0 <= value < _MAX_INTEGER:
+        raise ValueError(
+            f"{ascii(value)[:40] if isinstance(value, str | int | float) else type(value).__name__} is no count"
+        )
+    return value
 
 
 def _is_plain(part: str) -> bool:
