@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "hugging_face"
+OWN = ".made-by-hugging_face.py"
 SIZE_LIST = "1,2"
 TRAINING = shlex.split("""
     --micro-batch-size 1 --global-batch-size 4 --seq-length 64 --train-iters 10 --save-interval 10 --lr 1e-4
@@ -36,11 +37,12 @@ def main() -> None:
     """Do the four steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, help="folder of a model; default: make a small one")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to; what is there is removed")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder to write to; an earlier run's is replaced")
     options = parser.parse_args()
     out = options.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    if options.hf and options.hf.resolve().is_relative_to(out):
+        sys.exit(f"--hf {options.hf} lies in --out {out}, which is replaced; give another --out")
+    begin(out)
     source = options.hf.resolve() if options.hf else make_model(out / "model")
 
     print("\n=== 1. Import", flush=True)
@@ -59,6 +61,16 @@ def main() -> None:
     prompt = torch.tensor([[1, 2, 3, 4]])
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     print("tokens:", *tokens[0].tolist())
+
+
+def begin(out: Path) -> None:
+    """Make the folder; only what an earlier run has made is replaced."""
+    is_own = out == OUT or not out.exists() or (out / OWN).is_file() or (out.is_dir() and not any(out.iterdir()))
+    if not is_own:
+        sys.exit(f"--out {out} holds something else; only a folder with {OWN} is replaced; give another, or a new one")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / OWN).touch()
 
 
 def make_model(folder: Path) -> Path:

@@ -383,11 +383,12 @@ def _fields() -> str:
     for name, family in FAMILIES.items():
         for field, meaning in known_fields(family).items():
             found.setdefault((field, meaning), []).append(f"`{name}`")
-    rows = [
-        (f"`{field}`", meaning, "all" if len(names) == len(FAMILIES) else ", ".join(names))
-        for (field, meaning), names in sorted(found.items())
-    ]
-    return _table(("field", "what becomes of it", "families"), rows)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for (field, meaning), names in sorted(found.items()):
+        families = "all" if len(names) == len(FAMILIES) else ", ".join(names)
+        alike.setdefault((meaning, families), []).append(f"`{field}`")
+    rows = [(", ".join(fields), meaning, families) for (meaning, families), fields in alike.items()]
+    return _table(("fields", "what becomes of them", "families"), rows)
 
 
 def _kept() -> str:

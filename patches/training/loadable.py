@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def require_loadable(
 
 
 def _written_again(load_dir: str | None, form: str = "") -> str:
-    return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {load_dir} --to DIR"
+    source = shlex.quote(str(load_dir))
+    return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {source} --to DIR"
 
 
 def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:

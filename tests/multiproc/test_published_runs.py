@@ -13,7 +13,8 @@ from tests.hosts import ROOT, host_name, reshardable_flags
 from tests.multiproc.published_cases import LAYOUTS, LOGITS, Layout, noted, words_of
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, arguments, assert_refused, launch, succeeded, train
 from tests.pool import Pool
-from tests.published import KINDS, SIZES, export, imported, load, logits_of, make, torch, vocab_flag
+from tests.published import KINDS, SIZES, export, imported, load, logits_of, make, run_json, torch, vocab_flag
+from tests.unit.test_published_words import make_tokenizer
 
 pytestmark = pytest.mark.needs("scripts_here")
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -89,6 +90,36 @@ def test_flags_that_contradict_an_import(
     runs = launch(pool, 3, {"arguments": words})
     assert_refused(runs, *said, f"{tmp_path / 'start'} was imported as a model of the family llama")
     assert not (tmp_path / "saved" / "iter_0000002").exists()
+
+
+@pytest.mark.parametrize(
+    "num_words", [SIZES["vocab_size"], pytest.param(SIZES["vocab_size"] - 1, marks=pytest.mark.full)]
+)
+def test_a_tokenizer_with_fewer_words_than_the_model(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_words: int
+) -> None:
+    """It is refused, and what the line tells to give works, also with words that the sizes do not divide; so does the
+    flag that the import prints, where they do.
+    """
+    kind = KINDS["llama-3"]
+    model = make(kind, tmp_path / "published", vocab_size=num_words)
+    make_tokenizer(tmp_path / "published", 62)
+    said = run_json(capsys, "import", "--hf", tmp_path / "published", "--to", tmp_path / "start")
+    flags = [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
+    # --vocab-size of the words stays: this tokenizer does not look at it.
+    own = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "start" / "hugging_face"))
+    own = (*own, "--make-vocab-size-divisible-by", "1")
+    extra = words_of(kind, LAYOUTS["1,2"], flags, tmp_path, *own, "--train-iters", "1")
+    runs = launch(pool, 3, {"arguments": arguments("1,2", extra=extra)})
+    assert_refused(runs, f"the vocabulary has 62 words, padding included, and {num_words} are expected")
+    way_out = runs[0].output.partition("; give ")[2].partition(", and neither")[0]
+    ways = [way_out, said["vocab_flag"]] if num_words % 2 == 0 else [way_out]
+    assert way_out == f"--make-vocab-size-divisible-by {-(-num_words // 2)}"
+    for way in ways:
+        words = arguments("1,2", extra=[*extra, *way.split()])
+        runs = succeeded(launch(pool, 3, {"arguments": words, "hooks": ["note_logits"]}))
+        logits = logits_of(model, noted(runs, "tokens")[0])
+        np.testing.assert_allclose(noted(runs, "logits")[0][..., :num_words], logits, rtol=0, atol=LOGITS)
 
 
 @pytest.mark.needs("our_example", cases=("llama-3-tied",))

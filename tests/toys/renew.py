@@ -15,6 +15,8 @@ HELP = "python -m tests.toys.renew unpack NAME | pack NAME; names: the patches i
 
 
 def folder(name: str) -> Path:
+    if not name.replace("-", "_").isidentifier():  # it is removed
+        raise SystemExit(HELP)
     return ROOT / "out" / "toys" / name
 
 

@@ -221,11 +221,14 @@ def test_frequencies_tell_the_factor(size: int, factor: float) -> None:
 def test_flags_are_printed_to_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On lines of their own: those that must be given, and those that may."""
     make(KINDS["llama-3"], tmp_path / "source", **SMALL)
-    code, (wrote, flags, free) = run_action(capsys, "import", "--hf", tmp_path / "source", "--to", tmp_path / "to")
+    code, (wrote, flags, free, words) = run_action(
+        capsys, "import", "--hf", tmp_path / "source", "--to", tmp_path / "to"
+    )
     assert code == 0 and f"load it with --load {tmp_path / 'to'}, and with:" in wrote
     told = run_json(capsys, "import", "--hf", tmp_path / "source", "--to", tmp_path / "again")
     assert (flags, free) == (" ".join(told["flags"]), " ".join(told["free_flags"]))
     assert flags.startswith("--num-layers 2 --hidden-size 48 ")
+    assert told["vocab_flag"] == "--padded-vocab-size 70" and told["vocab_flag"] in words
 
 
 def test_a_bar_shows_how_far_it_is(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -207,7 +208,7 @@ def _reshard(options: argparse.Namespace) -> None:
         print_json("checkpoint reshard", {"folder": str(target), "form": form, **counts})
         return
     before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
-    print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {options.target}")
+    print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {shlex.quote(str(options.target))}")
     if form == contents.form:
         held = "there is no optimizer" if form is None else f"the optimizer was {form} before, and is copied"
         print(f"{held}: any layout loads that")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
@@ -14,6 +16,7 @@ from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, run, search,
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground.plain import plain
+from vtp_plugin.hosts import HOSTS
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
@@ -34,6 +37,9 @@ _COMMANDS = {
     "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
 }
+
+# What brings a package, where its own name is not enough.
+_INSTALL = {"megatron": "megatron-core", "safetensors": "vtp-plugin[hf]", "torch": f"torch{HOSTS[-1].torch}"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,10 +83,26 @@ def _obey(words: list[str]) -> None:
     options.words, options.unknown = words, unknown
     try:
         options.command(options)
-    except VtpError as error:
-        if options.command is run.run:
+    except Exception as error:
+        if options.command is run.run or isinstance(error, BrokenPipeError):
             raise  # the plugin's exception hook prints the line, and tells the other ranks
-        fail(str(error))
+        if isinstance(error, VtpError):
+            fail(str(error))
+        if isinstance(error, ImportError):
+            fail(_missing(error, " ".join(words[:2] if words[0] == "checkpoint" else words[:1])))
+        if isinstance(error, OSError) and error.filename is not None:
+            fail(
+                f"{error.filename} cannot be read or written: {error.strerror}; the command needs it; see to its access"
+            )
+        traceback.print_exc()
+        sys.exit(2)  # not 1, with which some commands say that something differs
+
+
+def _missing(error: ImportError, command: str) -> str:
+    """Say which package a command lacks, and how to install it."""
+    package = (error.name or "").partition(".")[0]
+    way_out = f"pip install {shlex.quote(_INSTALL.get(package, package))}" if package else "mend its installation"
+    return f"{command}: {package or 'a package'} cannot be imported ({error}); the command needs it; {way_out}"
 
 
 def _parser() -> Parser:

@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Leave with one line and exit code 2."""
-    print(f"vtp_plugin: error: {plain(message)}", file=sys.stderr)
+    text = plain(message).replace("\n", "\\n")  # such as in a name that a file gives
+    print(f"vtp_plugin: error: {text}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from vtp_plugin.checkpoint.files import find_checkpoint
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.progress import progress
+from vtp_plugin.ground.plain import plain
 from vtp_plugin.published.model import free_flags, settings
+from vtp_plugin.published.note import padding_flag
 
 _GUIDE = "docs/hugging-face.md"
 
@@ -30,7 +34,8 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         description="Make a checkpoint of weights, which every layout loads, of a model as it is published on Hugging "
         "Face, and print the flags with which Megatron builds it. If it was killed, the same command goes on.",
         epilog=f"Which models, and what of their config: {_GUIDE}.\nKeys of --json: folder, family, num_bytes, flags "
-        "(that must be given), free_flags.",
+        "(that must be given), free_flags, vocab_flag (for a tokenizer with fewer words), passed (fields of the config "
+        "that change nothing).",
     )
     parser.add_argument(
         "--hf", type=Path, required=True, metavar="DIR", help="folder with config.json and *.safetensors"
@@ -74,13 +79,23 @@ def _import(options: argparse.Namespace) -> None:
     plan = plan_import(options.hf, options.target)
     with progress(plan.num_bytes, "import") as on_written:
         write_import(plan, options.target, on_written)
+    if plan.passed:
+        names = plain(", ".join(plan.passed))
+        print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
     flags, free = [each.text for each in settings(plan.model) if each.is_given], free_flags(plan.model)
+    words = f"--padded-vocab-size {plan.model.vocab}"
     if options.json:
         facts = {"folder": str(options.target), "family": plan.model.family, "num_bytes": plan.num_bytes}
-        print_json("checkpoint import", {**facts, "flags": flags, "free_flags": [*free]})
+        lists = {"flags": flags, "free_flags": [*free], "vocab_flag": words, "passed": [*plan.passed]}
+        print_json("checkpoint import", {**facts, **lists})
         return
-    print(f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load {options.target}, and with:")
+    target = shlex.quote(str(options.target))
+    print(f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load {target}, and with:")
     print(" ".join(flags), " ".join(free), sep="\n")  # whole lines, so that they can be pasted
+    print(
+        f"a tokenizer with fewer words: {words}; before Megatron 0.15, or where a stage's size does not divide that: "
+        f"{padding_flag(plan.model.vocab, 1)}, divided by the tensor-parallel size and rounded up"
+    )
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -90,6 +105,12 @@ def _export(options: argparse.Namespace) -> None:
     plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
     with progress(plan.num_bytes, "export") as on_written:
         write_export(plan, options.hf, on_written)
+    if plan.num_unproved:
+        print(
+            f"left out as padding: {plan.num_unproved} rows above the config's vocab_size; nothing here says how many "
+            "words the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
+            file=sys.stderr,
+        )
     if options.json:
         facts = {"folder": str(options.hf), "family": plan.model.family, "num_bytes": plan.num_bytes}
         print_json("checkpoint export", {**facts, "num_files": len(plan.files)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,7 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
     yield from _compared(asked, best, uniform)
     if best.transport != asked.question.rules.transport and len({*asked.fitted(best).sites}) > 1:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
-    yield "flags of 1: " + " ".join(flags(asked, best))
+    yield f"flags of 1: {shlex.join(flags(asked, best))}"
 
 
 def _places(asked: Asked, choice: Choice) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,18 +17,27 @@ from vtp_plugin.checkpoint.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.cuts import Strided
 from vtp_plugin.checkpoint.whole import InParts
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground.boxes import whole_box
+from vtp_plugin.ground.files import read_json
 from vtp_plugin.offline.beside import require_new, written_beside
 from vtp_plugin.offline.elements import Elements
 from vtp_plugin.offline.shards import INDEX, NewTensor, index_text, is_writable, known_types, plan_files, write_header
 from vtp_plugin.offline.writer import cut_pieces, read_box
-from vtp_plugin.published.carried import carried_files
-from vtp_plugin.published.fields import CONFIG, read_config, read_model
+from vtp_plugin.published.carried import CONFIG, carried_files, copy_carried
+from vtp_plugin.published.fields import read_config, read_model
 from vtp_plugin.published.model import Model, settings
 from vtp_plugin.published.note import CARRIED, contradictions
 from vtp_plugin.published.rows import Share, Tensor, our_tensors, their_shapes
 from vtp_plugin.published.table import rows_of
+from vtp_plugin.published.words import known_words
 
 _LAYERS: Final = "decoder.layers."
+# Tokenizers that do not look at --vocab-size.
+_OWN_WORDS: Final = (
+    *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+)
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
 _MAX_NAMED: Final = 3
 
 
@@ -61,6 +70,7 @@ class Export:
         like: folder with the config and the tokenizer.
         files: the tensors of every file.
         places: where the shares of each of their tensors are found.
+        num_unproved: rows that are left out, while nobody says how many words the run had.
     """
 
     contents: Contents
@@ -68,6 +78,7 @@ class Export:
     like: Path
     files: Mapping[str, list[NewTensor]]
     places: Mapping[str, list[tuple[Share, _Stored]]] = field(repr=False)
+    num_unproved: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -106,11 +117,15 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     """
     require_new(target)
     model = read_model(read_config(like), like / CONFIG)
+    carried_files(like)
     given = (
         f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), contents.arguments)
     )
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
+    rows = next((each.shape[0] for key, each in weights.items() if key == _EMBEDDING and each.shape), 0)
+    refuse(_words_cut_off(contents, rows, model, like))
+    refuse(_both_names(contents, weights, model))
     refuse(
         f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
         for key in [key for key in weights if "lora_" in key or "adapter" in key][:1]
@@ -131,7 +146,56 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
             places.setdefault(share.name, []).append((share, each))
     shapes = their_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
-    return Export(contents, model, like, plan_files(tensors), places)
+    is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
+    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
+
+
+def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:
+    """Return how many words a run had, and who says so; and whether all do that could know more."""
+    own, size, path = (contents.arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
+    takes_size = own not in _OWN_WORDS
+    said = [(size, "--vocab-size of its run says")] if takes_size and isinstance(size, int) else []
+    is_known = bool(said)
+    folders = [like, *([Path(path)] if isinstance(path, str) else [])]
+    for folder in folders:
+        if (known := known_words(folder)) is not None:
+            said.append((known[0], f"the tokenizer's {folder / known[1]} says"))
+            is_known |= folder == folders[-1]  # of its run, if it names one
+    return said, is_known
+
+
+def _words_cut_off(contents: Contents, rows: int, model: Model, like: Path) -> Iterator[str]:
+    """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
+    number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
+    if rows > model.vocab and number > model.vocab:
+        yield (
+            f"{contents.folder}: {who} {number} words, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "
+            f"rows those above are left out, and these are not all padding; give with --like a folder whose {CONFIG} "
+            f"has vocab_size {min(number, rows)}"
+        )
+
+
+def _both_names(contents: Contents, weights: Mapping[str, Whole], model: Model) -> Iterator[str]:
+    """Say where a tensor is there under two names with different elements: an import has both, and a run saves one."""
+    elements = Elements(contents.folder)
+    for row in rows_of(model):
+        first, *others = [key for key in row.ours if key in weights] or [""]
+        for other in others:
+            wholes, dtypes = (
+                (weights[first], weights[other]),
+                [contents.index.tensors[key].dtype for key in (first, other)],
+            )
+            if wholes[0].shape != wholes[1].shape or dtypes[0] != dtypes[1]:
+                is_copy = False
+            else:
+                boxes = cut_pieces(whole_box(wholes[0].shape), itemsize(dtypes[0]))
+                pairs = ([read_box(elements, each.parts(), box, dtypes[0]) for each in wholes] for box in boxes)
+                is_copy = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
+            if not is_copy:
+                yield (
+                    f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
+                    "checkpoint in a run and save it, which keeps what its layers use"
+                )
 
 
 def _find(
@@ -220,8 +284,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
                         on_written(len(data))
         if len(plan.files) > 1:
             (part / INDEX).write_text(index_text(plan.files))
-        for carried in carried_files(plan.like):
-            shutil.copyfile(carried, part / carried.name)
+        copy_carried(plan.like, part)
         _set_dtype(part / CONFIG, plan.places["model.embed_tokens.weight"][0][1].dtype)
 
 
@@ -230,12 +293,20 @@ def _elements(elements: Elements, places: list[tuple[Share, _Stored]]) -> Iterat
     for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)
-            yield memoryview(found.contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield _bytes_of(found.contiguous())
+
+
+def _bytes_of(elements: torch.Tensor) -> memoryview:
+    """Give the bytes of a tensor without the package numpy; they are as long there as the tensor is."""
+    length = elements.numel() * elements.element_size()
+    array = (ctypes.c_ubyte * length).from_address(elements.data_ptr())
+    array.owner = elements  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def _set_dtype(config: Path, dtype: str) -> None:
     """Let a config name the type that the weights have; it stays as it is where it does."""
-    fields = json.loads(config.read_text())
+    fields = read_json(config)
     names = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None] or ["torch_dtype"]
     if any(fields.get(name) != dtype for name in names):
         config.write_text(json.dumps({**fields, **dict.fromkeys(names, dtype)}, indent=2) + "\n")

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,15 +20,19 @@ from vtp_plugin.checkpoint.files import TRACKER
 from vtp_plugin.checkpoint.whole import make_folder, partial_of, sync
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
+from vtp_plugin.ground.files import read_bytes
 from vtp_plugin.offline.beside import remover_of_new, require_new, writing_to
+from vtp_plugin.offline.elements import typed
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
-from vtp_plugin.published.carried import carried_files
-from vtp_plugin.published.fields import CONFIG, read_config, read_model
+from vtp_plugin.published.carried import CONFIG, carried_files, copy_carried, file_of
+from vtp_plugin.published.fields import read_config, read_model
+from vtp_plugin.published.known import passed_over
 from vtp_plugin.published.model import Model, settings
 from vtp_plugin.published.note import CARRIED, NOTE, RELEASE, dump_note
-from vtp_plugin.published.rows import Tensor, empty_states, our_tensors, their_shapes
-from vtp_plugin.published.table import rows_of
+from vtp_plugin.published.rows import Row, Share, Tensor, empty_states, our_tensors, their_shapes
+from vtp_plugin.published.spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
+from vtp_plugin.published.table import FAMILIES, rows_in_file, rows_of
 
 # What all Megatrons of the format know: 0.12 reads the last two as well.
 _FORMAT: Final = {
@@ -49,12 +53,14 @@ class Import:
         model: that it is.
         shards: its tensors.
         pieces: of the checkpoint.
+        passed: fields of its config that change nothing.
     """
 
     folder: Path
     model: Model
     shards: Shards
     pieces: tuple[NewPiece, ...]
+    passed: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -73,36 +79,83 @@ def plan_import(folder: Path, target: Path) -> Import:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
     """
     require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED))
-    model = read_model(read_config(folder), folder / CONFIG)
+    config = read_config(folder)
+    model = read_model(config, folder / CONFIG)
+    carried_files(folder)
     shards = Shards(folder)
-    refuse(_problems(shards, model))
-    tensors = [*our_tensors(rows_of(model), model)]
+    shards.rename(respelt(shards.names, model))
+    rows = rows_in_file(model, shards.names)
+    left_out = [name for name in shards.names if is_frequencies(name) or (name == HEAD and model.is_tied)]
+    refuse(_problems(shards, rows, model, left_out))
+    tensors = [*our_tensors(rows, model)]
     refuse(_mixed(shards, tensors))
+    refuse(problem for name in left_out for problem in _not_copied(shards, model, name))
     pieces = (piece for tensor in tensors for piece in _pieces(tensor, shards))
-    return Import(folder, model, shards, (*pieces, _nothing(model)))
+    passed = tuple(passed_over(config, FAMILIES[model.family]))
+    return Import(folder, model, shards, (*pieces, _nothing(model)), passed)
 
 
-def _problems(shards: Shards, model: Model) -> Iterator[str]:
+def _problems(shards: Shards, rows: tuple[Row, ...], model: Model, left_out: Sequence[str]) -> Iterator[str]:
     """Say where the tensors are not those that the config says; of many problems the first ones."""
-    expected, names = their_shapes(rows_of(model), model), {*shards.names}
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - names)]
+    expected, names = their_shapes(rows, model), {*shards.names}
+    unknown = sorted(names - expected.keys() - {*left_out})
+    missing = sorted(expected.keys() - names)
+    way_out = "download all files again"
+    if unknown:
+        way_out += ", or, if transformers says that it misses none, load the model with it and use save_pretrained"
+    if missing and unknown:
+        problems = [f"{missing[0]} is missing, and {shards.stored_name(unknown[0])} is there"]
+    else:
+        problems = [f"{name} is missing" for name in missing]
+        problems += [
+            f"{shards.stored_name(name)} is no tensor of a model of the family {model.family}" for name in unknown
+        ]
     problems += [
-        f"{name} is no tensor of a model of the family {model.family}"
-        for name in sorted(names - expected.keys())
-        if not _is_left_out(name, model)
-    ]
-    problems += [
-        f"{name} has the shape {found}, and {shape} is expected"
+        f"{shards.stored_name(name)} has the shape {found}, and {shape} is expected"
         for name, shape in expected.items()
         if name in names and (found := shards.shape(name)) != shape
     ]
     for problem in problems[:_MAX_NAMED]:
-        yield f"{shards.folder}: {problem}; {CONFIG} says which tensors there are; download all files again"
+        yield f"{shards.folder}: {problem}; {CONFIG} says which tensors there are; {way_out}"
 
 
-def _is_left_out(name: str, model: Model) -> bool:
-    """Tell whether transformers leaves out a tensor, too: old files hold frequencies, and copies of what is tied."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.is_tied)
+def _not_copied(shards: Shards, model: Model, name: str) -> Iterator[str]:
+    """Say where a tensor that is left out is not what Megatron has in its place: no other way out keeps its values."""
+    stored = shards.stored_name(name)
+    if is_frequencies(name):
+        shape = shards.shape(name)
+        if shape != (model.head_dim // 2,) or not are_frequencies(_values(shards, name), model):
+            yield (
+                f"{shards.folder}: {stored} holds other frequencies than rope_theta, rope_scaling and head_dim of "
+                f"{CONFIG} give; transformers computes with those of {CONFIG}; correct {CONFIG}, or remove the tensor"
+            )
+    elif (how := _difference(shards, name, EMBEDDING)) is not None:
+        yield (
+            f"{shards.folder}: {CONFIG} ties the output layer to the embedding, and {stored} {how} {EMBEDDING}; "
+            "transformers 5 computes with both, 4.54 to 4.57 with the embedding only; set tie_word_embeddings to "
+            "false, or remove the tensor"
+        )
+
+
+def _difference(shards: Shards, name: str, other: str) -> str | None:
+    """Say how a tensor differs from another, read slab by slab; None of a copy."""
+    if shards.dtype_of(name) != shards.dtype_of(other):
+        return f"has the type {shards.dtype_of(name)}, unlike"
+    shape, size = shards.shape(other), itemsize(shards.dtype_of(other))
+    if shards.shape(name) != shape:
+        return f"has the shape {shards.shape(name)}, unlike"
+    for box in cut_pieces(whole_box(shape), size):
+        ours, theirs = (shards.read(Share(each, 0, whole_box(shape), 0), box) for each in (name, other))
+        if not torch.equal(ours, theirs):
+            return "differs from"
+    return None
+
+
+def _values(shards: Shards, name: str) -> list[float]:
+    """Read all elements of a small tensor."""
+    whole = whole_box(shards.shape(name))
+    found = typed(shards.read(Share(name, 0, whole, 0), whole), shards.dtype_of(name))
+    return found.double().tolist()
 
 
 def _mixed(shards: Shards, tensors: list[Tensor]) -> Iterator[str]:
@@ -163,9 +216,8 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
 
     with writing_to(target, undo):
         make_folder(carried)
-        for file in carried_files(plan.folder):
-            shutil.copyfile(file, carried / file.name)
-            sync(carried / file.name)
+        for copy in copy_carried(plan.folder, carried):
+            sync(copy)
         sync(carried)
         writer.write(_ending(plan), on_written)
 
@@ -189,7 +241,7 @@ def _ending(plan: Import) -> Ending:
 
 def _identity(plan: Import) -> str:
     """Return what tells a model from others: its config, and names, lengths and times of its files."""
-    told = hashlib.sha256((plan.folder / CONFIG).read_bytes())
+    told = hashlib.sha256(read_bytes(file_of(plan.folder, CONFIG)))
     for file in sorted(plan.folder.glob("*.safetensors")):
         told.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
     return told.hexdigest()

@@ -15,6 +15,8 @@ import torch
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.boxes import Box
+from vtp_plugin.ground.files import open_file, read_json
+from vtp_plugin.published.carried import file_of
 from vtp_plugin.published.rows import Share
 
 INDEX: Final = "model.safetensors.index.json"
@@ -22,7 +24,11 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 """The name of the only file of a small model."""
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_ENDINGS: Final = (".safetensors", ".safetensors.index.json")
+# Mistral puts its own format beside that of transformers, which passes over it as well.
+_OF_MISTRAL: Final = "consolidated"
 _WAY_OUT: Final = "download it again"
+_TWO_SETS: Final = "move what does not belong to the model out of the folder"
 # As transformers cuts them; a file is read as a whole when it is copied.
 MAX_FILE_BYTES: Final = 5_000_000_000
 
@@ -37,43 +43,83 @@ class Shards:
         folder: the same.
 
     Raises:
-        ConfigError: there are none, a file is missing or damaged, or the package safetensors is.
+        ConfigError: there are none, or two sets of them; a file is missing or damaged, or the package safetensors is.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = {name: self._open(file) for name, file in self._find().items()}
-        by_file = {id(file): {*file.keys()} for file in self._files.values()}
-        for name, file in self._files.items():
-            if name not in by_file[id(file)]:
-                raise ConfigError(f"{folder / INDEX} names {name}, and its file does not hold it; {_WAY_OUT}")
+        listed = self._listed()
+        files = {name: self._open(name) for name in (dict.fromkeys(listed.values()) if listed else (SINGLE,))}
+        places: dict[str, str] = {}
+        for file, opened in files.items():
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if name in places:
+                    raise ConfigError(
+                        f"{folder}: {places[name]} and {file} hold {name}; a model has it once; {_TWO_SETS}"
+                    )
+                places[name] = file
+        for name, file in listed.items():
+            if places.get(name) != file:
+                raise ConfigError(
+                    f"{folder / INDEX} names {name}, and {file} does not hold it; both must say the same; {_WAY_OUT}"
+                )
+        for name in places.keys() - listed.keys() if listed else ():
+            raise ConfigError(
+                f"{folder}: {places[name]} holds {name}, and {INDEX} does not name it there; both must say the same; "
+                f"{_WAY_OUT}"
+            )
+        self._tensors = {name: (files[file], name) for name, file in places.items()}
 
     def __repr__(self) -> str:
-        return f"<{len(self._files)} tensors of {self.folder}>"
+        return f"<{len(self._tensors)} tensors of {self.folder}>"
 
-    def _find(self) -> dict[str, Path]:
-        """Find the file of every tensor."""
-        self._opened: dict[Path, Any] = {}
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                names = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise ConfigError(f"{index} is damaged; it says where every tensor lies; {_WAY_OUT}") from None
-            return {name: self.folder / file for name, file in names.items()}
-        single = self.folder / SINGLE
-        if not single.is_file():
+    def _listed(self) -> dict[str, str]:
+        """Return the file of every tensor, as the index says it; nothing where there is a single file.
+
+        Raises:
+            ConfigError: no file, or more than one set of them.
+        """
+        found = sorted(path.name for path in self.folder.iterdir() if path.name.endswith(_ENDINGS))
+        found = [name for name in found if not name.startswith(_OF_MISTRAL)]
+        listed = self._read_index() if INDEX in found else {}
+        if not listed and SINGLE not in found:
+            others = f", but {found[0]}" if found else ""
             raise ConfigError(
-                f"{self.folder} holds neither {SINGLE} nor {INDEX}; tensors are read from these; download them, or "
-                "save the model with transformers, which writes them"
+                f"{self.folder} holds neither {SINGLE} nor {INDEX}{others}; tensors are read from these; download "
+                "them, or save the model with transformers, which writes them"
             )
-        return dict.fromkeys(map(str, self._open(single).keys()), single)
+        first = INDEX if listed else SINGLE
+        others = [name for name in found if name not in {first, *listed.values()}]
+        if others:
+            raise ConfigError(
+                f"{self.folder} holds {first} and {others[0]}, which may be another set of weights; one of them is "
+                f"imported, and transformers may take the other; {_TWO_SETS}"
+            )
+        return listed
 
-    def _open(self, file: Path) -> Any:
-        if file in self._opened:
-            return self._opened[file]
-        if not file.is_file():
-            raise ConfigError(f"{file} is missing; {INDEX} names it; {_WAY_OUT}")
+    def _read_index(self) -> dict[str, str]:
+        """Read which file holds which tensor."""
+        index = file_of(self.folder, INDEX)
+        try:
+            listed = read_json(index)["weight_map"]
+            if not listed or not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError("its weight_map names no files")
+        except OSError as error:
+            raise ConfigError(
+                f"{index} cannot be read: {error.strerror}; it says where every tensor lies; {_WAY_OUT}"
+            ) from None
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index} is damaged ({error}); it says where every tensor lies; {_WAY_OUT}") from None
+        return listed
+
+    def _open(self, name: str) -> Any:
+        file = file_of(self.folder, name)
+        try:
+            open_file(file).close()
+        except FileNotFoundError:
+            raise ConfigError(f"{file} is missing; {INDEX} names it; {_WAY_OUT}") from None
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; it holds weights; {_WAY_OUT}") from None
         try:
             safetensors = importlib.import_module("safetensors")
         except ImportError:
@@ -81,19 +127,34 @@ class Shards:
                 f"{file} cannot be read; that needs the package safetensors; pip install 'vtp-plugin[hf]'"
             ) from None
         try:
-            self._opened[file] = safetensors.safe_open(file, "pt")
+            return safetensors.safe_open(file, "pt")
         except (safetensors.SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} is damaged ({error}); {_WAY_OUT}") from None
-        return self._opened[file]
+            raise ConfigError(f"{file} is damaged ({error}); it holds weights; {_WAY_OUT}") from None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors as a model's class does.
+
+        Args:
+            names: that they have in their files, by those that they get.
+        """
+        self._tensors = {name: self._tensors[stored] for name, stored in names.items()}
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return [*self._files]
+        return [*self._tensors]
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in its file."""
+        return self._tensors[name][1]
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._tensors[name]
+        return file.get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype_of(self, name: str) -> str:
         """Return the type of a tensor's elements, as torch calls it.
@@ -101,7 +162,7 @@ class Shards:
         Raises:
             ConfigError: weights of such a type are quantised.
         """
-        found = self._files[name].get_slice(name).get_dtype()
+        found = self._slice(name).get_dtype()
         if found not in _DTYPES:
             raise ConfigError(
                 f"{self.folder}: {name} has the type {found}; weights are {', '.join(_DTYPES)}, and quantised ones are "
@@ -120,7 +181,7 @@ class Shards:
             The bytes of the elements, in the order of ours.
         """
         rows, *rest = (slice(start, stop) for start, stop in part.their_box(box))
-        found: torch.Tensor = self._files[part.name].get_slice(part.name)[(rows, *rest) if rest else rows]
+        found: torch.Tensor = self._slice(part.name)[(rows, *rest) if rest else rows]
         return found.contiguous().reshape(-1).view(torch.uint8)
 
 

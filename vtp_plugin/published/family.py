@@ -38,19 +38,22 @@ class Family:
         architecture: the class.
         rows: which of their tensors make which of ours.
         defaults: what transformers takes for a field that a config leaves out.
-        fixed: fields that change what is computed, with the values that Megatron computes; of a list, of each entry.
+        fixed: fields of this family alone that change what is computed, with the values that Megatron computes; of a
+            list, of each entry.
         harmless: fields of this family alone that change nothing, with the reason.
         has_qkv_bias: queries, keys and values have biases.
         has_query_norm: queries and keys have norms of their own.
         experts: where the config speaks of experts; None of a dense family.
+        fused: rows in place of those that make the same of ours, where all experts of a layer lie in one tensor.
     """
 
     model_type: str
     architecture: str
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: Mapping[str, str] = field(default_factory=dict)
     has_qkv_bias: bool = False
     has_query_norm: bool = False
     experts: ExpertFields | None = None
+    fused: tuple[Row, ...] = ()

@@ -64,6 +64,11 @@ class Model:
         """Rows of all keys, and of all values."""
         return self.groups * self.head_dim
 
+    @property
+    def gate_and_up(self) -> int:
+        """Rows of the gate of an expert and of what it is multiplied with."""
+        return 2 * self.expert_ffn
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.ground.files import read_json
 from vtp_plugin.published.model import Model, Setting, settings
 
 NOTE: Final = "vtp_model.json"
@@ -100,10 +102,23 @@ def read_note(load_dir: str) -> Note | None:
     if "://" in load_dir or not file.is_file():
         return None
     try:
-        note = json.loads(file.read_text())
-        return Note(str(note["family"]), int(note["vocab"]), tuple(Setting(*row) for row in note["settings"]))
-    except (ValueError, KeyError, TypeError):
+        note = read_json(file)
+        return Note(str(note["family"]), int(note["vocab"]), tuple(map(_setting, note["settings"])))
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file} is damaged; it says which model was imported; import it again") from None
+
+
+def _setting(row: Any) -> Setting:
+    """Read a setting.
+
+    Raises:
+        ValueError: it is none.
+        TypeError: likewise.
+    """
+    read = Setting(*row)
+    if [type(each) for each in (read.flag, read.argument, read.is_switch, read.is_given)] != [str, str, bool, bool]:
+        raise ValueError("no flag")
+    return read
 
 
 def take_settings(load_dir: str, args: Any) -> None:
@@ -140,8 +155,28 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     for problem, way_out in contradictions(note.settings, vars(args)):
         yield f"{problem}; {rule}; {way_out}"
     padded = getattr(args, "padded_vocab_size", None)
+    if padded is None and not getattr(args, "pad_vocab_size", True):
+        padded = getattr(args, "vocab_size", None)
     if padded is not None and padded < note.vocab:
+        sizes = getattr(args, "vtp_size_list", None) or [getattr(args, "tensor_model_parallel_size", 1)]
         yield (
-            f"the vocabulary has {padded} words, padding included, and {note.vocab} are expected; {rule}; raise "
-            "--vocab-size, or --make-vocab-size-divisible-by"
+            f"the vocabulary has {padded} words, padding included, and {note.vocab} are expected; {rule}; give "
+            f"{padding_flag(note.vocab, math.lcm(sizes[0], sizes[-1]))}, and neither --padded-vocab-size nor "
+            "--no-pad-vocab-size"
         )
+
+
+def padding_flag(num_words: int, multiple: int) -> str:
+    """Return the flag with which Megatron pads the words of a tokenizer to those of a model, whatever the tokenizer is.
+
+    A tokenizer with words of its own does not look at ``--vocab-size``, and before 0.15 Megatron has no
+    ``--padded-vocab-size``.
+
+    Args:
+        num_words: of the model; the tokenizer has no more.
+        multiple: what the padded vocabulary divides by besides: the sizes of the stages that hold a part of it.
+
+    >>> padding_flag(152064, 2), padding_flag(97, 2)
+    ('--make-vocab-size-divisible-by 76032', '--make-vocab-size-divisible-by 49')
+    """
+    return f"--make-vocab-size-divisible-by {-(-num_words // multiple)}"

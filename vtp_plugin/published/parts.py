@@ -8,6 +8,8 @@ from vtp_plugin.published.rows import Row
 
 _LAYER: Final = "model.layers.{layer}."
 _OURS: Final = "decoder.layers."
+_EXPERTS: Final = "mlp.experts.experts"
+_BOTH: Final = "gate_and_up"
 
 
 def layer_row(theirs: tuple[str, ...], shapes: tuple[str, ...], *ours: str, is_by_group: bool = False) -> Row:
@@ -77,16 +79,23 @@ def experts(folder: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
         layer_row(
             (f"{one}{gate}.weight", f"{one}{up}.weight"),
             ("expert_ffn hidden", "expert_ffn hidden"),
-            "mlp.experts.experts.linear_fc1.weight",
+            f"{_EXPERTS}.linear_fc1.weight",
         ),
-        layer_row((f"{one}{down}.weight",), ("hidden expert_ffn",), "mlp.experts.experts.linear_fc2.weight"),
+        layer_row((f"{one}{down}.weight",), ("hidden expert_ffn",), f"{_EXPERTS}.linear_fc2.weight"),
     )
 
+
+# As transformers 5 has them while it computes, also those of Mixtral. A file holds them so where its writer did not let
+# transformers take them apart.
+FUSED: Final = (
+    layer_row(("mlp.gate.weight",), ("num_experts hidden",), "mlp.router.weight"),
+    layer_row(("mlp.experts.gate_up_proj",), (f"num_experts {_BOTH} hidden",), "mlp.experts.experts.linear_fc1.weight"),
+    layer_row(("mlp.experts.down_proj",), ("num_experts hidden expert_ffn",), "mlp.experts.experts.linear_fc2.weight"),
+)
 
 # Harmless fields that several families have, with the reason.
 UNUSED_WINDOW: Final = {
     "sliding_window": "not used, since use_sliding_window is false",
-    "max_window_layers": "not used, since use_sliding_window is false",
 }
 ROUTER_LOSS: Final = {
     "output_router_logits": "what transformers returns while it trains",

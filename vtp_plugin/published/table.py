@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from vtp_plugin.published.families.llama import LLAMA
@@ -13,6 +14,8 @@ from vtp_plugin.published.families.qwen3_moe import QWEN3_MOE
 from vtp_plugin.published.model import Model
 from vtp_plugin.published.rows import Row
 
+FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
+"""How the name of a tensor ends that holds all experts of a layer."""
 FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
 """By ``model_type``."""
 
@@ -20,3 +23,16 @@ FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN
 def rows_of(model: Model) -> tuple[Row, ...]:
     """Return the rows of a model: where its output layer is the embedding, it has none of its own."""
     return tuple(row for row in FAMILIES[model.family].rows if not (row.is_of_untied and model.is_tied))
+
+
+def rows_in_file(model: Model, names: Collection[str]) -> tuple[Row, ...]:
+    """Return the rows of a model as its file has them: experts one by one, or fused.
+
+    Args:
+        model: that it is.
+        names: of the tensors of the file.
+    """
+    fused = {row.ours[0]: row for row in FAMILIES[model.family].fused}
+    if not any(name.endswith(FUSED_NAME) for name in names):
+        return rows_of(model)
+    return tuple(fused.get(row.ours[0], row) for row in rows_of(model))

@@ -12,6 +12,4 @@ LLAMA: Final = Family(
     architecture="LlamaForCausalLM",
     rows=(*ENDS, *ATTENTION, *DENSE),
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0},
-    fixed={"attention_bias": (False,), "mlp_bias": (False,)},
-    harmless={"pretraining_tp": "how a product was cut while it was trained"},
 )

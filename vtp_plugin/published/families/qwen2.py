@@ -12,7 +12,9 @@ QWEN2: Final = Family(
     architecture="Qwen2ForCausalLM",
     rows=(*ENDS, *ATTENTION, QKV_BIAS, *DENSE),
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32},
-    fixed={"use_sliding_window": (False,), "layer_types": ("full_attention",), "use_mrope": (False,)},
-    harmless=UNUSED_WINDOW,
+    harmless={
+        **UNUSED_WINDOW,
+        **dict.fromkeys(("attention_bias", "qkv_bias"), "its class has biases, whatever it says"),
+    },
     has_qkv_bias=True,
 )

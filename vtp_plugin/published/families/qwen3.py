@@ -12,7 +12,6 @@ QWEN3: Final = Family(
     architecture="Qwen3ForCausalLM",
     rows=(*ENDS, *ATTENTION, *QUERY_NORMS, *DENSE),
     defaults={"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": 32, "head_dim": 128},
-    fixed={"attention_bias": (False,), "use_sliding_window": (False,), "layer_types": ("full_attention",)},
     harmless=UNUSED_WINDOW,
     has_query_norm=True,
 )

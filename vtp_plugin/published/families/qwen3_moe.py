@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vtp_plugin.published.family import ExpertFields, Family
-from vtp_plugin.published.parts import ATTENTION, ENDS, QUERY_NORMS, ROUTER_LOSS, UNUSED_WINDOW, experts
+from vtp_plugin.published.parts import ATTENTION, ENDS, FUSED, QUERY_NORMS, ROUTER_LOSS, UNUSED_WINDOW, experts
 
 QWEN3_MOE: Final = Family(
     model_type="qwen3_moe",
@@ -20,14 +20,12 @@ QWEN3_MOE: Final = Family(
         "norm_topk_prob": False,
     },
     fixed={
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "layer_types": ("full_attention",),
         "decoder_sparse_step": (1,),
         "mlp_only_layers": (),
     },
     harmless={**UNUSED_WINDOW, **ROUTER_LOSS},
     has_query_norm=True,
+    fused=FUSED,
     experts=ExpertFields(
         number=("num_experts", "num_local_experts"), ffn="moe_intermediate_size", normalised="norm_topk_prob"
     ),
