@@ -244,6 +244,7 @@ def revert() -> None:
         return
     session.ranks.stop()
     session.release()
+    session.savings.unlock()
     session.applied.revert()
     if session.platform is not None:
         session.platform.uninstall()

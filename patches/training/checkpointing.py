@@ -6,8 +6,9 @@ H31: a load that stands still ends.
 from __future__ import annotations
 
 import functools
+import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.files import naming_broken_files
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, patience_s
 from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.hosts import MegatronHost
@@ -88,6 +90,45 @@ def require_common_folder(session: Session, args: Any) -> None:
     finally:
         if args.rank == 0:
             (folder / topic.get("name").decode()).unlink(missing_ok=True)
+
+
+def lock_folders(session: Session, args: Any) -> None:
+    """Take the folders in which this run saves, before it trains; a run that saves nothing takes none.
+
+    One process of all that see a folder holds its lock, the others find the run's token in it: sites and machines may
+    have folders of their own.
+
+    Raises:
+        ConfigError: another run has one, or it cannot be written; the text is the same on all ranks.
+    """
+    folders, store = [*_saved_to(args)], session.ranks.store
+    if not folders:
+        return
+    limit_s = patience_s(session.config.timeout_s)
+
+    def lock() -> dict[str, object]:
+        token = os.environ.get(LOCK_VARIABLE)
+        if not token and store is not None:
+            token = part_of(store, Topic.FOLDER).compare_set("run", "", uuid.uuid4().hex).decode()
+        for folder in folders:
+            session.savings.lock(folder, os.environ, limit_s, token)
+        return {}
+
+    if store is None:
+        lock()
+    else:
+        session.ranks.agree("lock of --save", lock)
+
+
+def _saved_to(args: Any) -> Iterator[Path]:
+    """Name the folders of this machine's in which a run will save checkpoints."""
+    if getattr(args, "ckpt_convert_format", None) is not None:  # then nothing is trained
+        names = [os.path.join(args.ckpt_convert_save or "", args.ckpt_convert_format)]
+    elif args.save is None or args.skip_train:
+        names = []
+    else:
+        names = [args.save, getattr(args, "non_persistent_global_ckpt_dir", None)]
+    yield from (Path(name) for name in names if name and "://" not in name)
 
 
 @replaces(

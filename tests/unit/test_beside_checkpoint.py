@@ -22,7 +22,7 @@ from vtp_plugin.fit.ask import Ask
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, leave_out, note_error
 from vtp_plugin.runtime.life.cards import Card
 from vtp_plugin.runtime.life.failure import note_failure
-from vtp_plugin.runtime.life.folder_lock import FolderLock
+from vtp_plugin.checkpoint.folder_lock import FolderLock
 from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.session.judge import Judge
@@ -145,7 +145,7 @@ def test_a_later_start_ends_at_once(tmp_path: Path) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from vtp_plugin.runtime.life.folder_lock import FolderLock
+from vtp_plugin.checkpoint.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 child = os.fork()  # as a data loader, which outlives its rank
 if child:

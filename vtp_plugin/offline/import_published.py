@@ -17,10 +17,11 @@ import torch
 
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.folder_lock import LOCK
 from vtp_plugin.checkpoint.whole import make_folder, partial_of, sync
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
-from vtp_plugin.offline.beside import remover_of_new, require_new, writing_to
+from vtp_plugin.offline.beside import holding, remover_of_new, require_new, writing_to
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.published.carried import carried_files
@@ -72,7 +73,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     Raises:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
     """
-    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED))
+    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED, LOCK))
     model = read_model(read_config(folder), folder / CONFIG)
     shards = Shards(folder)
     refuse(_problems(shards, model))
@@ -153,7 +154,6 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
     """
     release, carried, remove = target / RELEASE, target / CARRIED, remover_of_new(target)
     writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
-    on_written(writer.find_written())
 
     def undo() -> None:
         (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
@@ -161,13 +161,15 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
             shutil.rmtree(folder, ignore_errors=True)
         remove()
 
-    with writing_to(target, undo):
-        make_folder(carried)
-        for file in carried_files(plan.folder):
-            shutil.copyfile(file, carried / file.name)
-            sync(carried / file.name)
-        sync(carried)
-        writer.write(_ending(plan), on_written)
+    with holding(target):
+        on_written(writer.find_written())
+        with writing_to(target, undo):
+            make_folder(carried)
+            for file in carried_files(plan.folder):
+                shutil.copyfile(file, carried / file.name)
+                sync(carried / file.name)
+            sync(carried)
+            writer.write(_ending(plan), on_written)
 
 
 def _ending(plan: Import) -> Ending:

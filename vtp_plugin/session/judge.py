@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.checkpoint.folder_lock import FolderLock, patience_s
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
@@ -22,11 +23,9 @@ from vtp_plugin.ground import log
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.runtime.life.card_memory import leave_out, name_card
 from vtp_plugin.runtime.life.cards import Card
-from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.progress import LastStep, read_last, write_last
 
 _ALERT_S = 10.0
-_LOCK_SHARE, _MAX_LOCK_S = 0.3, 20.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,8 +56,8 @@ class Judge:
         """Fit the list to the cards of all ranks.
 
         Returns:
-            JSON values: the seats by rank, the flags, lines that say why, the list, and the last step of the attempt
-            before.
+            JSON values: the seats by rank, the flags, lines that say why, the list, the last step of the attempt
+            before, and the token of the lock of the folder.
 
         Raises:
             ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
@@ -78,7 +77,7 @@ class Judge:
         if self.folder is not None:
             begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
             write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
-        return outcome
+        return {**outcome, "lock": "" if self.lock is None else self.lock.token}
 
     def close(self) -> None:
         """Let another run have the folder."""
@@ -90,7 +89,7 @@ class Judge:
         if self.folder is None:
             log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
             return None
-        self.lock = FolderLock(self.folder, self.environment, min(_MAX_LOCK_S, _LOCK_SHARE * self.timeout_s))
+        self.lock = FolderLock(self.folder, self.environment, patience_s(self.timeout_s))
         return read_last(self.folder)
 
     def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.ground import log
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
@@ -140,6 +141,7 @@ def take_seat(
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
         environment[CARD_VARIABLE] = name_card(own)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
+        environment[LOCK_VARIABLE] = outcome["lock"]
         hand_on(outcome["sizes"], outcome["last"], environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat

@@ -54,7 +54,11 @@ class Topic(Enum):
         "Where a list is fitted to the cards: of every rank the name of its machine and its site, the kind of its "
         "card, whether it works and versions; the ranks and flags of the fitted run; how many of its ranks have ended.",
     )
-    FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
+    FOLDER = (
+        "folder",
+        "A random file name, by which ranks find out whether they share the folder of --save, and a random name of the "
+        "run, which the lock of that folder holds.",
+    )
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
     BRIDGES = (
         "bridges",
