@@ -14,6 +14,7 @@ from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.ground import log
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.runtime.life.cards import Card, settle_seats
+from vtp_plugin.runtime.life.failed_starts import forget_failed_starts
 from vtp_plugin.runtime.life.launchers import SHARE_VARIABLE
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.progress import hand_on, note_end
@@ -52,6 +53,7 @@ class Seat:
     def end(self) -> None:
         """Note that the script has ended well."""
         self.has_ended = True
+        forget_failed_starts()
         if self.rank == 0 and self.judge.folder is not None:
             note_end(self.judge.folder)
 

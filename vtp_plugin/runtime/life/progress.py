@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vtp_plugin.ground import log
+from vtp_plugin.runtime.life.failed_starts import forget_failed_starts
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 
 PROGRESS = "vtp_progress.json"
@@ -126,7 +127,7 @@ def write_last(folder: Path, step: LastStep) -> None:
     text = json.dumps(asdict(step)).ljust(_NUM_BYTES - 1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder / PROGRESS, os.O_WRONLY | os.O_CREAT, 0o644)
+        number = os.open(folder / PROGRESS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         log.warning(f"{folder / PROGRESS} cannot be written ({error.strerror}); what is lost will not be known")
         return
@@ -165,6 +166,7 @@ class Progress:
         if self._folder is not None:
             step = LastStep(iteration=iteration, samples=samples, at_s=now_s, sizes=self._sizes)
             write_last(self._folder, step)
+        forget_failed_starts()
         last, self._last = self._last, None
         return None if last is None else find_lost(last, iteration, samples, batch_size, now_s)
 
