@@ -363,9 +363,7 @@ class TestFailedStarts:
         said = (
             "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended so before a first step"
         )
-        with pytest.raises(
-            ConfigError, match=rf"^{re.escape(said)} step; no restart cures this: mend it, then remove "
-        ):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this: mend it, then remove "):
             require_unmarked(tmp_path)
         assert f"mend it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
         # The way out: counting begins anew.
