@@ -34,7 +34,7 @@ from vtp_plugin.patches.training.loadable import (
 from vtp_plugin.patches.training.newest import check_own_files, choose, chosen_step, look_at, require_manifest
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
-from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.runtime.life.store import Topic, name_run, part_of
 from vtp_plugin.runtime.stored_optimizer import Request
 from vtp_plugin.session import Session
 
@@ -109,7 +109,7 @@ def lock_folders(session: Session, args: Any) -> None:
     def lock() -> dict[str, object]:
         token = os.environ.get(LOCK_VARIABLE)
         if not token and store is not None:
-            token = part_of(store, Topic.FOLDER).compare_set("run", "", uuid.uuid4().hex).decode()
+            token = name_run(store)
         for folder in folders:
             session.savings.lock(folder, os.environ, limit_s, token)
         return {}

@@ -21,6 +21,7 @@ from tests.launcher_commands import environment, filled
 from tests.multiproc.elastic import MODEL, STEP
 from tests.pace import pace
 from tests.pool import free_port
+from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
 from vtp_plugin.runtime.life.failed_starts import FAILED_STARTS, MOST_EQUAL
 from vtp_plugin.runtime.life.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC
 from vtp_plugin.runtime.life.marker import MARKER
@@ -142,6 +143,19 @@ def test_what_megatron_does_not_find_ends_the_loop(tmp_path: Path, extra: Sequen
     assert wait(shell(loop, tmp_path, CARDS=2, PORT=free_port()), 400.0) == 0
     said, _ = (folder / MARKER).read_text().splitlines()
     assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended so before a first step", said), said
+
+
+@pytest.mark.full
+@pytest.mark.needs("scripts_here")
+def test_a_spare_rank_holds_the_folder_of_a_run_of_one(tmp_path: Path) -> None:
+    """The launcher's rank 0 has no card, and so no seat; the only rank saves into the folder that it has taken."""
+    folder, faults = tmp_path / "ck", tmp_path / "faults"
+    faults.write_text("a 0 absent\n")
+    words = [example_script(), *MODEL, *FIT, "--train-iters", "4", "--vtp-node", "a", "--save", str(folder)]
+    variables = {"CARDS": 2, "PORT": free_port(), FAULT_FILE_VARIABLE: faults}
+    assert wait(shell(filled(LOOP, words, folder), tmp_path, **variables)) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert not (folder / FAILED_STARTS).exists()
 
 
 SRUN = """#!/bin/sh

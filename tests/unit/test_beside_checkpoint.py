@@ -183,6 +183,20 @@ class TestLock:
             other.communicate()
         assert json.loads((tmp_path / "vtp_lock.json").read_text())["run"] == "second"
 
+    def test_processes_of_one_run_share_it(self, tmp_path: Path) -> None:
+        words = HOLD.replace("0.0)", '0.0, token="ours")')
+        other = subprocess.Popen([sys.executable, "-c", words, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        os.kill(child, signal.SIGKILL)
+        try:
+            FolderLock(tmp_path, {}, 0.0, token="ours").release(removes=True)
+            with pytest.raises(ConfigError, match=rf"--save {tmp_path} belongs to another run, first"):
+                FolderLock(tmp_path, {}, 0.0, token="theirs")
+        finally:
+            other.kill()
+            other.communicate()
+
     def test_it_waits_for_an_attempt_that_is_ending(self, tmp_path: Path) -> None:
         other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
@@ -410,9 +424,7 @@ class TestFailedStarts:
             self.fail(tmp_path, self.ERROR, attempt=str(number), has_failed_before=True)
         assert not [*tmp_path.iterdir()]
 
-    @pytest.mark.parametrize(
-        "what", ["a step", "a good end", "other flags", "another error", "another site", "no --save"]
-    )
+    @pytest.mark.parametrize("what", ["a step", "a good end", "other flags", "another error", "another site"])
     def test_what_begins_anew(self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         folder, words, error = tmp_path / "ck", ("script.py",), self.ERROR
         for number in range(MOST_EQUAL - 1):
@@ -431,9 +443,7 @@ class TestFailedStarts:
             error = ValueError("another")
         elif what == "another site":
             folder = tmp_path / "other"
-        self.fail(
-            folder if what != "no --save" else Path(), error, attempt="" if what == "no --save" else "last", words=words
-        )
+        self.fail(folder, error, attempt="last", words=words)
         assert not [*tmp_path.rglob(MARKER)]
 
     def test_no_link_is_followed(self, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vtp_plugin.ground import log
 LOCK: Final = "vtp_lock.json"
 """The name of the file."""
 LOCK_VARIABLE: Final = "VTP_LOCK"
-"""Set in the ranks of a fitted run: the token of the lock that was taken for them."""
+"""Set in a process that is to be a rank of a fitted run: the token of its locks, before the first one is taken."""
 # File systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _SHARE, _MAX_S, _PAUSE_S = 0.3, 20.0, 0.2

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.folder_lock import FolderLock, patience_s
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
@@ -56,8 +56,8 @@ class Judge:
         """Fit the list to the cards of all ranks.
 
         Returns:
-            JSON values: the seats by rank, the flags, lines that say why, the list, the last step of the attempt
-            before, and the token of the lock of the folder.
+            JSON values: the seats by rank, the flags, lines that say why, the list, and the last step of the attempt
+            before.
 
         Raises:
             ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
@@ -77,7 +77,7 @@ class Judge:
         if self.folder is not None:
             begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
             write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
-        return {**outcome, "lock": "" if self.lock is None else self.lock.token}
+        return outcome
 
     def close(self) -> None:
         """Let another run have the folder."""
@@ -89,7 +89,8 @@ class Judge:
         if self.folder is None:
             log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
             return None
-        self.lock = FolderLock(self.folder, self.environment, patience_s(self.timeout_s))
+        limit_s = patience_s(self.timeout_s)
+        self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
         return read_last(self.folder)
 
     def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.progress import hand_on, note_end
 from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.life.server import is_agent_store, serves_store
+from vtp_plugin.runtime.life.store import name_run
 from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
 
@@ -108,6 +109,7 @@ def take_seat(
                 f"torchrun goes on with {SHARE_VARIABLE}=1 on every machine, see docs/lost-cards.md",
             )
         store = open_own_store(store, rank, environment, timeout_s)
+    environment[LOCK_VARIABLE] = name_run(store)
     serves = serves_store(rank, environment)
     try:
         outcome = settle_seats(
@@ -143,7 +145,6 @@ def take_seat(
         environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
         environment[CARD_VARIABLE] = name_card(own)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
-        environment[LOCK_VARIABLE] = outcome["lock"]
         hand_on(outcome["sizes"], outcome["last"], environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return seat

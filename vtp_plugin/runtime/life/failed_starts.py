@@ -37,11 +37,11 @@ def name_start(words: Sequence[str], attempt: str, environment: MutableMapping[s
 
     Args:
         words: script and flags, as the user gave them: with others counting begins anew.
-        attempt: a name that the ranks of this attempt have, and no other attempt; empty if nothing is kept.
+        attempt: a name that the ranks of this attempt have, and no other attempt.
         environment: of this process.
     """
     digest = hashlib.sha256(json.dumps([*words]).encode()).hexdigest()[:16]
-    environment[START_VARIABLE] = f"{digest} {attempt}" if attempt else ""
+    environment[START_VARIABLE] = f"{digest} {attempt}"
 
 
 def forget_failed_starts(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -76,6 +76,11 @@ def part_of(store: dist.Store, topic: Topic, share: str = "") -> dist.Store:
     return dist.PrefixStore(f"{topic.key} {share}".rstrip(), store)
 
 
+def name_run(store: dist.Store) -> str:
+    """Return a random name of this attempt of a run, the same on all ranks that reach the store."""
+    return part_of(store, Topic.FOLDER).compare_set("run", "", uuid.uuid4().hex).decode()
+
+
 def connect_again(store: dist.Store) -> dist.Store:
     """Open a connection to the run's store that nobody else uses, so that a long wait of one does not hold up another.
 
