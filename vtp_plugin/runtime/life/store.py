@@ -40,8 +40,7 @@ class Topic(Enum):
     )
     CLOCKS = (
         "clocks",
-        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart, and a "
-        "random name.",
+        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart.",
     )
     ATTEMPTS = (
         "attempts",
@@ -57,7 +56,7 @@ class Topic(Enum):
     FOLDER = (
         "folder",
         "A random file name, by which ranks find out whether they share the folder of --save, and a random name of the "
-        "run, which the lock of that folder holds.",
+        "run, which the lock of that folder and traces hold.",
     )
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
     BRIDGES = (
