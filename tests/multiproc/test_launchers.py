@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ MISSING = "FileNotFoundError: [Errno 2] No such file or directory: 'tokenizer.mo
 
 
 def shell(
-    text: str, folder: Path, name: str = "log", path: Path | None = None, **variables: object
+    text: str, folder: Path, variables: Mapping[str, object], name: str = "log", path: Path | None = None
 ) -> subprocess.Popen[bytes]:
     """Run lines in a shell, in an empty folder; programs in ``path`` come first."""
     env = environment(**variables)
@@ -106,20 +106,20 @@ def test_the_loop_of_the_shell_ends(tmp_path: Path) -> None:
     """Starts have failed in one way; the loop's first one does so again. What the file says helps."""
     words, folder = failing(tmp_path), tmp_path / "ck"
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    assert wait(shell(f"python -m vtp_plugin run {' '.join(words)}", tmp_path, **alone)) == 1
+    assert wait(shell(f"python -m vtp_plugin run {' '.join(words)}", tmp_path, alone)) == 1
     (found,) = (file := json.loads((folder / FAILED_STARTS).read_text()))["reasons"].items()
     assert found[1][0] == 1 and not (folder / MARKER).exists()
     file["reasons"][found[0]][0] = MOST_EQUAL - 1
     (folder / FAILED_STARTS).write_text(json.dumps(file))
     loop = filled(LOOP, words, folder)
-    assert wait(shell(loop, tmp_path, CARDS=1, PORT=free_port())) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert wait(shell(loop, tmp_path, {"CARDS": 1, "PORT": free_port()})) == 0, (tmp_path / "log").read_text()[-3000:]
     require_stopped(tmp_path, MISSING)
     assert f"{MISSING}; {MOST_EQUAL} starts ended so before a first step; no restart cures this" in re.sub(
         r"\n\[vtp rank 0\] +", " ", (tmp_path / "log").read_text()
     )
     (tmp_path / "tokenizer.model").write_text("all is well")
     (folder / MARKER).unlink()
-    assert wait(shell(loop, tmp_path, "second", CARDS=1, PORT=free_port())) == 0
+    assert wait(shell(loop, tmp_path, {"CARDS": 1, "PORT": free_port()}, "second")) == 0
     assert "all is well" in (tmp_path / "second").read_text() and not (folder / MARKER).exists()
 
 
@@ -140,7 +140,7 @@ def test_what_megatron_does_not_find_ends_the_loop(tmp_path: Path, extra: Sequen
     words = [example_script(), *model, *FIT, *extra, "--train-iters", "4"]
     folder = tmp_path / "ck"
     loop = filled(LOOP, [*words, "--save", str(folder), "--load", str(folder)], folder)
-    assert wait(shell(loop, tmp_path, CARDS=2, PORT=free_port()), 400.0) == 0
+    assert wait(shell(loop, tmp_path, {"CARDS": 2, "PORT": free_port()}), 400.0) == 0
     said, _ = (folder / MARKER).read_text().splitlines()
     assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended so before a first step", said), said
 
@@ -153,7 +153,7 @@ def test_a_spare_rank_holds_the_folder_of_a_run_of_one(tmp_path: Path) -> None:
     faults.write_text("a 0 absent\n")
     words = [example_script(), *MODEL, *FIT, "--train-iters", "4", "--vtp-node", "a", "--save", str(folder)]
     variables = {"CARDS": 2, "PORT": free_port(), FAULT_FILE_VARIABLE: faults}
-    assert wait(shell(filled(LOOP, words, folder), tmp_path, **variables)) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert wait(shell(filled(LOOP, words, folder), tmp_path, variables)) == 0, (tmp_path / "log").read_text()[-3000:]
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert not (folder / FAILED_STARTS).exists()
 
@@ -184,7 +184,7 @@ def test_the_job_of_slurm_ends(tmp_path: Path) -> None:
     )
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_ID": 7, "QUEUE": queue}
     for number in range(1, 5):
-        assert wait(shell(job, tmp_path, path=programs, **variables)) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert wait(shell(job, tmp_path, variables, path=programs)) == 0, (tmp_path / "log").read_text()[-3000:]
         is_queued = queue.exists() and len(queue.read_text().splitlines()) == number
         assert is_queued == (number < 4), number
     require_stopped(tmp_path, MISSING)
@@ -196,14 +196,15 @@ def test_the_job_of_slurm_ends(tmp_path: Path) -> None:
 def test_two_machines_train(tmp_path: Path, command: str) -> None:
     """Each starts the printed command. Elastic torchrun waits half a minute for a third one."""
     port, agents = free_port(), []
-    variables = {"NODES": 2, "CARDS": 1, "FIRST": "127.0.0.1", "PORT": port, "KEEPER": f"127.0.0.1:{port}"}
+    address = f"127.0.0.1:{port}"
+    variables = {"NODES": 2, "CARDS": 1, "FIRST": "127.0.0.1", "PORT": port, "KEEPER": address}
     variables |= {"PET_LOCAL_ADDR": "127.0.0.1"}  # two agents on one machine
-    with keeper(variables["KEEPER"]) if command == ELASTIC else contextlib.nullcontext():
+    with keeper(address) if command == ELASTIC else contextlib.nullcontext():
         for number, name in enumerate("ab"):
             words = [example_script(), *MODEL, *FIT, "--train-iters", "3", "--vtp-node", name]
             words += ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
             text = filled(command, words)
-            agents.append(shell(text, tmp_path, name, NODE=number, **variables))
+            agents.append(shell(text, tmp_path, {**variables, "NODE": number}, name))
         assert [wait(agent, 300.0) for agent in agents] == [0, 0], (tmp_path / "a").read_text()[-3000:]
     printed = (tmp_path / "a").read_text() + (tmp_path / "b").read_text()
     assert [found[1] for found in STEP.finditer(printed)] == ["1", "2", "3"]
