@@ -158,10 +158,13 @@ def report_failures() -> None:
     _hook().install()
 
 
-def announce_exit(leave: SystemExit) -> None:
-    """Tell the other ranks that a script has ended itself with a status; nothing if it was 0."""
-    if leave.code not in (None, 0):
-        _hook().announce(leave)
+def announce_exit(leave: SystemExit) -> bool:
+    """Tell the other ranks that a script has ended itself with a status; nothing if it was 0.
+
+    Returns:
+        Whether another rank failed before.
+    """
+    return leave.code not in (None, 0) and _hook().announce(leave)
 
 
 def choose_device(device: DeviceName) -> None:
@@ -244,6 +247,7 @@ def revert() -> None:
         return
     session.ranks.stop()
     session.release()
+    session.savings.unlock()
     session.applied.revert()
     if session.platform is not None:
         session.platform.uninstall()

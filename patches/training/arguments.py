@@ -150,11 +150,12 @@ def _validate(
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
     session.learn(has_arguments=True)
-    if session.is_active:
-        # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
-        from vtp_plugin.patches.training.checkpointing import require_common_folder
+    # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
+    from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
 
+    if session.is_active:
         require_common_folder(session, args)
+    lock_folders(session, args)
     layout, replicas = session.planned.layout, session.planned.replicas
     if not replicas.is_equal:
         # The first stage's, so that all ranks write the same line.

@@ -6,9 +6,10 @@ H31: a load that stands still ends.
 from __future__ import annotations
 
 import functools
+import os
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.files import naming_broken_files
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, patience_s
 from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
@@ -43,7 +45,7 @@ from vtp_plugin.patches.training.newest import (
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
 from vtp_plugin.runtime.life.posts import read_word
-from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.runtime.life.store import Topic, name_run, part_of
 from vtp_plugin.runtime.stored_optimizer import Request
 from vtp_plugin.session import Session
 
@@ -100,6 +102,45 @@ def require_common_folder(session: Session, args: Any) -> None:
     finally:
         if args.rank == 0:
             own.unlink(missing_ok=True)  # never what the store names: others can write there
+
+
+def lock_folders(session: Session, args: Any) -> None:
+    """Take the folders in which this run saves, before it trains; a run that saves nothing takes none.
+
+    One process of all that see a folder holds its lock, the others find the run's token in it: sites and machines may
+    have folders of their own.
+
+    Raises:
+        ConfigError: another run has one, or it cannot be written; the text is the same on all ranks.
+    """
+    folders, store = [*_saved_to(args)], session.ranks.store
+    if not folders:
+        return
+    limit_s = patience_s(session.config.timeout_s)
+
+    def lock() -> dict[str, object]:
+        token = os.environ.get(LOCK_VARIABLE)
+        if not token and store is not None:
+            token = name_run(store)
+        for folder in folders:
+            session.savings.lock(folder, os.environ, limit_s, token)
+        return {}
+
+    if store is None:
+        lock()
+    else:
+        session.ranks.agree("lock of --save", lock)
+
+
+def _saved_to(args: Any) -> Iterator[Path]:
+    """Name the folders of this machine's in which a run will save checkpoints."""
+    if getattr(args, "ckpt_convert_format", None) is not None:  # then nothing is trained
+        names = [os.path.join(args.ckpt_convert_save or "", args.ckpt_convert_format)]
+    elif args.save is None or args.skip_train:
+        names = []
+    else:
+        names = [args.save, getattr(args, "non_persistent_global_ckpt_dir", None)]
+    yield from (Path(name) for name in names if name and "://" not in name)
 
 
 @replaces(

@@ -20,21 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests import launcher_commands as launchers
 from tests.hosts import PYTHON_PATH, ROOT, TREE
 from tests.multiproc.faulty_gpt import ARMED, LOG, NODE, PAUSE
 from tests.multiproc.hosts_apart import Network
 from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
-from vtp_plugin.runtime.life.marker import MARKER
+from vtp_plugin.runtime.life.launchers import ELASTIC, KEEPER, LOOP, STATIC
 
-STORE = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore(sys.argv[2], int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("open", flush=True)
-time.sleep(3600)
-"""
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
@@ -130,9 +124,15 @@ class Cluster:
             (self.folder / "tmp").symlink_to(scratch)
         if self.is_static:
             return self
-        words = [sys.executable, "-c", STORE, str(self.port), self.network.keeper if self.network else "127.0.0.1"]
-        self.keeper = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        assert self.keeper.stdout is not None and self.keeper.stdout.readline() == "open\n"
+        self.keeper = subprocess.Popen(
+            ["bash", "-c", f"exec {launchers.filled(KEEPER)}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=ROOT,
+            env=launchers.environment(KEEPER=self._rendezvous),
+        )
+        assert self.keeper.stdout is not None and "listens on" in self.keeper.stdout.readline()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,39 +146,35 @@ class Cluster:
         self.keeper.stdout.close()
 
     @property
+    def _rendezvous(self) -> str:
+        return f"{self.network.keeper if self.network else '127.0.0.1'}:{self.port}"
+
+    @property
     def faults(self) -> Path:
         return self.folder / "faults"
 
     def start(self, name: str, num_cards: int, *flags: str) -> None:
         """Start a node, with flags of its own; one that was lost comes back."""
-        words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", str(self.max_restarts)]
-        words += ["--nnodes", self.nodes, "--nproc-per-node", str(num_cards)]
-        if self.is_static:
-            number = str([*self.agents, name].index(name))
-            words += ["--node-rank", number, "--master-addr", "127.0.0.1", "--master-port", str(self.port)]
-        else:
-            # The store is the keeper's. Two agents on one machine would both take themselves for its host.
-            conf = "is_host=0,last_call_timeout=3,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=3"
-            words += ["--rdzv-backend", "c10d", "--rdzv-id", "run", "--rdzv-conf", conf]
-            keeper = self.network.keeper if self.network else "127.0.0.1"
-            own = self.network.address(name) if self.network else "127.0.0.1"
-            words += ["--rdzv-endpoint", f"{keeper}:{self.port}", "--local-addr", own]
-        words += ["-m", "vtp_plugin", "run", self.script, *MODEL, *self.flags, "--vtp-node", name, *flags]
+        words = [self.script, *MODEL, *self.flags, "--vtp-node", name, *flags]
         words += ["--save", str(self.folder / "ck"), "--load", str(self.folder / "ck")]
+        command, changed = ELASTIC, {"--max-restarts 100": f"--max-restarts {self.max_restarts}"}
         if self.is_looped:
-            words = [
-                "sh",
-                "-c",
-                f"until {shlex.join(words)}; do [ -e {self.folder}/ck/{MARKER} ] && exit 9; sleep 1; done",
-            ]
+            command, changed = LOOP, {"--max-restarts 3": f"--max-restarts {self.max_restarts}"}
+        elif self.is_static:
+            command = STATIC
+        else:
+            own = self.network.address(name) if self.network else "127.0.0.1"
+            # The store is the keeper's. Two agents on one machine would both take themselves for its host.
+            waits = "last_call_timeout=3,join_timeout=200,keep_alive_interval=1,keep_alive_max_attempt=3"
+            changed |= {"2:3": self.nodes, "is_host=0": f"is_host=0,{waits} --local-addr {own}"}
+        text = launchers.filled(command, [*map(shlex.quote, words)], self.folder / "ck", changed)
+        words = ["bash", "-c", text]
         words = [*(self.network.inside(name) if self.network else ()), *words]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", PAUSE: str(self.pause_s), "PYTHONPATH": PYTHON_PATH}
+        env = launchers.environment(CARDS=num_cards, NODES=self.nodes, NODE=[*self.agents, name].index(name))
+        env |= {"FIRST": "127.0.0.1", "PORT": str(self.port), "KEEPER": self._rendezvous, PAUSE: str(self.pause_s)}
         env["TMPDIR"] = str((self.folder / "tmp").resolve())
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron 0.12 asks for it
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}
         env |= {ARMED: str(self.folder / "armed.json"), LOG: str(self.folder / "faults.jsonl")}
-        if not self.is_static:
-            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.network:
             env["GLOO_SOCKET_IFNAME"] = "eth0"
         with self.log(name).open("ab") as log:
@@ -200,7 +196,7 @@ class Cluster:
     def stop(self) -> None:
         """Let agents end their ranks, and wait for them."""
         for agent in self.agents.values():
-            agent.terminate()
+            os.killpg(agent.pid, signal.SIGTERM)  # the shell and torchrun; its ranks have groups of their own
         for agent in self.agents.values():
             agent.wait(timeout=_LIMIT_S * pace())
 

@@ -131,7 +131,7 @@ def test_non_persistent_checkpoint_resumes(pool: Pool, written: Writer, tmp_path
     _, whole = written("1,2", DROPOUT)
     often = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2", *DROPOUT]
     train(pool, "1,2", [*often, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "2"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["non_persistent"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["non_persistent", "vtp_lock.json"]
     runs = train(pool, "1,2", [*often, "--load", str(tmp_path)])
     assert losses(runs) == losses(whole)[2:]
 

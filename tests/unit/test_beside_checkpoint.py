@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,19 @@ import pytest
 from tests.import_rules import ROOT
 from tests.pace import pace
 from tests.pool import free_port
-from vtp_plugin.errors import ConfigError, LayoutError, PeerError
+from vtp_plugin.checkpoint.folder_lock import FolderLock
+from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, leave_out, note_error
 from vtp_plugin.runtime.life.cards import Card
+from vtp_plugin.runtime.life.failed_starts import (
+    FAILED_STARTS,
+    MOST_EQUAL,
+    START_VARIABLE,
+    forget_failed_starts,
+    name_start,
+)
 from vtp_plugin.runtime.life.failure import note_failure
-from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.session.judge import Judge
@@ -145,7 +153,7 @@ def test_a_later_start_ends_at_once(tmp_path: Path) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from vtp_plugin.runtime.life.folder_lock import FolderLock
+from vtp_plugin.checkpoint.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 child = os.fork()  # as a data loader, which outlives its rank
 if child:
@@ -174,6 +182,20 @@ class TestLock:
             os.kill(child, signal.SIGKILL)
             other.communicate()
         assert json.loads((tmp_path / "vtp_lock.json").read_text())["run"] == "second"
+
+    def test_processes_of_one_run_share_it(self, tmp_path: Path) -> None:
+        words = HOLD.replace("0.0)", '0.0, token="ours")')
+        other = subprocess.Popen([sys.executable, "-c", words, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        os.kill(child, signal.SIGKILL)
+        try:
+            FolderLock(tmp_path, {}, 0.0, token="ours").release(removes=True)
+            with pytest.raises(ConfigError, match=rf"--save {tmp_path} belongs to another run, first"):
+                FolderLock(tmp_path, {}, 0.0, token="theirs")
+        finally:
+            other.kill()
+            other.communicate()
 
     def test_it_waits_for_an_attempt_that_is_ending(self, tmp_path: Path) -> None:
         other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -316,3 +338,127 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _caused(cause: Exception) -> ConfigError:
+    """Make the error of a check of all ranks in which one of them found another error."""
+    error = ConfigError(f"rank 0: {cause}", is_final=False)
+    error.__cause__ = cause
+    return error
+
+
+class TestFailedStarts:
+    ERROR = FileNotFoundError(2, "No such file or directory", "tok.model")
+
+    def fail(
+        self,
+        folder: Path,
+        error: BaseException,
+        *,
+        attempt: str,
+        words: tuple[str, ...] = ("script.py",),
+        has_failed_before: bool = False,
+    ) -> None:
+        """End a start as a rank does whose error reaches the hook."""
+        environment = {RUN_FOLDER_VARIABLE: str(folder)}
+        name_start(words, attempt, environment)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+            note_failure(error, "", has_failed_before)
+
+    def test_equal_ones_end_a_run_once_for_each_start(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        for number in range(MOST_EQUAL - 1):
+            for _ in range(3):  # ranks of one start
+                self.fail(tmp_path, self.ERROR, attempt=f"a{number}")
+        assert not (tmp_path / MARKER).exists() and "is tried" not in capfd.readouterr().err
+        self.fail(tmp_path, self.ERROR, attempt="b")
+        said = (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended so before a first step"
+        )
+        with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this: mend it, then remove "):
+            require_unmarked(tmp_path)
+        assert f"mend it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
+        # The way out: counting begins anew.
+        (tmp_path / MARKER).unlink()
+        assert [*tmp_path.iterdir()] == []
+        self.fail(tmp_path, self.ERROR, attempt="c")
+        require_unmarked(tmp_path)
+
+    @pytest.mark.parametrize(
+        "errors",
+        [
+            # Of several ways the first to come five times ends it; numbers do not tell ways apart.
+            [
+                RuntimeError("out of memory: 20 MiB, process 7"),
+                ValueError(),
+                RuntimeError("out of memory: 4 MiB, process 31"),
+            ],
+            [SystemExit(3), SystemExit("no data"), SystemExit(3)],
+            [_caused(OSError("/data is gone"))],
+        ],
+        ids=["numbers", "statuses", "in a check of all ranks"],
+    )
+    def test_what_counts(self, tmp_path: Path, errors: list[BaseException]) -> None:
+        for number in range(2 * MOST_EQUAL):
+            self.fail(tmp_path, errors[number % len(errors)], attempt=str(number))
+        assert (tmp_path / MARKER).exists()
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            PeerError("waited 9.0 s for rank 1: no answer"),
+            ShortageError("too few cards"),
+            ConfigError("--save x belongs to another run", is_final=False),
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"),
+            KeyboardInterrupt(),
+        ],
+        ids=repr,
+    )
+    def test_what_a_restart_may_cure_does_not(self, tmp_path: Path, error: BaseException) -> None:
+        for number in range(2 * MOST_EQUAL):
+            self.fail(tmp_path, error, attempt=str(number))
+            self.fail(tmp_path, self.ERROR, attempt=str(number), has_failed_before=True)
+        assert not [*tmp_path.iterdir()]
+
+    @pytest.mark.parametrize("what", ["a step", "a good end", "other flags", "another error", "another site"])
+    def test_what_begins_anew(self, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, words, error = tmp_path / "ck", ("script.py",), self.ERROR
+        for number in range(MOST_EQUAL - 1):
+            self.fail(folder, error, attempt=str(number))
+        if what == "a step":
+            monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
+            monkeypatch.setenv(START_VARIABLE, "flags attempt")
+            Progress(None, "2", None).note(1, 8, 8)
+            note_failure(error, "", False)  # behind its first step: that is no failed start
+            assert not (folder / FAILED_STARTS).exists()
+        elif what == "a good end":
+            forget_failed_starts({RUN_FOLDER_VARIABLE: str(folder), START_VARIABLE: "flags attempt"})
+        elif what == "other flags":
+            words = ("script.py", "--lr", "1")
+        elif what == "another error":
+            error = ValueError("another")
+        elif what == "another site":
+            folder = tmp_path / "other"
+        self.fail(folder, error, attempt="last", words=words)
+        assert not [*tmp_path.rglob(MARKER)]
+
+    def test_no_link_is_followed(self, tmp_path: Path) -> None:
+        """Nor is what a stranger has written believed."""
+        victim, folder = tmp_path / "victim", tmp_path / "ck"
+        victim.write_text("a key")
+        folder.mkdir()
+        for name in (FAILED_STARTS, MARKER, PROGRESS):
+            (folder / name).symlink_to(victim)
+            for own in (f".{name}.{os.getpid()}.{os.uname().nodename}",):
+                (folder / own).symlink_to(victim)
+        for number in range(MOST_EQUAL + 1):
+            self.fail(folder, self.ERROR, attempt=str(number))
+        write_last(folder, LastStep(iteration=1, samples=8, at_s=1.0, sizes="2"))
+        assert victim.read_text() == "a key"
+        for text in ("{", "[" * 100_000, "[]", '{"flags": 1, "reasons": 2}', "\xff"):
+            (folder / FAILED_STARTS).unlink(missing_ok=True)
+            (folder / FAILED_STARTS).write_text(text, encoding="latin-1")
+            self.fail(folder, self.ERROR, attempt="x")
+            assert json.loads((folder / FAILED_STARTS).read_text())["reasons"]

@@ -36,6 +36,7 @@ from vtp_plugin.checkpoint.archive import Extent, load_object
 from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.whole import clear
 from vtp_plugin.offline.writer import JOURNAL, NewPiece, PieceWriter
 
 Run = Callable[..., tuple[int, list[str]]]
@@ -190,6 +191,32 @@ def test_what_stops_it_is_one_line_and_the_same_command_goes_on(run: Run, tmp_pa
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
     whole, found = (_bytes_of(tmp_path / name / "iter_0000003") for name in ("whole", "b"))
     assert whole == found
+
+
+def test_a_folder_in_which_a_run_saves_is_left_alone(run: Run, tmp_path: Path) -> None:
+    a, b = by_bucket(tmp_path / "a", make_model()), tmp_path / "b"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.folder_lock import FolderLock\n"
+    hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    other = subprocess.Popen([sys.executable, "-c", hold, str(b)], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        code, (line,) = run("reshard", "--from", a, "--to", b)
+        assert code == 2 and f"--to {b} belongs to another run, ? (process {other.pid} on " in line
+        assert line.endswith("; give another folder, or end that run")
+        assert run("reshard", "--from", a, "--to", tmp_path / "c")[0] == 0
+    finally:
+        other.kill()
+        other.communicate()
+    assert run("reshard", "--from", a, "--to", b)[0] == 0
+    assert sorted(path.name for path in b.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_what_a_tool_writes_beside_checkpoints_is_no_stopped_save(tmp_path: Path) -> None:
+    for name in ("partial_exported", "partial_iter_0000003", "partial_removed_1f", "partial_release"):
+        (tmp_path / name).mkdir()
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["partial_exported"]
 
 
 def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +14,11 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.doc_commands import DOCUMENTS, Command, commands
-from tests.hosts import PYTHON_PATH, ROOT
+from tests.hosts import ROOT
+from tests.launcher_commands import environment
 from tests.oracles import megatron_parser
-from tests.pool import ENVIRONMENT
+from tests.pace import pace
+from tests.pool import free_port
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.options.flags import add_vtp_arguments, read_flags
@@ -116,10 +117,14 @@ def test_the_reader_finds_commands() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
 def test_first_run_of_the_readme(command: Command) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.words[1:]]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(
-        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=250
+        ["bash", "-c", str(command)],  # as it is printed
+        cwd=ROOT,
+        env=environment(PET_MASTER_PORT=free_port()),  # others may have torchrun's own
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250 * pace(),
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.findall(r"iteration +(\d+)/ +10 .* lm loss: ", done.stdout) == [str(n) for n in range(1, 11)]

@@ -6,6 +6,8 @@ import filecmp
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from tests.checkpoints import run_action
+from tests.hosts import PYTHON_PATH
 from tests.published import KINDS, SMALL, config_of, edit, imported, make, torch
 
 
@@ -298,3 +301,29 @@ def test_a_checkpoint_of_one_file_for_each_rank_is_refused(tmp_path: Path, capsy
         code, (line,) = run_action(capsys, "export", "--from", folder, "--hf", tmp_path / "out")
         assert code == 2 and "has the format torch, one file for each rank" in line and "torch_dist" in line
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_folder_in_which_a_run_saves_is_not_imported_to(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path, is_alive: bool
+) -> None:
+    """A run that has not saved yet has only its lock there; what a killed import has left is no hindrance."""
+    to = tmp_path / "to"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.folder_lock import FolderLock\n"
+    hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    other = subprocess.Popen([sys.executable, "-c", hold, str(to)], stdout=subprocess.PIPE, text=True, env=env)
+    assert other.stdout is not None and other.stdout.readline() == "held\n"
+    try:
+        if not is_alive:
+            other.kill()
+            other.wait()
+        code, lines = run_action(capsys, "import", "--hf", model_folder, "--to", to)
+    finally:
+        other.kill()
+        other.communicate()
+    if is_alive:
+        assert code == 2 and f"--to {to} belongs to another run, ? (process {other.pid} on " in lines[0]
+        assert [path.name for path in to.iterdir()] == ["vtp_lock.json"]
+    else:
+        assert code == 0 and not (to / "vtp_lock.json").exists()

@@ -12,7 +12,7 @@ import json
 import multiprocessing.util
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from pathlib import Path
 from vtp_plugin.checkpoint.archive import Extent
 from vtp_plugin.checkpoint.digest import digest_of
 from vtp_plugin.checkpoint.files import TRACKER, iterations, read_tracker
+from vtp_plugin.checkpoint.folder_lock import FolderLock
 from vtp_plugin.checkpoint.manifest import dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.whole import (
     clear,
@@ -226,6 +227,7 @@ class Savings:
         self.copies_tensors = False
         self._iteration: int | None = None
         self._in_flight: dict[Path, Saving] = {}
+        self._locks: dict[Path, FolderLock] = {}
 
     def __repr__(self) -> str:
         return f"<{len(self._in_flight)} checkpoints are being written>"
@@ -243,6 +245,20 @@ class Savings:
         """Return the checkpoint that Megatron's function was at, if it is all written; it has returned."""
         saving, self.current = self.current, None
         return None if saving is None or saving.is_in_background else saving
+
+    def lock(self, folder: Path, environment: Mapping[str, str], limit_s: float, token: str | None) -> None:
+        """Keep other runs out of a folder until this process ends, or :meth:`unlock`; idempotent.
+
+        Arguments and errors are those of :class:`~vtp_plugin.checkpoint.folder_lock.FolderLock`.
+        """
+        key = folder.resolve()
+        if key not in self._locks:
+            self._locks[key] = FolderLock(folder, environment, limit_s, token=token)
+
+    def unlock(self) -> None:
+        """Let other runs have the folders; idempotent."""
+        while self._locks:
+            self._locks.popitem()[1].release()
 
     def is_called_for(self, iteration: int) -> bool:
         """Tell whether Megatron's function is saving that iteration."""

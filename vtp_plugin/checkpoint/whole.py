@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +21,8 @@ from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifes
 PARTIAL: Final = "partial_"
 """What the name of a folder begins with while it is written; nothing that looks for ``iter_*`` finds it."""
 _REMOVED: Final = f"{PARTIAL}removed_"
+# What saves leave. A tool may be writing another folder beside the checkpoints of a run.
+_LEFT: Final = re.compile(rf"{PARTIAL}(removed_.*|iter_\d+|release|{re.escape(TRACKER)})")
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of Linux
 PART_BYTES: Final = 1 << 20
 """How much is written at a time: ext4 of Linux 6.18 takes 8 MiB in one write five times slower than in eight."""
@@ -148,7 +151,7 @@ def clear(folder: Path, spared: Collection[Path] = ()) -> None:
         spared: what is being written.
     """
     for path in folder.glob(f"{PARTIAL}*"):
-        if path not in spared:
+        if path not in spared and _LEFT.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink() if path.is_file() else discard(path)
 

@@ -188,7 +188,7 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     form = form_for_any(contents, options.form)
-    from vtp_plugin.offline.beside import writing_to
+    from vtp_plugin.offline.beside import holding, writing_to
     from vtp_plugin.offline.masters import require_masters
     from vtp_plugin.offline.reshard import reshard
 
@@ -199,10 +199,12 @@ def _reshard(options: argparse.Namespace) -> None:
         name = f"iter_{contents.common.get('iteration') or 0:07d}"
     target = options.target / name
     work, ending = reshard(contents, target, form)
-    found, total = work.find_written(), sum(piece.num_bytes for piece in work.pieces)
-    with progress(total, "reshard") as on_written, writing_to(target):
+    total = sum(piece.num_bytes for piece in work.pieces)
+    with progress(total, "reshard") as on_written, holding(options.target):
+        found = work.find_written()
         on_written(found)
-        work.write(ending, on_written)
+        with writing_to(target):
+            work.write(ending, on_written)
     if options.json:
         counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
         print_json("checkpoint reshard", {"folder": str(target), "form": form, **counts})

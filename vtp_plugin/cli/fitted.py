@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import vtp_plugin
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE
 from vtp_plugin.cli.flags import add_run_flags
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.config import VtpConfig
@@ -25,6 +26,7 @@ from vtp_plugin.hosts import capability, find_host
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.runtime.life.cards import Card, try_card
 from vtp_plugin.runtime.life.disclosure import Disclosure
+from vtp_plugin.runtime.life.failed_starts import name_start
 from vtp_plugin.runtime.life.leftovers import end_leftovers
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.session.judge import Judge
@@ -66,6 +68,7 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
         uninstall()
     if seat.rank is None:
         sys.exit(seat.wait_outside(own))
+    name_start(words, os.environ[LOCK_VARIABLE], os.environ)
     # A flag that the fitted list gives, too, is not given twice.
     given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
     return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words, *_state_words(words)], seat

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, run, search, simulate, trace
+from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, rendezvous, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground.plain import plain
@@ -35,6 +35,11 @@ _COMMANDS = {
         "show, verify, compare or rewrite checkpoints, without a run",
     ),
     "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
+    "rendezvous": (
+        rendezvous.add_arguments,
+        rendezvous.run,
+        "keep the rendezvous of elastic torchrun, on one address of this machine",
+    ),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
 }
 

@@ -16,6 +16,7 @@ from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.errors import VtpError, is_final
 from vtp_plugin.ground.mindspeed import ImportWatch, has_mindspeed
 from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
+from vtp_plugin.runtime.life.failed_starts import note_failed_start
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
             from vtp_plugin.cli.fitted import fit_run  # not at the top: other runs do without what a fit imports
 
             sys.argv[:], seat = fit_run(sys.argv)
+            report_failures()  # also what ends the script before it has asked Megatron for anything
         if has_mindspeed():
             _apply_after_adaptor()
         else:
@@ -67,11 +69,13 @@ def run(options: argparse.Namespace) -> None:
         raise
     except SystemExit as leave:
         # Python takes it for a normal end: rank 0 would wait for the others, and they for rank 0.
-        announce_exit(leave)
+        is_consequence = announce_exit(leave)
         if leave.code in (None, 0):
             _end(seat)
-        if is_final(leave):
+        elif is_final(leave):
             leave_marker("the script refused its flags and ended with status 2, see its log")
+        elif not is_consequence:
+            note_failed_start(leave)
         raise
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from vtp_plugin.checkpoint.folder_lock import FolderLock
 from vtp_plugin.checkpoint.whole import discard, make_folder, partial_of, put_in_place, sync, sync_folders
 from vtp_plugin.errors import ConfigError, VtpError
 
@@ -76,6 +77,23 @@ def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator
             if (cause := _failed_write(error)) is not None:
                 raise ConfigError(f"{target} cannot be written: {cause.strerror}; {room}") from error
             raise
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Keep runs that save out of a folder of checkpoints while one is written there.
+
+    Args:
+        folder: that ``--to`` names.
+
+    Raises:
+        ConfigError: a run has it, or it cannot be written.
+    """
+    lock = FolderLock(folder, {"TORCHELASTIC_RUN_ID": "a checkpoint tool"}, 0.0, option="--to")
+    try:
+        yield
+    finally:
+        lock.release(removes=True)
 
 
 def _failed_write(error: BaseException | None) -> OSError | None:

@@ -17,11 +17,12 @@ import torch
 
 from vtp_plugin.checkpoint.archive import itemsize
 from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.folder_lock import LOCK
 from vtp_plugin.checkpoint.whole import make_folder, partial_of, sync
 from vtp_plugin.errors import refuse
 from vtp_plugin.ground.boxes import Box, intersect, whole_box
 from vtp_plugin.ground.files import read_bytes
-from vtp_plugin.offline.beside import remover_of_new, require_new, writing_to
+from vtp_plugin.offline.beside import holding, remover_of_new, require_new, writing_to
 from vtp_plugin.offline.elements import typed
 from vtp_plugin.offline.shards import Shards
 from vtp_plugin.offline.writer import Ending, NewPiece, PieceWriter, cut_pieces
@@ -78,7 +79,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     Raises:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
     """
-    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED))
+    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED, LOCK))
     config = read_config(folder)
     model = read_model(config, folder / CONFIG)
     carried_files(folder)
@@ -206,7 +207,6 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
     """
     release, carried, remove = target / RELEASE, target / CARRIED, remover_of_new(target)
     writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
-    on_written(writer.find_written())
 
     def undo() -> None:
         (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
@@ -214,12 +214,14 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
             shutil.rmtree(folder, ignore_errors=True)
         remove()
 
-    with writing_to(target, undo):
-        make_folder(carried)
-        for copy in copy_carried(plan.folder, carried):
-            sync(copy)
-        sync(carried)
-        writer.write(_ending(plan), on_written)
+    with holding(target):
+        on_written(writer.find_written())
+        with writing_to(target, undo):
+            make_folder(carried)
+            for copy in copy_carried(plan.folder, carried):
+                sync(copy)
+            sync(carried)
+            writer.write(_ending(plan), on_written)
 
 
 def _ending(plan: Import) -> Ending:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node, in_order
@@ -23,11 +24,9 @@ from vtp_plugin.ground.values import format_value
 from vtp_plugin.runtime.life.card_memory import leave_out, name_card
 from vtp_plugin.runtime.life.cards import Card
 from vtp_plugin.runtime.life.disclosure import Disclosure
-from vtp_plugin.runtime.life.folder_lock import FolderLock
 from vtp_plugin.runtime.life.progress import LastStep, read_last, write_last
 
 _ALERT_S = 10.0
-_LOCK_SHARE, _MAX_LOCK_S = 0.3, 20.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,7 +109,8 @@ class Judge:
         if self.folder is None:
             log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
             return None
-        self.lock = FolderLock(self.folder, self.environment, min(_MAX_LOCK_S, _LOCK_SHARE * self.timeout_s))
+        limit_s = patience_s(self.timeout_s)
+        self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
         return read_last(self.folder)
 
     def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:

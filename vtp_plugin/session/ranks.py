@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,10 +18,9 @@ from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
 from vtp_plugin.runtime.life.disclosure import Disclosure
 from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.life.posts import require_word
 from vtp_plugin.runtime.life.rendezvous import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.life.startup import Agreement
-from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
+from vtp_plugin.runtime.life.store import Topic, connect_again, name_run, part_of
 from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
@@ -190,8 +188,7 @@ class AllRanks:
 
     def name_run(self) -> str:
         """Return a random name of this run, the same on all ranks."""
-        part = part_of(self._joined().store, Topic.CLOCKS)
-        return require_word(part.compare_set("run", "", uuid.uuid4().hex), Topic.CLOCKS.key, "run", "[0-9a-f]{32}")
+        return name_run(self._joined().store)
 
     def _joined(self) -> Agreement:
         if self._agreement is None:

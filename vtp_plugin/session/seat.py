@@ -9,16 +9,19 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 
+from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.ground import log
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.runtime.life.cards import Card, settle_seats
+from vtp_plugin.runtime.life.failed_starts import forget_failed_starts
 from vtp_plugin.runtime.life.launchers import SHARE_VARIABLE
 from vtp_plugin.runtime.life.onlooker import Onlooker
 from vtp_plugin.runtime.life.progress import hand_on, note_end
 from vtp_plugin.runtime.life.rendezvous import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.life.server import is_agent_store, serves_store
+from vtp_plugin.runtime.life.store import name_run
 from vtp_plugin.runtime.life.waiting import poll
 from vtp_plugin.session.judge import Judge
 from vtp_plugin.session.outcome import Outcome
@@ -53,6 +56,7 @@ class Seat:
     def end(self) -> None:
         """Note that the script has ended well."""
         self.has_ended = True
+        forget_failed_starts()
         if self.rank == 0 and self.judge.folder is not None:
             note_end(self.judge.folder)
 
@@ -107,6 +111,7 @@ def take_seat(
                 f"torchrun goes on with {SHARE_VARIABLE}=1 on every machine, see docs/lost-cards.md",
             )
         store = open_own_store(store, rank, environment, timeout_s)
+    environment[LOCK_VARIABLE] = name_run(store)
     serves = serves_store(rank, environment)
     try:
         outcome = settle_seats(

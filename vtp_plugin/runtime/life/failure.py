@@ -15,6 +15,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.runtime.life.card_memory import note_error
 from vtp_plugin.runtime.life.disclosure import describe_error
 from vtp_plugin.runtime.life.error_file import write_error_file
+from vtp_plugin.runtime.life.failed_starts import note_failed_start
 from vtp_plugin.runtime.life.marker import leave_marker
 
 
@@ -94,13 +95,19 @@ class FailureHook:
             text = "this rank failed with the error above"
         if monitor is not None or isinstance(error, VtpError):
             log.error(f"{text}{position}")
-            self._note(error, position, monitor is not None and monitor.failure is not None)
+        self._note(error, position, monitor is not None and monitor.failure is not None)
 
-    def announce(self, error: BaseException) -> None:
-        """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``."""
+    def announce(self, error: BaseException) -> bool:
+        """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``.
+
+        Returns:
+            Whether another rank failed before.
+        """
         monitor = self._get_watch()
-        if self._is_active and monitor is not None:
-            monitor.post_failure(error)
+        if not self._is_active or monitor is None:
+            return False
+        monitor.post_failure(error)
+        return monitor.failure is not None
 
     def leave(self) -> None:
         """Exit at once after an error: destructors of process groups could wait for peers that are gone."""
@@ -128,3 +135,4 @@ def note_failure(error: BaseException, position: str, is_consequence: bool) -> N
         leave_marker(describe_error(error))
     if not is_consequence:
         note_error(error)
+        note_failed_start(error)

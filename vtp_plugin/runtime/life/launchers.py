@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
-SHARE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+SHARE_VARIABLE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With the value 1 torchrun gives ranks a store of their own, which one of them keeps."""
+STATIC: Final = "static torchrun, on each machine"
+LOOP: Final = "one machine, in a loop of the shell"
+SLURM: Final = "Slurm"
+KEEPER: Final = "elastic torchrun, first on a machine that trains nothing"
+ELASTIC: Final = "elastic torchrun, then on each machine that trains"
 COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "static torchrun, on each machine": (
-        "torchrun --nnodes 3 --node-rank $NODE --nproc-per-node 8 --master-addr $FIRST --master-port 29500 \\",
-        "    --max-restarts 100 run ...",
+    STATIC: (
+        "torchrun --nnodes $NODES --node-rank $NODE --nproc-per-node $CARDS \\",
+        "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...",
     ),
-    "one machine, in a loop of the shell": (
-        "until torchrun --standalone --nproc-per-node 8 --max-restarts 3 run ...; do",
+    LOOP: (
+        "until torchrun --nproc-per-node $CARDS --master-port $PORT --max-restarts 3 run ...; do",
         "    [ -e CHECKPOINTS/vtp_stopped.txt ] && break",
         "    sleep 10",
         "done",
     ),
-    "Slurm": (
+    SLURM: (
         "#SBATCH --nodes=3 --ntasks-per-node=1 --requeue --open-mode=append",
         "[ -e CHECKPOINTS/vtp_stopped.txt ] && exit 0",
+        "export CARDS=8 PORT=29500",
         'export FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc-per-node 8 \\",
-        "    --master-addr $FIRST --master-port 29500 --max-restarts 100 run ...' || scontrol requeue $SLURM_JOB_ID",
+        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc-per-node $CARDS \\",
+        "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...' || scontrol requeue $SLURM_JOB_ID",
     ),
-    "elastic torchrun, first on a machine that trains nothing": (
-        "python -c \"from torch.distributed import TCPStore as S; import time; S('0.0.0.0', 29400, is_master=True, "
-        'wait_for_workers=False); time.sleep(1e9)"',
-    ),
-    "elastic torchrun, then on each machine that trains": (
+    KEEPER: ("python -m vtp_plugin rendezvous $KEEPER",),
+    ELASTIC: (
         f"export {SHARE_VARIABLE}=1",
-        "torchrun --nnodes 2:3 --nproc-per-node 8 --max-restarts 100 --rdzv-backend c10d \\",
-        "    --rdzv-endpoint $KEEPER:29400 --rdzv-id run1 --rdzv-conf is_host=0 run ...",
+        "torchrun --nnodes 2:3 --nproc-per-node $CARDS --max-restarts 100 --rdzv-backend c10d \\",
+        "    --rdzv-endpoint $KEEPER --rdzv-id run1 --rdzv-conf is_host=0 run ...",
     ),
 }
 """By launcher, the lines of its command; ``run ...`` stands for ``-m vtp_plugin run SCRIPT FLAGS``."""
+PICKLE: Final = (
+    "whoever reaches the port of a c10d rendezvous (--rdzv-backend c10d, --standalone) can run code on all machines of "
+    "the run: torchrun keeps its state there as a pickle. Let it listen only on a network that is yours"
+)
+"""What a user of elastic torchrun must know."""
+_NAMES = (
+    "run ... stands for -m vtp_plugin run SCRIPT FLAGS --vtp-size-list auto --vtp-stages MIN:MAX",
+    "$CARDS: cards of a machine; $NODES: machines; $NODE: the number of this one; $FIRST: address of the first one; "
+    "$PORT: a port that is free there, such as 29500; $KEEPER: address and port of the rendezvous, as 10.8.0.1:29400",
+)
 
 
 def describe_launchers(environment: Mapping[str, str]) -> list[str]:
@@ -53,7 +67,8 @@ def describe_launchers(environment: Mapping[str, str]) -> list[str]:
         else ("not 1 here: elastic torchrun ends all when it loses the first machine")
     )
     return [
-        "run ... stands for -m vtp_plugin run SCRIPT FLAGS --vtp-size-list auto --vtp-stages MIN:MAX",
+        *_NAMES,
         *(line for name, command in COMMANDS.items() for line in (f"{name}:", *(f"    {part}" for part in command))),
+        PICKLE,
         f"{SHARE_VARIABLE} is {what}",
     ]

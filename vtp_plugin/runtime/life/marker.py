@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,22 +18,25 @@ RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
 
 
 def run_folder(words: Sequence[str]) -> Path | None:
-    """Find the folder of a run's checkpoints in its command line: the one of ``--save``, or else of ``--load``.
+    """Find the folder of a run's checkpoints in its command line: the one of ``--save``.
+
+    A run that only loads writes nothing beside what it loads, which may be another run's.
 
     Returns:
         None if there is none, or it is no folder of this machine's, such as ``msc://``.
 
     >>> str(run_folder(["pretrain_gpt.py", "--load", "old", "--save=new", "--lr", "1"]))
     'new'
+    >>> run_folder(["pretrain_gpt.py", "--load", "old"]) is None
+    True
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--save")
-    parser.add_argument("--load")
     try:
         args, _ = parser.parse_known_args(list(words[1:]))
     except argparse.ArgumentError:
         return None  # the script's parser says what is wrong
-    name = args.save or args.load
+    name = args.save
     return None if name is None or "://" in name else Path(name)
 
 
@@ -46,7 +50,7 @@ def require_unmarked(folder: Path | None) -> None:
         return
     path = folder / MARKER
     with contextlib.suppress(OSError):
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8").strip().partition("\n")[0]
         raise ConfigError(f"{text}; no restart cures this: mend it, then remove {path}")
 
 
@@ -60,12 +64,24 @@ def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None
     name = environment.get(RUN_FOLDER_VARIABLE)
     if not name:
         return
-    path = Path(name) / MARKER
-    own = path.with_name(f".{MARKER}.{os.getpid()}.{os.uname().nodename}")
+    way_out = "No later start goes on while this file is here: mend that, then remove it."
+    put_beside(Path(name) / MARKER, f"{text}\n{way_out}\n", replaces=False)
+
+
+def put_beside(path: Path, text: str, *, replaces: bool = True) -> None:
+    """Write a file that is there as a whole or not at all; what cannot be written is left out.
+
+    Args:
+        path: of the file; its folder is made.
+        text: of it.
+        replaces: take the place of one that is there.
+    """
+    own = path.with_name(f".{path.name}.{os.getpid()}.{os.uname().nodename}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(f"{text}\n", encoding="utf-8")
-        with contextlib.suppress(FileExistsError):
-            os.link(own, path)
+        own.unlink(missing_ok=True)
+        with own.open("x", encoding="utf-8") as file:  # never through a link
+            file.write(text)
+        (own.replace if replaces else functools.partial(os.link, own))(path)
     with contextlib.suppress(OSError):
         own.unlink()

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vtp_plugin.ground import log
-from vtp_plugin.ground.files import read_json
+from vtp_plugin.ground.files import read_bytes
+from vtp_plugin.ground.typed import read_typed
+from vtp_plugin.runtime.life.failed_starts import forget_failed_starts
 from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE
 
 PROGRESS = "vtp_progress.json"
@@ -113,10 +115,10 @@ def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now
 def read_last(folder: Path) -> LastStep | None:
     """Read how far the last attempt came; None if none has begun, or the last one ended well."""
     try:
-        last = LastStep(**read_json(folder / PROGRESS))
+        last = read_typed(LastStep, read_bytes(folder / PROGRESS))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         log.warning(f"{folder / PROGRESS} cannot be read ({error}); what was lost is not known")
         return None
     return None if last.is_end else last
@@ -127,7 +129,7 @@ def write_last(folder: Path, step: LastStep) -> None:
     text = json.dumps(asdict(step)).ljust(_NUM_BYTES - 1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        number = os.open(folder / PROGRESS, os.O_WRONLY | os.O_CREAT, 0o644)
+        number = os.open(folder / PROGRESS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         log.warning(f"{folder / PROGRESS} cannot be written ({error.strerror}); what is lost will not be known")
         return
@@ -166,6 +168,7 @@ class Progress:
         if self._folder is not None:
             step = LastStep(iteration=iteration, samples=samples, at_s=now_s, sizes=self._sizes)
             write_last(self._folder, step)
+        forget_failed_starts()
         last, self._last = self._last, None
         return None if last is None else find_lost(last, iteration, samples, batch_size, now_s)
 

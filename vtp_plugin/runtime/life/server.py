@@ -12,8 +12,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground import log
 
+_KEEPER_S = 300.0
 ALL_INTERFACES = "all interfaces"
 
 
@@ -37,6 +39,34 @@ def serve(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     address, reason = listening_address(host, os.environ)
     if address is None:
         log.warning(f"the store listens on {ALL_INTERFACES} at port {port}: {reason}")
+    return _open_either(host, port, timeout_s, address)
+
+
+def keep_open(host: str, port: int) -> tuple[dist.TCPStore, str]:
+    """Open a store for a launcher, on one address and no other.
+
+    Args:
+        host: the address, or a name that has it.
+        port: must be free.
+
+    Returns:
+        The store, which listens as long as somebody holds it, and the address.
+
+    Raises:
+        ConfigError: the address is none of this machine's, or the port is taken.
+    """
+    address, reason = listening_address(host, {})
+    if address is None or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        why = f"{host} is every address of this machine" if address else reason.removeprefix("MASTER_ADDR ")
+        raise ConfigError(f"{why}; a rendezvous listens on one address, which others must reach; give that one")
+    listener = _bind(address, port)
+    if listener is None:
+        raise ConfigError(f"{host}:{port} is taken; a rendezvous needs a port for itself; choose another one")
+    listener.close()
+    return _open_either(host, port, _KEEPER_S, address), address
+
+
+def _open_either(host: str, port: int, timeout_s: float, address: str | None) -> dist.TCPStore:
     try:
         return _open_server(host, port, timeout_s, address, use_libuv=True)
     except RuntimeError as error:

@@ -42,8 +42,7 @@ class Topic(Enum):
     )
     CLOCKS = (
         "clocks",
-        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart, and a "
-        "random name.",
+        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart.",
     )
     ATTEMPTS = (
         "attempts",
@@ -58,7 +57,11 @@ class Topic(Enum):
         "list, from which each rank works out its own flags, and how far the attempt before came; an error (between "
         "sites as for the checks); how many ranks have ended.",
     )
-    FOLDER = ("folder", "A random file name, by which ranks find out whether they share the folder of --save.")
+    FOLDER = (
+        "folder",
+        "A random file name, by which ranks find out whether they share the folder of --save, and a random name of the "
+        "run, which the lock of that folder and traces hold.",
+    )
     VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
     BRIDGES = (
         "bridges",
@@ -74,6 +77,12 @@ class Topic(Enum):
 def part_of(store: dist.Store, topic: Topic, share: str = "") -> dist.Store:
     """Open the part of the run's store that belongs to a topic, or a share of it; the plugin writes nowhere else."""
     return dist.PrefixStore(f"{topic.key} {share}".rstrip(), store)
+
+
+def name_run(store: dist.Store) -> str:
+    """Return a random name of this attempt of a run, the same on all ranks that reach the store."""
+    name = part_of(store, Topic.FOLDER).compare_set("run", "", uuid.uuid4().hex)
+    return require_word(name, Topic.FOLDER.key, "run", "[0-9a-f]{32}")
 
 
 def connect_again(store: dist.Store) -> dist.Store:
