@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from vtp_plugin.checkpoint.files import naming_broken_files
 from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground import log
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.loadable import (
@@ -147,6 +148,9 @@ def _load(
     if not is_first:
         # Whoever wants something of it has it now.
         session.loading.keep(None)
+        if session.loading.is_moved:
+            result = _without_keys(result)
+        session.loading.is_moved = False
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = stored_arguments(result)
@@ -161,7 +165,24 @@ def _load(
         # The caller compares these with this rank's sizes. Now it gets the same answer on every rank.
         for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
             setattr(stored, name, getattr(args, name) if is_same else _OTHER_LAYOUT)
+        if is_first:
+            session.loading.is_moved = session.is_active or not (same_states and dp[0] == dp[1])
     return result
+
+
+def _without_keys(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Take the state out of what `load` returns with --dist-ckpt-strictness return_all, and log the keys beside it.
+
+    The caller takes all of it for the state, and fails.
+    """
+    if not isinstance(result[0], tuple):
+        return result
+    state, missing, unexpected = result[0]
+    if missing:
+        log.info(f"Missing keys (for all ranks): {', '.join(sorted(missing))}")
+    if unexpected:
+        log.warning(f"Unexpected keys (for this rank): {', '.join(sorted(unexpected))}")
+    return (state, *result[1:])
 
 
 def _look(session: Session, load_dir: str | None, args: Any) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.index import stored_lengths
 from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces, problems_of_sizes
-from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.errors import ConfigError, VtpError, refuse
 
 COMMON_FILE: Final = "common.pt"
 """The name of the file with what all ranks share; from Megatron 0.19 on that is an object beside the tensors."""
@@ -99,7 +99,7 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
         takes_any: also take one of the format ``torch``.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is there, or the file that names the newest one names none.
     """
     if any((folder / name).exists() for name in ("metadata.json", ".metadata", MANIFEST)):
         return folder
@@ -113,6 +113,7 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
             f"{folder} holds neither a checkpoint nor {TRACKER}; a checkpoint has a file .metadata; give a folder like "
             "iter_0000100, or the one that holds it"
         )
+    refuse(check_tracker(str(folder)))
     checkpoint = of_iteration(folder, tracker.read_text(errors="replace").strip())
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
