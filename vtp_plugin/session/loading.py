@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 
 _BY_BUCKET: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
-# What only the layout that stored it can take. Where that layout asks for it, nobody misses it; Megatron itself does not
-# ask for the state of a repeated step where none was being repeated.
+# What only the layout that stored it can take; if it asks for it, nobody misses it. Megatron does not ask for the state
+# of a repeated step where none was being repeated.
 _OF_ONE_LAYOUT: Final = ("rng_state", "rerun_state_machine_state")
 
 
