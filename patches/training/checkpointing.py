@@ -31,6 +31,7 @@ from vtp_plugin.patches.training.loadable import (
     stored_tp_sizes,
 )
 from vtp_plugin.patches.training.newest import check_own_files, choose, chosen_step, look_at, require_manifest
+from vtp_plugin.patches.training.padding import require_padding
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
 from vtp_plugin.runtime.life.store import Topic, part_of
@@ -242,6 +243,8 @@ def _judge(
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
         open_optimizer(session, host, args, result)
+        if result[3] is not None and result[3].name == "GLOBAL":
+            require_padding(session, host, load_dir, args, stored_arguments(result))
     if not is_read:
         raise _unreadable(host, load_dir)
     stored = stored_arguments(result)
