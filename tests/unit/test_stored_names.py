@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,13 @@ WITHOUT = {"self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda", "submodule
 WITHOUT |= {"activation_func", "transformer_layer", "weight1", "weight2"}
 
 
-def _modules() -> Iterator[ast.AST]:
-    """Yield the syntax trees of the host's modules."""
+@functools.cache
+def _modules() -> tuple[ast.AST, ...]:
+    """Return the syntax trees of the host's modules."""
+    return tuple(_nodes())
+
+
+def _nodes() -> Iterator[ast.AST]:
     found = find_spec("megatron.core")
     assert found is not None and found.submodule_search_locations
     (root,) = (Path(place) for place in found.submodule_search_locations)
@@ -98,7 +103,7 @@ def test_a_router_with_a_buffer_moves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Without a map, too: a buffer has no state of the optimizer."""
-    model, run = make_model(shapes=STOCK_SHAPES), partial(run_action, capsys)
+    model, run = make_model(shapes=STOCK_SHAPES), functools.partial(run_action, capsys)
     key = f"decoder.layers.mlp.router.{name}"
     finish = Writer.finish
 
