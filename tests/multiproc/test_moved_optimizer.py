@@ -184,7 +184,7 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
 )
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: list[str]) -> None:
     folder, _ = written("1,2", dp=2)
-    way_out = f"--from {folder} --to DIR" if "same number" in words[0] else "--no-load-optim"
+    way_out = f"--from {folder} --to DIR" if "same number" in words[0] else "start with its options"
     _assert_refused(pool, folder, extra, str(folder), *words, way_out)
 
 
