@@ -151,7 +151,7 @@ def _load(
         session.loading.keep(None)
         if session.loading.is_moved:
             result = _without_keys(result)
-        session.loading.is_moved = False
+        session.loading.note_move(False)
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = stored_arguments(result)
@@ -167,7 +167,7 @@ def _load(
         for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
             setattr(stored, name, getattr(args, name) if is_same else _OTHER_LAYOUT)
         if is_first:
-            session.loading.is_moved = session.is_active or not (same_states and dp[0] == dp[1])
+            session.loading.note_move(session.is_active or not (same_states and dp[0] == dp[1]))
     return result
 
 

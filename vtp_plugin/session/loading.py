@@ -31,6 +31,10 @@ class Loading:
         """Keep a stored optimizer for those that want something of it, or let it go."""
         self.stored_optimizer = stored
 
+    def note_move(self, is_moved: bool) -> None:
+        """Note whether stages are unequal, or another layout has saved what is being loaded."""
+        self.is_moved = is_moved
+
     def missing(self, keys: Iterable[str]) -> set[str]:
         """Return those of the stored keys for which no rank asks that a load really leaves out.
 
