@@ -63,9 +63,8 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     Raises:
         ConfigError: the optimizer is stored by bucket, so that only the same padded vocabulary goes on.
     """
-    there, here = (getattr(each, "padded_vocab_size", None) for each in (stored, args))
-    is_known = isinstance(there, int) and isinstance(here, int)
-    if not is_known or there == here or load_dir is None or read_note(load_dir) is not None:
+    there, here = getattr(stored, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
+    if there is None or here is None or there == here or load_dir is None or read_note(load_dir) is not None:
         return
     ends = session.planned.layout.vocab_multiple()
     # Fits keep to the flag that newer Megatrons have.
@@ -76,9 +75,9 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are left out"
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
-            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or write it again "
-            f"with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes what it "
-            f"has: {new})"
+            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or write it "
+            f"again with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes what "
+            f"it has: {new})"
         )
     if args.rank in session.planned.reporting_ranks.values():
         log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")

@@ -30,8 +30,10 @@ REFUSED = {
 }
 # Attributes that are no modules with parameters of their own, and, of older families, experts in one tensor, which are
 # stored as linear_fc1 and linear_fc2.
-WITHOUT = {"self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda", "submodules", "submodules_config"}
-WITHOUT |= {"activation_func", "transformer_layer", "weight1", "weight2"}
+WITHOUT = {
+    *("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda", "submodules", "submodules_config"),
+    *("activation_func", "transformer_layer", "weight1", "weight2"),
+}
 
 
 @functools.cache
@@ -62,7 +64,7 @@ def _registered(function: str) -> set[str]:
     """Return the names under which a method of a module registers something that is stored."""
     calls = (node for node in _modules() if isinstance(node, ast.Call) and _called(node) == function)
     names = (call.args[0] for call in calls if call.args and _is_stored(call))
-    return {name.value for name in names if isinstance(name, ast.Constant)}
+    return {str(name.value) for name in names if isinstance(name, ast.Constant)}
 
 
 def _assigned(*makers: str) -> set[str]:

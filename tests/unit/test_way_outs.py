@@ -112,8 +112,10 @@ NOT_RUN = {
     "is a manifest of version {}": "there is one version",
 }
 # Parts of lines that others end.
-PARTS = ("{}: {}; {}", "{}; {}", "; ", "{}: {} is stored and not in it; {}", "{} is missing; {} names it")
-PARTS += ("{}: the optimizer's {} {}; {}", "{}: the optimizer's {} is not stored, and this run trains it; {}")
+PARTS = (
+    *("{}: {}; {}", "{}; {}", "; ", "{}: {} is stored and not in it; {}", "{} is missing; {} names it"),
+    *("{}: the optimizer's {} {}; {}", "{}: the optimizer's {} is not stored, and this run trains it; {}"),
+)
 
 
 def _text(node: ast.AST) -> str:
