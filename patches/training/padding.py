@@ -76,8 +76,8 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
             f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or write it "
-            f"again with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes what "
-            f"it has: {new})"
+            f"again with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes "
+            f"what it has: {new})"
         )
     if args.rank in session.planned.reporting_ranks.values():
         log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")

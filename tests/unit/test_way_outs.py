@@ -78,7 +78,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "is not empty; nothing is overwritten": ("unit/test_way_outs.py::test_another_folder_is_written",),
     "holds a part of another checkpoint": ("unit/test_way_outs.py::test_another_folder_is_written",),
     "writes one checkpoint together; use a folder that all ranks share": (
-        f"{_RUNS}::test_each_site_keeps_its_own_part",
+        "multiproc/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
     ),
     "is of another model ({}); give the flags": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
     "which this Megatron reads no more": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
