@@ -12,7 +12,6 @@ from typing import Any
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.layout.u_layers import check_layers
 from vtp_plugin.options.checks.batch import describe_batches, final_batch, own_batches
 from vtp_plugin.options.checks.packed import packing_flag
@@ -26,6 +25,7 @@ from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known, multimodal
 from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.training.padding import vocabulary_notes
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import take_settings
 from vtp_plugin.runtime.life.rendezvous import open_store
@@ -161,7 +161,8 @@ def _validate(
         # The first stage's, so that all ranks write the same line.
         unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
         session.learn(note=describe_batches(final_batch(args), args.micro_batch_size // unit, replicas))
-    session.learn(note=_vocabulary_hint(layout, args))
+    for note in vocabulary_notes(session, args):
+        session.learn(note=note)
     warn_of_options(session.planned, args, version=host.version, rank=args.rank)
     return args
 
@@ -337,12 +338,3 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     if args.num_experts:
         expert = layout.experts[stage]
         vars(args).update(expert_model_parallel_size=expert.ep, expert_tensor_parallel_size=expert.tp)
-
-
-def _vocabulary_hint(layout: PipelineLayout, args: argparse.Namespace) -> str:
-    """Say how a uniform run gets the same padded vocabulary, which enters the loss."""
-    multiple = args.make_vocab_size_divisible_by * layout.vocab_multiple()
-    return (
-        f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
-        f"--make-vocab-size-divisible-by {multiple}"
-    )

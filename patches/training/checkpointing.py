@@ -21,6 +21,7 @@ from vtp_plugin.checkpoint.files import naming_broken_files
 from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, patience_s
 from vtp_plugin.checkpoint.whole import make_folder
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.ground import log
 from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.moment import Moment
@@ -42,6 +43,7 @@ from vtp_plugin.patches.training.newest import (
     require_manifest,
     require_plain_files,
 )
+from vtp_plugin.patches.training.padding import require_padding
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import check_note
 from vtp_plugin.runtime.life.posts import read_word
@@ -202,6 +204,9 @@ def _load(
     if not is_first:
         # Whoever wants something of it has it now.
         session.loading.keep(None)
+        if session.loading.is_moved:
+            result = _without_keys(result)
+        session.loading.note_move(False)
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
     stored = stored_arguments(result)
@@ -216,7 +221,24 @@ def _load(
         # The caller compares these with this rank's sizes. Now it gets the same answer on every rank.
         for name, is_same in (("tensor_model_parallel_size", same_states), ("data_parallel_size", dp[0] == dp[1])):
             setattr(stored, name, getattr(args, name) if is_same else _OTHER_LAYOUT)
+        if is_first:
+            session.loading.note_move(session.is_active or not (same_states and dp[0] == dp[1]))
     return result
+
+
+def _without_keys(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Take the state out of what `load` returns with --dist-ckpt-strictness return_all, and log the keys beside it.
+
+    The caller takes all of it for the state, and fails.
+    """
+    if not isinstance(result[0], tuple):
+        return result
+    state, missing, unexpected = result[0]
+    if missing:
+        log.info(f"Missing keys (for all ranks): {', '.join(sorted(missing))}")
+    if unexpected:
+        log.warning(f"Unexpected keys (for this rank): {', '.join(sorted(unexpected))}")
+    return (state, *result[1:])
 
 
 def _look(session: Session, load_dir: str | None, args: Any, *, rank0: bool) -> dict[str, object]:
@@ -285,6 +307,8 @@ def _judge(
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
         open_optimizer(session, host, args, result)
+        if result[3] is not None and result[3].name == "GLOBAL":
+            require_padding(session, host, load_dir, args, stored_arguments(result))
     if not is_read:
         raise _unreadable(host, load_dir)
     stored = stored_arguments(result)

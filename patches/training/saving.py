@@ -144,6 +144,10 @@ def _finish(session: Session, saving: Saving) -> None:
 
     rank = dist.get_rank()
     saving.sync_own(is_first=rank == 0)
+    if session.savings.checks(saving) and session.ranks.store is not None:
+        # The last rank to come has written all that rank 0 reads.
+        dist.barrier()
+        session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=rank == 0))
     publishes = saving.claim() if saving.is_by_rank else rank == 0
     dist.barrier()
     if publishes:
@@ -151,3 +155,14 @@ def _finish(session: Session, saving: Saving) -> None:
         saving.publish(Kept(session.config.keep_checkpoints, interval))
     dist.barrier()
     session.savings.end(saving)
+
+
+def _read_again(saving: Saving, *, is_reader: bool) -> dict[str, object]:
+    """Say on one rank whether what was saved can be read; what is agreed on is that it can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if is_reader:
+        saving.read_again()
+    return {}

@@ -66,6 +66,7 @@ from tests.multiproc.option_hooks import (
     time_stragglers,
 )
 from tests.multiproc.published_hooks import note_logits, store_gradients
+from tests.multiproc.save_hooks import name_a_date
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.start_job import start_again
 from tests.multiproc.still_hooks import STILL_HOOKS
@@ -596,6 +597,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "claim_precision": _claim_precision,
     "freeze_weights": _freeze_weights,
     "add_adapters": add_adapters,
+    "name_a_date": name_a_date,
     "fork_results_queue": _fork_results_queue,
     "move_to_device": lambda _facts: move_what_the_cpu_drew(),
     "forget_megatron": _forget_megatron,

@@ -126,7 +126,9 @@ def test_what_stock_megatron_saved_goes_on(pool: Pool, stock: Stock, case: Case)
 
 def test_another_model_is_refused(pool: Pool, stock: Stock) -> None:
     folder, _ = stock(1, 1, 1)
-    _assert_refused(pool, folder, ["--ffn-hidden-size", "384"], "the optimizer's ", "another model", "--no-load-optim")
+    _assert_refused(
+        pool, folder, ["--ffn-hidden-size", "384"], "the optimizer's ", "another model", "start with its options"
+    )
 
 
 def _assert_refused(pool: Pool, folder: Path, extra: Sequence[str], *words: str) -> None:

@@ -182,3 +182,18 @@ def test_objects_of_any_class_are_read_without_it(tmp_path: Path) -> None:
     assert read["step"] == 4.0
     assert read["path"].name == "pathlib.PosixPath" and read["path"].args == ("y",)
     assert read["dtype"].origin == ("torch", "bfloat16")
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", "is empty"), ("\n", "is empty"), ("../a", "holds '../a'")])
+@pytest.mark.parametrize("action", ["show", "verify", "diff", "reshard"])
+def test_a_tracker_that_names_nothing_is_named(run: Run, tmp_path: Path, action: str, text: str, shown: str) -> None:
+    """Not the index of a checkpoint that nobody meant; what the line says to write into it helps."""
+    by_name(tmp_path / "runs" / "iter_0000003", make_model())
+    tracker = tmp_path / "runs" / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    runs = tmp_path / "runs"
+    words = {"diff": [runs, runs], "reshard": ["--from", runs, "--to", tmp_path / "to"]}.get(action, [runs])
+    code, lines = run(action, *words)
+    assert code == 2 and f"{tracker} {shown}; it must hold the iteration of a checkpoint" in lines[0], lines
+    tracker.write_text(lines[0].partition("; write ")[2].partition(" ")[0])
+    assert run(action, *words)[0] == 0

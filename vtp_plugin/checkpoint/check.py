@@ -12,9 +12,9 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.ground.boxes import Box, overlaps, volume
 
 _WRONG_MAP = "the map does not belong to this checkpoint; load only the weights with --no-load-optim"
-_OTHER_MODEL = (
-    "another model, or another padded vocabulary, was saved; start with its options, or load only the weights with "
-    "--no-load-optim"
+_OTHER_MODEL = "another model, or another padded vocabulary, was saved; start with its options"
+_NOT_TRAINED = (
+    "it was not trained then; start with the options of that run, or load only the weights with --no-load-optim"
 )
 
 
@@ -101,6 +101,9 @@ def check_wanted(where: str, stored: Stored, cuts: Iterable[Cut]) -> Iterator[st
         found = stored.shape_of(cut.name)
         if found == cut.shape:
             continue
-        shown = "is not stored" if found is None else f"has the shape {found}"
-        yield f"{where}: the optimizer's {cut.name} {shown}, and this run's has {cut.shape}; {_OTHER_MODEL}"
+        if found is None:
+            yield f"{where}: the optimizer's {cut.name} is not stored, and this run trains it; {_NOT_TRAINED}"
+        else:
+            shown = f"has the shape {found}, and this run's has {cut.shape}"
+            yield f"{where}: the optimizer's {cut.name} {shown}; {_OTHER_MODEL}"
         return

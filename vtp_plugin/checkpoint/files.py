@@ -118,7 +118,7 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
         takes_any: also take one of the format ``torch``.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is there, or the file that names the newest one names none.
     """
     if any((folder / name).exists() for name in ("metadata.json", ".metadata", MANIFEST)):
         return folder

@@ -27,6 +27,7 @@ ORIGINAL: Final = "nd_reformulated_orig_global_shape"
 """Under this name it says what shape a tensor had before each block of it was made flat."""
 _COPY = "copy the checkpoint again, or take another one"
 _TORCH = "torch.distributed.checkpoint"
+_PATHS: Final = ("pathlib", "pathlib._local")  # so it is called in Python 3.13 alone
 _ALLOWED: Final = {
     *((f"{_TORCH}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     *((f"{_TORCH}.metadata", f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
@@ -37,7 +38,7 @@ _ALLOWED: Final = {
     ("torch", "Size"),
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    *((module, name) for module in _PATHS for name in ("Path", "PosixPath", "PurePosixPath")),
     ("collections", "OrderedDict"),
     *((module, name) for module in ("builtins", "__builtin__") for name in ("set", "slice")),
 }

@@ -55,7 +55,7 @@ _MODULES: Final = (
 _LEAVES: Final = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "gate_weight", "softmax_offset")
 # Local layers keep their norms beside what they come before, and store them as part of it.
 _STORED_AS: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
-_BUFFERS: Final = re.compile(r".*\.router\.(expert_bias|local_tokens_per_expert)")
+_BUFFERS: Final = re.compile(r".*\.router\.(expert_bias|local_tokens_per_expert|qb_beta)")
 _LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)")
 Order = tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from vtp_plugin.checkpoint.archive import Extent, load_object, read_archive
 from vtp_plugin.checkpoint.contents import WEIGHT, Contents, kind_of
@@ -85,6 +85,26 @@ def is_kept(contents: Contents, key: str, form: str | None) -> bool:
 def loses_random_states(contents: Contents) -> bool:
     """Tell whether a checkpoint has random states that find no place in another layout."""
     return _is_unequal(contents) and any(key.startswith(_RANDOM) for key in contents.index.objects)
+
+
+def note_of_experts(contents: Contents) -> str | None:
+    """Say into which layouts the optimizer of a model with experts goes; None without experts, or without an optimizer.
+
+    Megatron numbers optimizers where experts have one of their own, and loads neither form where they have the other.
+    """
+    optimizer = contents.common.get("optimizer")
+    if contents.form is None or not contents.arguments.get("num_experts") or not isinstance(optimizer, Mapping):
+        return None
+    elsewhere = "load only the weights elsewhere, with --no-load-optim"
+    if any(isinstance(key, int) for key in cast(Mapping[Any, Any], optimizer)):
+        return (
+            "experts have an optimizer of their own in it; only layouts load it in which they have one: with an "
+            f"expert-parallel size above 1, or with another tensor-parallel size than other layers; {elsewhere}"
+        )
+    return (
+        "experts have no optimizer of their own in it; only layouts load it in which they have none: with an "
+        f"expert-parallel size of 1, and the tensor-parallel size of other layers; {elsewhere}"
+    )
 
 
 def _is_unequal(contents: Contents) -> bool:

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vtp_plugin.checkpoint.archive import Extent
+from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.digest import digest_of
 from vtp_plugin.checkpoint.files import TRACKER, iterations, read_tracker
 from vtp_plugin.checkpoint.folder_lock import FolderLock
+from vtp_plugin.checkpoint.forms import IN_BUCKETS
 from vtp_plugin.checkpoint.manifest import dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.whole import (
     clear,
@@ -39,6 +41,8 @@ from vtp_plugin.ground.files import parse_json, read_text
 _CLAIM = "vtp_claim"
 # With less room a write has failed for want of it: files are written in buffers of this size at most.
 _FULL_BYTES = 1 << 20
+# With --ckpt-assume-constant-structure Megatron makes the second of what the first has left, and all others as it.
+_NUM_CHECKED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,22 @@ class Saving:
         found = [(name, size, digest_of(self.partial, Extent(name, 0, size))) for name, size in sizes]
         note.write_text(json.dumps(found))
 
+    def read_again(self) -> None:
+        """Read the index, and the map, as whoever loads it later.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        try:
+            contents = Contents(self.partial)
+            if contents.has_map and contents.form in IN_BUCKETS:
+                contents.buckets()
+        except ConfigError as error:
+            raise ConfigError(
+                f"what was saved for {self.final} cannot be read again: {str(error).partition(';')[0]}; no start "
+                "could load it, so the checkpoint before stays the newest; save with --ckpt-format torch"
+            ) from None
+
     def claim(self) -> bool:
         """Tell whether this rank is the one that publishes the folder that it sees; all ask before one does."""
         return _claim(self.partial / _CLAIM)
@@ -228,6 +248,7 @@ class Savings:
         self._iteration: int | None = None
         self._in_flight: dict[Path, Saving] = {}
         self._locks: dict[Path, FolderLock] = {}
+        self._num_checked = 0
 
     def __repr__(self) -> str:
         return f"<{len(self._in_flight)} checkpoints are being written>"
@@ -270,6 +291,12 @@ class Savings:
         # What an earlier run has left of the same one goes, too: it may have files that this one does not write.
         saving.begin(self._in_flight.keys() - {saving.partial})
         return saving
+
+    def checks(self, saving: Saving) -> bool:
+        """Tell whether one that is written is to be read again: the first, and the second, made of what it has kept."""
+        is_checked = not saving.is_by_rank and self._num_checked < _NUM_CHECKED
+        self._num_checked += is_checked
+        return is_checked
 
     def find(self, path: str | os.PathLike[str]) -> Saving | None:
         """Return the one that is written into a folder, or that a file belongs to; None if none is."""

@@ -18,7 +18,7 @@ from vtp_plugin.checkpoint.contents import Contents
 from vtp_plugin.checkpoint.files import find_checkpoint
 from vtp_plugin.checkpoint.forms import BY_BLOCK, IN_MODEL_SPACE
 from vtp_plugin.checkpoint.manifest import MANIFEST
-from vtp_plugin.checkpoint.reshardable import form_for_any, loses_random_states
+from vtp_plugin.checkpoint.reshardable import form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.checkpoint.verify import Verification
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
@@ -50,8 +50,8 @@ def _add_show(actions: Any) -> None:
         "show",
         help="print what a checkpoint holds",
         description="Print iteration, sizes, form of the optimizer, and what is stored.",
-        epilog="Keys of --json: folder, iteration, format, num_files, num_bytes, form, has_map, steps, sizes (of every "
-        "stage), tensors (key, state, dtype, shape, num_pieces, num_bytes).",
+        epilog="Keys of --json: folder, iteration, format, num_files, num_bytes, form, has_map, experts, steps, sizes "
+        "(of every stage), tensors (key, state, dtype, shape, num_pieces, num_bytes).",
     )
     show.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
     show.add_argument("--verbose", action="store_true", help="name every tensor, with type, shape, pieces and bytes")
@@ -93,7 +93,8 @@ def _add_reshard(actions: Any) -> None:
         help="write a checkpoint again, so that any uniform Megatron of its version loads it with its optimizer",
         description="Write a checkpoint again with its optimizer stored by parameter; what is stored so already is "
         "copied. If it was stopped, the same command goes on with it.",
-        epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt).",
+        epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt), "
+        "experts (which layouts load their optimizer; null without experts).",
     )
     reshard.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help=_FOLDER)
     reshard.add_argument(
@@ -207,12 +208,15 @@ def _reshard(options: argparse.Namespace) -> None:
             work.write(ending, on_written)
     if options.json:
         counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
-        print_json("checkpoint reshard", {"folder": str(target), "form": form, **counts})
+        said = {"folder": str(target), "form": form, **counts, "experts": note_of_experts(contents)}
+        print_json("checkpoint reshard", said)
         return
     before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
     print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {shlex.quote(str(options.target))}")
     if form == contents.form:
         held = "there is no optimizer" if form is None else f"the optimizer was {form} before, and is copied"
         print(f"{held}: any layout loads that")
+    if note := note_of_experts(contents):
+        print(note)
     if loses_random_states(contents):
         print("random states are left out: those of unequal stages have no place in another layout")

@@ -8,6 +8,7 @@ from typing import Any
 from vtp_plugin.checkpoint.contents import Contents, kind_of
 from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.reshardable import note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
 
 _SIZES = {
@@ -37,6 +38,7 @@ def facts_of(contents: Contents) -> dict[str, Any]:
         "num_bytes": index.num_bytes,
         "form": contents.form,
         "has_map": contents.has_map,
+        "experts": note_of_experts(contents),
         "steps": contents.steps() if contents.form is not None else [],
         "sizes": _sizes(contents.arguments),
         "tensors": [
@@ -96,3 +98,5 @@ def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
         )
     steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "unknown"
     yield f"optimizer {form}, {moves}; steps {steps}"
+    if facts["experts"]:
+        yield facts["experts"]

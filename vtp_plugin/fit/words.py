@@ -60,9 +60,23 @@ def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:
     if getattr(ask.args, "padded_vocab_size", None):
         return ()
     ends = math.lcm(sizes[0], sizes[-1])
-    all_sizes = math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))
     divisor = getattr(ask.args, "make_vocab_size_divisible_by", None) or 128
-    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes // ends))
+    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(ask, ends) // ends))
+
+
+def all_sizes(ask: Ask, ends: int) -> int:
+    """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
+
+    Args:
+        ask: what is wanted.
+        ends: a multiple of the sizes of the first and the last stage, which may be larger.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
+    >>> all_sizes(Ask(args=args, least_stages=1, most_stages=2), 2)
+    12
+    """
+    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))
 
 
 def layer_words(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:

@@ -13,11 +13,14 @@ import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground import log
+from vtp_plugin.ground.files import read_bytes
+from vtp_plugin.ground.typed import read_typed
 from vtp_plugin.runtime.life.disclosure import describe_error
 from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, put_beside
 
@@ -30,6 +33,14 @@ MOST_EQUAL: Final = 5
 _MOST_REASONS, _MOST_CHARS = 20, 500
 # A peer that is gone is what a restart is for, and a machine that joins ends the ranks of all others.
 _OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noted:
+    """What the file holds: flags of the starts, and by reason how many ended in that way, and the last of them."""
+
+    flags: str
+    reasons: dict[str, tuple[int, str]]
 
 
 def name_start(words: Sequence[str], attempt: str, environment: MutableMapping[str, str]) -> None:
@@ -102,8 +113,7 @@ def _reason(error: BaseException) -> str:
 def _read(path: Path, flags: str) -> dict[str, tuple[int, str]]:
     """Read how often starts with these flags ended in which way."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        reasons = found["reasons"] if found["flags"] == flags else {}
-        return {str(key): (int(count), str(attempt)) for key, (count, attempt) in reasons.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = read_typed(_Noted, read_bytes(path))
+    except (OSError, ValueError):
         return {}
+    return found.reasons if found.flags == flags else {}

@@ -1,0 +1,83 @@
+"""The padded vocabulary: its size enters the loss, and which one it is follows from the sizes of the stages."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.fit.ask import Ask
+from vtp_plugin.fit.words import all_sizes
+from vtp_plugin.ground import log
+from vtp_plugin.hosts import is_in
+from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.published.note import read_note
+from vtp_plugin.session import Session
+
+_DIVISOR = "--make-vocab-size-divisible-by"
+_UNTRAINED = "which nobody has trained and the softmax counts, so the loss rises"
+
+
+def vocabulary_notes(session: Session, args: argparse.Namespace) -> tuple[str, ...]:
+    """Say how a uniform run gets the same padded vocabulary, and how all lists do to which this run may go on later."""
+    layout = session.planned.layout
+    multiple = args.make_vocab_size_divisible_by * layout.vocab_multiple()
+    notes = [
+        f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
+        f"{_DIVISOR} {multiple}"
+    ]
+    begins = args.save is not None and not (args.load is not None and (Path(args.load) / TRACKER).exists())
+    if begins and session.is_active and not getattr(args, "padded_vocab_size", None):
+        notes += _note_of_others(layout, args)
+    return tuple(notes)
+
+
+def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[str]:
+    ask = Ask(args=args, least_stages=1, most_stages=1, cp=args.context_parallel_size)
+    ends = layout.vocab_multiple()
+    divisor, others = args.make_vocab_size_divisible_by, all_sizes(ask, ends)
+    if divisor * ends % others == 0:
+        return []
+    factor = others // math.gcd(divisor * ends, others)
+    return [
+        f"lists whose sizes do not divide {divisor * ends} cannot go on with what this run saves at the same loss; for "
+        f"all sizes that this model can have, up to 16, start with {_DIVISOR} {divisor * factor}, now: later it cannot "
+        "be changed"
+    ]
+
+
+def require_padding(session: Session, host: MegatronHost, load_dir: str | None, args: Any, stored: Any) -> None:
+    """Say that a checkpoint has another padded vocabulary, which Megatron fits by leaving out words, or adding some.
+
+    Args:
+        session: of this run; it knows whether the optimizer is read by us.
+        host: the family of the Megatron that runs.
+        load_dir: of the checkpoint.
+        args: Megatron's.
+        stored: those of the run that wrote it.
+
+    Raises:
+        ConfigError: the optimizer is stored by bucket, so that only the same padded vocabulary goes on.
+    """
+    there, here = getattr(stored, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
+    if there is None or here is None or there == here or load_dir is None or read_note(load_dir) is not None:
+        return
+    ends = session.planned.layout.vocab_multiple()
+    # Fits keep to the flag that newer Megatrons have.
+    flag = f"--padded-vocab-size {there}" if is_in(host.version, ">=0.15") else f"{_DIVISOR} {there // ends}"
+    other = f"a list of which the first and the last size divide {there}"
+    keeps = f"give {flag}" if there % ends == 0 else f"take {other}"
+    said = f"checkpoint {load_dir} has a padded vocabulary of {there} words, and this run one of {here}"
+    new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are left out"
+    if session.loading.stored_optimizer is not None:
+        raise ConfigError(
+            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or write it "
+            f"again with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes "
+            f"what it has: {new})"
+        )
+    if args.rank in session.planned.reporting_ranks.values():
+        log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")
