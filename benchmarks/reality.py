@@ -1,6 +1,6 @@
 """Predicted beside measured: clusters of emulated cards, what ``search`` says of them, and what their steps take.
 
-    python -m benchmarks.reality --out FOLDER                 all clusters, best and uniform layout, five steps of each
+    python -m benchmarks.reality --out FOLDER                 all clusters, best layout and those of stock, five steps
     python -m benchmarks.reality --out FOLDER --others 20 --rounds 3 --steps 2     and 20 other layouts of each
 
 Every kind of card is profiled alone by ``profile``, the links by ``profile --links`` on all ranks. These files are
@@ -222,8 +222,8 @@ def read_asked(words: Sequence[str], cluster: Path) -> Asked:
 def _layouts(asked: Asked, number: int, num_others: int) -> dict[str, Choice]:
     found = fastest(asked.question, num_best=1)
     layouts = {"best": found.best[0]}
-    if found.uniform is not None:
-        layouts["uniform"] = found.uniform
+    stocks = {"stock": found.stock, "equal": found.equal}
+    layouts |= {name: choice for name, choice in stocks.items() if choice is not None}
     known = {(one.sizes, one.layers, one.nodes) for one in layouts.values()}
     drawn: list[Choice] = []
     for choice in islice(_random_layouts(asked, random.Random(number)), NUM_DRAWN if num_others else 0):
@@ -285,23 +285,26 @@ def _table(results: Results) -> Iterator[str]:
     pairs: list[str] = []
     for number, case in enumerate(CASES, start=1):
         rows = {name: Measured.of(runs) for name, runs in results.of(number).items()}
-        for name in [name for name in ("best", "uniform") if name in rows]:
+        for name in [name for name in ("best", "stock", "equal") if name in rows]:
             one = rows[name]
             yield (
                 f"| {case.name} | {name} | {one.layout} | {1e3 * one.predicted_s:.0f} | {1e3 * one.measured_s:.0f} | "
                 f"{one.predicted_s / one.measured_s:.3f} |"
             )
-        if {"best", "uniform"} <= rows.keys():
-            best, uniform = rows["best"], rows["uniform"]
-            predicted, measured = (
-                best.predicted_s / uniform.predicted_s,
-                best.measured_s / uniform.measured_s,
-            )
-            pairs.append(f"| {case.name} | {predicted:.3f} | {measured:.3f} | {_regret(rows)} |")
+        if {"best", "stock"} <= rows.keys():
+            pairs.append(f"| {case.name} | {_gain(rows, 'stock')} | {_gain(rows, 'equal')} | {_regret(rows)} |")
     yield ""
-    yield "| cluster | best / uniform, predicted | measured | regret against other layouts |"
-    yield "|---|---|---|---|"
+    yield "| cluster | best / stock, predicted | measured | best / equal, predicted | measured | regret |"
+    yield "|---|---|---|---|---|---|"
     yield from pairs
+
+
+def _gain(rows: Mapping[str, Measured], name: str) -> str:
+    """Give the best step over another one, as predicted and as measured."""
+    if name not in rows:
+        return "- | -"
+    best, other = rows["best"], rows[name]
+    return f"{best.predicted_s / other.predicted_s:.3f} | {best.measured_s / other.measured_s:.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
