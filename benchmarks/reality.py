@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -43,7 +44,7 @@ from vtp_plugin.search.question import Kind
 from vtp_plugin.search.stage import Works
 
 # Seconds that a layer's forward pass waits, for one sample.
-KINDS = {"new": 0.020, "mid": 0.036, "old": 0.060}
+KINDS = {"new": 0.020, "half": 0.040, "quarter": 0.080, "eighth": 0.160}
 MODEL = """
     --hidden-size 48 --num-attention-heads 12 --seq-length 48 --max-position-embeddings 48
     --micro-batch-size 1 --global-batch-size 8 --vocab-size 127 --make-vocab-size-divisible-by 4
@@ -77,33 +78,42 @@ class Case:
     line: tuple[float, float] | None = None
 
 
-CASES = (
-    Case(name="one new card, one old", nodes=(("new", 1, None), ("old", 1, None)), num_layers=8),
-    Case(name="two new cards, an old one", nodes=(("new", 2, None), ("old", 1, None)), num_layers=8),
-    Case(name="two nodes of two, new and old", nodes=(("new", 2, None), ("old", 2, None)), num_layers=8),
-    Case(
-        name="an edge, two cards in the cloud",
-        nodes=(("mid", 1, "edge"), ("new", 2, "cloud")),
-        num_layers=8,
-        line=(10.0, 1000.0),
-    ),
-    Case(name="four new cards, two old", nodes=(("new", 4, None), ("old", 2, None)), num_layers=12),
-    Case(name="one card of each kind", nodes=(("new", 1, None), ("mid", 1, None), ("old", 1, None)), num_layers=9),
-    # Not more ranks: over gloo their sums fill two cores.
-    Case(
-        name="a node of two that lost one", nodes=(("mid", 2, None), ("mid", 1, None), ("new", 1, None)), num_layers=9
-    ),
-    Case(
-        name="an old edge, four cards in the cloud",
-        nodes=(("old", 1, "edge"), ("new", 4, "cloud")),
-        num_layers=8,
-        line=(20.0, 200.0),
-    ),
-    Case(name="two old nodes, a new one", nodes=(("old", 2, None), ("old", 2, None), ("new", 2, None)), num_layers=10),
-    Case(name="one new card, three old", nodes=(("new", 1, None), ("old", 3, None)), num_layers=8),
-    Case(name="three nodes, all unlike", nodes=(("mid", 2, None), ("old", 1, None), ("new", 1, None)), num_layers=8),
-    Case(name="equal cards, unequal nodes", nodes=(("mid", 2, None), ("mid", 1, None)), num_layers=9),
-)
+# A grid like that of ``benchmarks/when.py`` with half as many cards in a node, and one or two nodes of each kind.
+NODES = {
+    "4": ((4,), (4,)),
+    "3": ((3,), (3,)),
+    "2": ((2,), (2,)),
+    "new 4, old 2": ((4,), (2,)),
+    "new 3, old 4": ((3,), (4,)),
+    "mixed": ((3, 1), (2, 1)),
+}
+SLOWER = {"1x": "new", "2x": "half", "4x": "quarter", "8x": "eighth"}
+LINES = {"one site": None, "two sites": (10.0, 1000.0)}
+LAYERS = (8, 9)
+_NUM_CASES, _SEED = 12, 50
+
+
+def cases() -> tuple[Case, ...]:
+    """Draw clusters from the grid, before anything is known of them."""
+    grid = [*itertools.product(NODES, SLOWER, LINES, LAYERS)]
+    return tuple(_case(*one) for one in random.Random(_SEED).sample(grid, _NUM_CASES))
+
+
+def _case(nodes: str, slower: str, line: str, num_layers: int) -> Case:
+    sites: tuple[Site | None, Site | None] = (None, None) if LINES[line] is None else ("cloud", "edge")
+    return Case(
+        name=f"{nodes}; old {slower} slower; {line}; {num_layers} layers",
+        nodes=tuple(
+            (kind, number, site)
+            for kind, each, site in zip(("new", SLOWER[slower]), NODES[nodes], sites, strict=True)
+            for number in each
+        ),
+        num_layers=num_layers,
+        line=LINES[line],
+    )
+
+
+CASES = cases()
 
 
 def main() -> None:
