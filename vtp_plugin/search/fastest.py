@@ -25,8 +25,8 @@ _SHARE = 0.002
 _ROUNDS = (Reach(1, takes_all=True), Reach(1), Reach(2), Reach(2, is_mixing=True), Reach(99, is_mixing=True))
 # Of ways to share out layers that begin with as many of them so many are kept when they are looked at once more.
 _MOST_ALIKE = 8
-# Of the time, at most, for what stock Megatron can run; most of it goes into lists of unequal sizes.
-_STOCK_SHARE = 0.4
+# Of the time, at most, for what stock Megatron can run, with equally many layers and with any; all lists have the rest.
+_EQUAL_SHARE, _STOCK_SHARE = 0.1, 0.3
 
 
 class _Open(NamedTuple):
@@ -79,37 +79,46 @@ def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf,
             where cards count.
         tell: of the progress.
     """
-    start_s = time.process_time()
-    # What is to run after a KeyboardInterrupt returns what is known already.
+    start_s, done = time.process_time(), 0.0
     searches: list[_Search] = []
-
-    def search(asked: Question, number: int, share: float) -> tuple[Choice, ...]:
-        """Search for a share of the time; what the searches before have found is known."""
-        known = [choice for one in searches for choice in one.best]
-        begin = sum(one.share for one in searches)
-        one = _Search(asked, number, known, start_s + limit_s * (begin + share))
-        one.tell, one.begin, one.share = tell, begin, share
-        searches.append(one)
-        if not any(each.is_interrupted for each in searches):
-            one.run()
-        return tuple(one.best)
-
-    stock: tuple[Choice, ...] = ()
-    equal: tuple[Choice, ...] = ()
     try:
-        if question.objective == "step" and question.around is None:
-            equal = search(in_megatron(question, "equal"), 1, _STOCK_SHARE / 4)
-            stock = search(in_megatron(question, question.layers), 1, 3 * _STOCK_SHARE / 4)
-        best = search(question, num_best, 1.0 - sum(one.share for one in searches))
+        for asked, number, share in _phases(question, num_best):
+            say = None if tell is None else partial(_say_part, tell, done, share)
+            one = _Search(asked, number, start_s + limit_s * (done + share), say)
+            for known in searches:
+                one.add(*known.best)
+            # After a KeyboardInterrupt what is known already is the answer.
+            if not any(each.is_interrupted for each in searches):
+                one.run()
+            searches.append(one)
+            done += share
     finally:
         forget_courses()
+    *of_stock, last = searches
+    equal, stock = (next(iter(one.best), None) for one in of_stock) if of_stock else (None, None)
     return Found(
-        best=best,
-        stock=next(iter(stock), None),
-        equal=next(iter(equal), None),
+        best=tuple(last.best),
+        stock=stock,
+        equal=equal,
         is_complete=all(one.is_complete for one in searches),
         num_judged=sum(one.num_judged for one in searches),
     )
+
+
+def _phases(question: Question, num_best: int) -> Iterator[tuple[Question, int, float]]:
+    """Yield what is asked one after another, how many layouts are wanted, and the share of the time that is for it.
+
+    What stock Megatron can run comes first: it shows early what is no better.
+    """
+    is_in_megatron = question.objective == "step" and question.around is None
+    if is_in_megatron:
+        yield in_megatron(question, "equal"), 1, _EQUAL_SHARE
+        yield in_megatron(question, question.layers), 1, _STOCK_SHARE
+    yield question, num_best, 1.0 - (_EQUAL_SHARE + _STOCK_SHARE) * is_in_megatron
+
+
+def _say_part(tell: Tell, done: float, share: float, part: float, best_s: float) -> None:
+    tell(done + share * part, best_s)
 
 
 class _Search:
@@ -118,24 +127,21 @@ class _Search:
     Args:
         question: what is asked.
         num_best: how many are wanted.
-        known: layouts that answer it, too, the best one last.
-        until_s: time of the processor.
+        until_s: time of the processor at which it ends.
+        tell: of the progress.
     """
 
-    def __init__(self, question: Question, num_best: int, known: Sequence[Choice], until_s: float) -> None:
+    def __init__(self, question: Question, num_best: int, until_s: float, tell: Tell | None) -> None:
         self.question = question
         self.num_best = num_best
         self.until_s = until_s
+        self.tell = tell
         self.best: list[Choice] = []
         self.is_complete = True
         self.is_interrupted = False
         self.num_judged = 0
         self.frames = [*frames(question)]
         self.open: list[_Open] = []
-        self.tell: Tell | None = None
-        self.begin, self.share = 0.0, 1.0
-        for choice in known:
-            self._add(choice)
 
     @property
     def below_s(self) -> float:
@@ -247,18 +253,18 @@ class _Search:
         own = [frame.whole_works[kind] for kind in kinds]
         choice = judge(self.question, frame.whole, kinds, own, frame.layers(layers), num_chunks=num_chunks)
         if choice is not None:
-            self._add(choice)
+            self.add(choice)
 
-    def _add(self, choice: Choice) -> None:
-        """Keep a layout; of those that a run's flags cannot tell apart the quickest."""
+    def add(self, *choices: Choice) -> None:
+        """Keep layouts; of those that a run's flags cannot tell apart the quickest."""
         best: dict[tuple[object, ...], Choice] = {}
-        for one in sorted([*self.best, choice], key=lambda one: one.step_s):
+        for one in sorted([*self.best, *choices], key=lambda one: one.step_s):
             best.setdefault(one.flagged, one)
         self.best = [*best.values()][: self.num_best]
 
     def _say(self, share: float) -> None:
         if self.tell is not None:
-            self.tell(self.begin + self.share * share, self.best[0].step_s if self.best else math.inf)
+            self.tell(share, self.best[0].step_s if self.best else math.inf)
 
     def _check_time(self) -> None:
         if time.process_time() > self.until_s:
