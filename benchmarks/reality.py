@@ -1,6 +1,6 @@
 """Predicted beside measured: clusters of emulated cards, what ``search`` says of them, and what their steps take.
 
-    python -m benchmarks.reality --out FOLDER                 all clusters, best and uniform layout, five steps of each
+    python -m benchmarks.reality --out FOLDER                 all clusters, best layout and those of stock, five steps
     python -m benchmarks.reality --out FOLDER --others 20 --rounds 3 --steps 2     and 20 other layouts of each
 
 Every kind of card is profiled alone by ``profile``, the links by ``profile --links`` on all ranks. These files are
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -43,7 +44,7 @@ from vtp_plugin.search.question import Kind
 from vtp_plugin.search.stage import Works
 
 # Seconds that a layer's forward pass waits, for one sample.
-KINDS = {"new": 0.020, "mid": 0.036, "old": 0.060}
+KINDS = {"new": 0.020, "half": 0.040, "quarter": 0.080, "eighth": 0.160}
 MODEL = """
     --hidden-size 48 --num-attention-heads 12 --seq-length 48 --max-position-embeddings 48
     --micro-batch-size 1 --global-batch-size 8 --vocab-size 127 --make-vocab-size-divisible-by 4
@@ -77,33 +78,42 @@ class Case:
     line: tuple[float, float] | None = None
 
 
-CASES = (
-    Case(name="one new card, one old", nodes=(("new", 1, None), ("old", 1, None)), num_layers=8),
-    Case(name="two new cards, an old one", nodes=(("new", 2, None), ("old", 1, None)), num_layers=8),
-    Case(name="two nodes of two, new and old", nodes=(("new", 2, None), ("old", 2, None)), num_layers=8),
-    Case(
-        name="an edge, two cards in the cloud",
-        nodes=(("mid", 1, "edge"), ("new", 2, "cloud")),
-        num_layers=8,
-        line=(10.0, 1000.0),
-    ),
-    Case(name="four new cards, two old", nodes=(("new", 4, None), ("old", 2, None)), num_layers=12),
-    Case(name="one card of each kind", nodes=(("new", 1, None), ("mid", 1, None), ("old", 1, None)), num_layers=9),
-    # Not more ranks: over gloo their sums fill two cores.
-    Case(
-        name="a node of two that lost one", nodes=(("mid", 2, None), ("mid", 1, None), ("new", 1, None)), num_layers=9
-    ),
-    Case(
-        name="an old edge, four cards in the cloud",
-        nodes=(("old", 1, "edge"), ("new", 4, "cloud")),
-        num_layers=8,
-        line=(20.0, 200.0),
-    ),
-    Case(name="two old nodes, a new one", nodes=(("old", 2, None), ("old", 2, None), ("new", 2, None)), num_layers=10),
-    Case(name="one new card, three old", nodes=(("new", 1, None), ("old", 3, None)), num_layers=8),
-    Case(name="three nodes, all unlike", nodes=(("mid", 2, None), ("old", 1, None), ("new", 1, None)), num_layers=8),
-    Case(name="equal cards, unequal nodes", nodes=(("mid", 2, None), ("mid", 1, None)), num_layers=9),
-)
+# A grid like that of ``benchmarks/when.py`` with half as many cards in a node, and one or two nodes of each kind.
+NODES = {
+    "4": ((4,), (4,)),
+    "3": ((3,), (3,)),
+    "2": ((2,), (2,)),
+    "new 4, old 2": ((4,), (2,)),
+    "new 3, old 4": ((3,), (4,)),
+    "mixed": ((3, 1), (2, 1)),
+}
+SLOWER = {"1x": "new", "2x": "half", "4x": "quarter", "8x": "eighth"}
+LINES = {"one site": None, "two sites": (10.0, 1000.0)}
+LAYERS = (8, 9)
+_NUM_CASES, _SEED = 12, 50
+
+
+def cases() -> tuple[Case, ...]:
+    """Draw clusters from the grid, before anything is known of them."""
+    grid = [*itertools.product(NODES, SLOWER, LINES, LAYERS)]
+    return tuple(_case(*one) for one in random.Random(_SEED).sample(grid, _NUM_CASES))
+
+
+def _case(nodes: str, slower: str, line: str, num_layers: int) -> Case:
+    sites: tuple[Site | None, Site | None] = (None, None) if LINES[line] is None else ("cloud", "edge")
+    return Case(
+        name=f"{nodes}; old {slower} slower; {line}; {num_layers} layers",
+        nodes=tuple(
+            (kind, number, site)
+            for kind, each, site in zip(("new", SLOWER[slower]), NODES[nodes], sites, strict=True)
+            for number in each
+        ),
+        num_layers=num_layers,
+        line=LINES[line],
+    )
+
+
+CASES = cases()
 
 
 def main() -> None:
@@ -222,8 +232,8 @@ def read_asked(words: Sequence[str], cluster: Path) -> Asked:
 def _layouts(asked: Asked, number: int, num_others: int) -> dict[str, Choice]:
     found = fastest(asked.question, num_best=1)
     layouts = {"best": found.best[0]}
-    if found.uniform is not None:
-        layouts["uniform"] = found.uniform
+    stocks = {"stock": found.stock, "equal": found.equal}
+    layouts |= {name: choice for name, choice in stocks.items() if choice is not None}
     known = {(one.sizes, one.layers, one.nodes) for one in layouts.values()}
     drawn: list[Choice] = []
     for choice in islice(_random_layouts(asked, random.Random(number)), NUM_DRAWN if num_others else 0):
@@ -285,23 +295,26 @@ def _table(results: Results) -> Iterator[str]:
     pairs: list[str] = []
     for number, case in enumerate(CASES, start=1):
         rows = {name: Measured.of(runs) for name, runs in results.of(number).items()}
-        for name in [name for name in ("best", "uniform") if name in rows]:
+        for name in [name for name in ("best", "stock", "equal") if name in rows]:
             one = rows[name]
             yield (
                 f"| {case.name} | {name} | {one.layout} | {1e3 * one.predicted_s:.0f} | {1e3 * one.measured_s:.0f} | "
                 f"{one.predicted_s / one.measured_s:.3f} |"
             )
-        if {"best", "uniform"} <= rows.keys():
-            best, uniform = rows["best"], rows["uniform"]
-            predicted, measured = (
-                best.predicted_s / uniform.predicted_s,
-                best.measured_s / uniform.measured_s,
-            )
-            pairs.append(f"| {case.name} | {predicted:.3f} | {measured:.3f} | {_regret(rows)} |")
+        if {"best", "stock"} <= rows.keys():
+            pairs.append(f"| {case.name} | {_gain(rows, 'stock')} | {_gain(rows, 'equal')} | {_regret(rows)} |")
     yield ""
-    yield "| cluster | best / uniform, predicted | measured | regret against other layouts |"
-    yield "|---|---|---|---|"
+    yield "| cluster | best / stock, predicted | measured | best / equal, predicted | measured | regret |"
+    yield "|---|---|---|---|---|---|"
     yield from pairs
+
+
+def _gain(rows: Mapping[str, Measured], name: str) -> str:
+    """Give the best step over another one, as predicted and as measured."""
+    if name not in rows:
+        return "- | -"
+    best, other = rows["best"], rows[name]
+    return f"{best.predicted_s / other.predicted_s:.3f} | {best.measured_s / other.measured_s:.3f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from tests.hosts import resharding_flags
 from tests.multiproc.script_cases import MODEL, assert_same_training, train
 from tests.pool import Pool
 from vtp_plugin.cli.main import main
+from vtp_plugin.fit.words import without
 
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 
@@ -64,10 +65,13 @@ def trains(
     main(["search", *flags, "--json"])
     best = json.loads(capsys.readouterr().out)["best"][0]
     sizes, replicas = best["sizes"], best["num_replicas"]
-    words = [*given, *best["flags"], "--global-batch-size", "8"]
+    # Where stock Megatron can run it, the flags are Megatron's own, whose sizes follow from the list here.
+    own = without(best["flags"], ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+    words = [*given, "--make-vocab-size-divisible-by", "128", *own, "--global-batch-size", "8"]
     # One rank a stage, with the same layers and the same padding of the vocabulary.
     ones = ",".join("1" for _ in sizes)
-    divisor = int(words[words.index("--make-vocab-size-divisible-by") + 1]) * math.lcm(sizes[0], sizes[-1])
+    last = len(words) - 1 - words[::-1].index("--make-vocab-size-divisible-by")
+    divisor = int(words[last + 1]) * math.lcm(sizes[0], sizes[-1])
     alone = [*words, "--vtp-size-list", ones, "--make-vocab-size-divisible-by", str(divisor)]
     if spread:
         # Experts on several ranks draw other weights than on one, so both begin with the same ones.

@@ -10,7 +10,7 @@ import pytest
 
 from vtp_plugin.search.lists import Reach, Row, rows
 from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
-from vtp_plugin.search.split import bound
+from vtp_plugin.search.split import split
 from vtp_plugin.search.stage import Works
 
 REACH = Reach(99, is_mixing=True)
@@ -58,10 +58,10 @@ def least(question: Question, row: Row, works: Works) -> float:
     kinds = [kind for kind, count in row.counts for _ in range(count)]
     found = math.inf
     for order in set(itertools.permutations(kinds)):
-        for cuts in itertools.combinations(range(1, question.num_layers), len(order) - 1):
-            ends = [0, *cuts, question.num_layers]
-            layers = [end - start for start, end in itertools.pairwise(ends)]
-            found = min(found, bound(question, shape, order, [works[kind] for kind in order], layers))
+        own = [works[kind] for kind in order]
+        # Nothing is dropped for others that are as good.
+        for one in split(question, shape, order, own, math.inf, most_alike=10**9):
+            found = min(found, one.bound_s)
     return found
 
 

@@ -82,8 +82,9 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
 
 
 def holds(question: Question, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
-    assert question.held_bytes is not None
-    kept, held = question.held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
+    held_bytes = question.shapes[0].held_bytes
+    assert held_bytes is not None
+    kept, held = held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
     for part, in_flight in enumerate(kept_of):
         stage = part % len(stages)
         held[stage] += math.ceil(number * 3 / stages[stage][0]) + kept * in_flight
@@ -127,7 +128,7 @@ def check(seed: int) -> bool:
     best = found.best[0]
     assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.num_chunks, best.step_s, least)
     assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
-    assert found.uniform is None or best.step_s <= found.uniform.step_s
+    assert found.stock is None or best.step_s <= found.stock.step_s
     return best.num_chunks > 1
 
 

@@ -123,15 +123,15 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
                 pools=usable(replicas),
                 message_bytes=4 * scale,
                 cp=cp,
+                # A microbatch in flight keeps something, too.
+                held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
+                    math.ceil((end - start) * 3 / size) + kept * in_flight
+                ),
             )
             for replicas in (1, 2)
         ),
         least_stages=1,
         most_stages=4,
-        # A microbatch in flight keeps something, too.
-        held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
-            math.ceil((end - start) * 3 / size) + kept * in_flight
-        ),
         across={("a", "b"): scaled(line, 3)},
         tied_bytes=scale * chance.choice([0, 0, 8]),
         rules=TransportRules(is_sharded=crossing.choice([False, True])),
@@ -140,7 +140,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
 
 
 def brute(question: Question, cards: list[int]) -> float:
-    """Return the shortest step of all layouts."""
+    """Return the shortest step of all layouts, in stock Megatron of those with one size."""
     best = math.inf
     for shape in question.shapes:
         pools = [pool for pool in shape.pools for _ in pool.rooms]
@@ -148,9 +148,15 @@ def brute(question: Question, cards: list[int]) -> float:
         for stages in stage_lists(shape, cards, nodes, question.most_stages):
             if not stages or len(stages) > question.num_layers or not are_together(stages, nodes):
                 continue
+            if question.is_stock and len({size for size, _ in stages}) > 1:
+                continue
             for cuts in itertools.combinations(range(1, question.num_layers), len(stages) - 1):
                 ends = [0, *cuts, question.num_layers]
                 num_stages = len(stages)
+                numbers = [end - start for start, end in itertools.pairwise(ends)]
+                alike = {"any": [], "ends": numbers[1:-1], "equal": numbers}[question.layers]
+                if len(set(alike)) > 1:
+                    continue
                 usual = tuple(range(num_stages, 0, -1))
                 if all(holds(question, stages, ends, stage, nodes, usual) for stage in range(num_stages)):
                     best = min(best, step(question, shape, stages, ends, nodes, best))
@@ -193,8 +199,9 @@ def holds(
 ) -> bool:
     size, places = stages[stage]
     limits = [nodes[place][0].memory_bytes for place in places]
-    assert question.held_bytes is not None
-    kept = question.held_bytes(1, 1, 0, 0, True, True, 1)
+    held_bytes = question.shapes[0].held_bytes
+    assert held_bytes is not None
+    kept = held_bytes(1, 1, 0, 0, True, True, 1)
     held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size) + kept * in_flight[stage]
     return all(limit is None or held <= limit for limit in limits)
 
@@ -228,13 +235,16 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
     ahead = [
         row
         for row in in_flights(len(stages), number)
-        if has_sites and all(holds(question, stages, ends, stage, nodes, row) for stage in range(len(stages)))
+        if has_sites
+        and not question.is_stock
+        and all(holds(question, stages, ends, stage, nodes, row) for stage in range(len(stages)))
     ]
     for costs in all_costs(question, shape, nodes, stages, forward, backward):
         # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
         schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
         request = ScheduleRequest(placement=placement, num_microbatches=number, costs=costs)
-        schedules += [make_schedule(replace(request, in_flight=row))[0] for row in (None, *ahead)]
+        if not question.is_stock:
+            schedules += [make_schedule(replace(request, in_flight=row))[0] for row in (None, *ahead)]
         timelines = [simulate(schedule, costs, mode="rendezvous") for schedule in schedules]
         found = min(
             max(spans[-1].end + own for spans, own in zip(timeline.spans, sums, strict=True)) for timeline in timelines
@@ -345,7 +355,7 @@ def all_costs(
 ) -> set[Costs]:
     """What a microbatch costs by every transport; the slowest link of any replica counts."""
     found = set()
-    for transport in TRANSPORTS:
+    for transport in ("sliced",) if question.is_stock else TRANSPORTS:
         crossings = []
         for ends in itertools.pairwise(stages):
             links = [between(question, nodes, *pair) for pair in zip(ends[0][1], ends[1][1], strict=True)]
@@ -372,15 +382,20 @@ def all_costs(
 
 def check(seed: int, num_layers: int = 0) -> float:
     question, cards = random_question(seed, num_layers)
+    question = replace(question, layers="ends" if seed % 3 == 2 else "any")
     found, least = fastest(question), brute(question, cards)
     assert found.is_complete
+    for choice, layers in ((found.stock, question.layers), (found.equal, "equal")):
+        of_stock = brute(replace(question, is_stock=True, layers=layers), cards)
+        step_s = math.inf if choice is None else choice.step_s
+        assert of_stock * (1 - 1e-9) <= step_s <= of_stock * TOLERANCE or step_s == of_stock, (seed, layers)
     if not found.best:
         assert least == math.inf
         return 1.0
     best = found.best[0]
     assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.step_s, least)
     assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
-    assert found.uniform is None or best.step_s <= found.uniform.step_s
+    assert found.stock is None or best.step_s <= found.stock.step_s
     return best.step_s / least
 
 

@@ -74,6 +74,9 @@ def random_question(seed: int) -> Question:
                 micro_batch_size=1,
                 pools=pools,
                 message_bytes=4,
+                held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
+                    math.ceil((end - start) * 3 / size) + KEPT * in_flight
+                ),
             )
             for replicas in (1, 2)
         ),
@@ -85,9 +88,6 @@ def random_question(seed: int) -> Question:
             )
         },
         rules=TransportRules(is_sharded=crossing.choice([False, True])),
-        held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
-            math.ceil((end - start) * 3 / size) + KEPT * in_flight
-        ),
         edge="home",
         around=(1, 1),
     )
@@ -153,7 +153,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
 def check(seed: int) -> None:
     question = random_question(seed)
     found, least = fastest(question), brute(question)
-    assert found.is_complete and found.uniform is None
+    assert found.is_complete and found.stock is None
     if not found.best:
         assert least == math.inf
         return

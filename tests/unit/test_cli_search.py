@@ -6,14 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.import_rules import ROOT
+from vtp_plugin.cli import asked
 from vtp_plugin.cli.main import main
 from vtp_plugin.ground.values import parse_bytes
+from vtp_plugin.hosts import Package
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import plain_placement
 from vtp_plugin.search import fastest
@@ -35,14 +38,16 @@ def found(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_best_layouts_are_printed_beside_the_uniform_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pytest.CaptureFixture[str]) -> None:
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
     data = json.loads(found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4", "--json"))
-    best, uniform = data["best"][0], data["uniform"]
-    assert data["is_complete"] and best["step_s"] < uniform["step_s"]
+    best, stock, equal = data["best"][0], data["stock"], data["equal"]
+    assert data["is_complete"] and best["step_s"] < stock["step_s"] < equal["step_s"]
+    assert len({*equal["layers"]}) == len({*stock["sizes"]}) == 1 < len({*stock["layers"]})
     assert [one["step_s"] for one in data["best"]] == sorted(one["step_s"] for one in data["best"])
     assert sum(best["layers"]) == 24 and best["num_cards"] == sum(best["sizes"]) * best["num_replicas"]
-    assert f"uniform takes {uniform['step_s'] / best['step_s']:.3f} times as long" in text
+    assert f"by itself, takes {stock['step_s'] / best['step_s']:.3f} times as long" in text
+    assert f"with equally many layers, takes {equal['step_s'] / best['step_s']:.3f} times as long" in text
     assert best["price_per_million_tokens"] > 0 and best["source"] == "data sheet"
     assert " ".join(best["flags"]) in text
     # The old cards take longer for a layer, so a stage on them has fewer.
@@ -232,7 +237,7 @@ def test_a_u_has_both_ends_of_the_model_on_the_edge(tmp_path: Path, capsys: pyte
     words = ("--layerwise-disaggregated-training", "--num-layer-list", "2,1,1", "--vtp-stages", "2:3")
     data = json.loads(found(capsys, "--cluster", str(path), *words, "--json"))
     best = data["best"][0]
-    assert data["uniform"] is None and data["is_complete"]
+    assert data["stock"] is None and data["equal"] is None and data["is_complete"]
     assert (best["layers"][0], best["layers"][-1], sum(best["layers"])) == (2, 1, 24)
     # The edge, by far the slowest, is the bottleneck, and is never idle but for the start.
     assert best["nodes"][0] == ["small 0"] * best["num_replicas"] and best["busy"][0] > 0.95
@@ -255,27 +260,31 @@ def test_a_u_without_an_edge_is_refused(capsys: pytest.CaptureFixture[str]) -> N
         assert text in capsys.readouterr().err
 
 
-def test_the_best_and_the_uniform_step_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_step_and_that_of_stock_megatron_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "search.svg"
     words = ("--cluster", CLUSTER, "--vtp-stages", "2:3", "--output", str(path))
     data = json.loads(found(capsys, *words, "--json"))
     text = path.read_text()
-    for name, one in (("best", data["best"][0]), ("uniform", data["uniform"])):
+    for name, one in (("best", data["best"][0]), ("stock", data["stock"])):
         sizes = ",".join(map(str, one["sizes"]))
         assert f"{name}: --vtp-size-list {sizes}, layers" in text and f"step {one['step_s']:.4g} s" in text
     # A row for each stage, and in each a box for the forward and the backward pass of every microbatch that is drawn.
-    num_stages = len(data["best"][0]["sizes"]) + len(data["uniform"]["sizes"])
+    num_stages = len(data["best"][0]["sizes"]) + len(data["stock"]["sizes"])
     assert text.count(">stage ") == num_stages
     assert [text.count(colour) for colour in ("#3f6ca8", "#b4540a")] == [1 + 16 * num_stages] * 2
 
 
-def test_equal_cards_stay_uniform(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_cards_stay_with_stock_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(
         "[cards.one]\nteraflops = 100\n[[nodes]]\ncards = 'one'\ncards_per_node = 4\n"
         "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
     )
-    assert "stay uniform: the gain is below 5 %" in found(capsys, "--cluster", str(path))
+    text = found(capsys, "--cluster", str(path))
+    assert (
+        "stay with stock Megatron: " in text and "flags of 1" not in text and "--vtp-" not in text.split("flags of")[1]
+    )
+    assert "flags of stock: --tensor-model-parallel-size " in text
 
 
 def test_sizes_that_do_not_divide_the_default_padding_are_searched(
@@ -296,6 +305,78 @@ def test_sizes_of_microbatches_are_chosen_among(capsys: pytest.CaptureFixture[st
     one = json.loads(found(capsys, *words))
     several = json.loads(found(capsys, *words, "--micro-batch-sizes", "1,2,4"))
     assert several["best"][0]["step_s"] <= one["best"][0]["step_s"]
+
+
+def test_each_size_of_microbatches_has_its_own_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A large one, for which there is no room, takes none from a small one."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[cards.one]\nteraflops = 100\nmemory = '44GiB'\n[[nodes]]\ncards = 'one'\ncards_per_node = 8\n"
+        "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
+    )
+    words = ("--cluster", str(path), "--json", "--micro-batch-sizes")
+    each = [json.loads(found(capsys, *words, size))["best"][0]["step_s"] for size in ("1", "2", "4")]
+    both = json.loads(found(capsys, *words, "1,2,4"))["best"][0]
+    assert both["step_s"] == min(each), (both["step_s"], each)
+    assert len({*each}) == 3
+
+
+def test_a_layout_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the same list of sizes and layers goes into the nodes in several ways."""
+    for words in ((), ("--vtp-stages", "2:4"), ("--vtp-data-parallel-size", "1")):
+        data = json.loads(found(capsys, "--cluster", CLUSTER, *words, "--num-best", "8", "--json"))
+        rows = [(one["sizes"], one["layers"], one["num_replicas"], one["micro_batch_size"]) for one in data["best"]]
+        assert len({*map(str, rows)}) == len(rows), rows
+
+
+def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(found(capsys, "--cluster", CLUSTER, "--num-best", "8", "--json"))
+    for one in (*data["best"], data["stock"], data["equal"]):
+        is_unequal, flags = len({*one["sizes"]}) > 1, one["flags"]
+        is_planned = "--vtp-schedule" in flags
+        assert ("--vtp-force" in flags) is (not is_unequal and is_planned), flags
+        assert ("--vtp-size-list" in flags) is (is_unequal or is_planned), flags
+    for one in (data["stock"], data["equal"]):
+        assert one["flags"][:2] == ["--tensor-model-parallel-size", str(one["sizes"][0])]
+        assert not any(flag.startswith("--vtp-") for flag in one["flags"])
+
+
+def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--cluster", CLUSTER, "--vtp-stages", "1:4")
+    text = found(capsys, *words, "--vocab-size", "128256")
+    assert "pads the vocabulary to 129024, as every list of this model does" in text
+    assert "Megatron would to 128512" in text
+    assert "pads the vocabulary" not in found(capsys, *words, "--vocab-size", "129024")
+
+
+def test_of_megatron_0_12_middle_stages_hold_as_many_layers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its flags name the first and the last stage only."""
+    words = ("--cluster", CLUSTER, "--vtp-stages", "4:7", "--num-best", "8", "--json")
+    newest = json.loads(found(capsys, *words))
+    monkeypatch.setattr(asked, "find_megatron", lambda: Package("0.12.3", ROOT))
+    oldest = json.loads(found(capsys, *words))
+    assert oldest["megatron"] == "Megatron 0.12.3"
+    for one in (*oldest["best"], oldest["stock"]):
+        assert len({*one["layers"][1:-1]}) == 1 and "--pipeline-model-parallel-layout" not in one["flags"], one
+    assert "--pipeline-model-parallel-layout" in newest["stock"]["flags"]
+    assert oldest["stock"]["step_s"] > newest["stock"]["step_s"]
+
+
+def test_the_time_of_a_search_is_that_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine that is busy with others a second of the clock is less."""
+    clock = [0.0]
+
+    def slow() -> float:
+        clock[0] += 1e6
+        return clock[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", slow)
+        assert json.loads(found(capsys, "--cluster", CLUSTER, "--limit-s", "30", "--json"))["is_complete"]
 
 
 def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

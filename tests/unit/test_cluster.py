@@ -208,10 +208,9 @@ def test_virtual_stages_of_a_rank_share_communicators(
     batch = Microbatch(length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True)
     planned = footprints(model, training, PipelineLayout.from_sizes((2, 4), world_size=6), chunks, batch)
     memory = StageMemory(model, training, batch)
-    asked: Any = SimpleNamespace(held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
-    shape: Any = SimpleNamespace(num_replicas=1)
+    shape: Any = SimpleNamespace(num_replicas=1, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
     placement, parts = place(2, layers, num_chunks)
-    found = held_bytes_of(asked, shape, [Kind((0,), 2), Kind((0,), 4)], placement, parts, [0] * len(parts))
+    found = held_bytes_of(shape, [Kind((0,), 2), Kind((0,), 4)], placement, parts, [0] * len(parts))
     assert found == [planned[0].held_bytes(0), planned[2].held_bytes(0)]
     assert planned[0].overhead_bytes > 1 << 20
 
@@ -276,13 +275,27 @@ def test_what_the_file_says_goes_before_a_profile_of_links(tmp_path: Path) -> No
     )
     top = Table({**SMALL, "links": {"profile": "links.toml", "inside": {"latency_us": 5, "gbyte_per_s": 50}}}, "file")
     links = parse_cluster(top, tmp_path).links
-    assert links.inside_of("old").latency_s == 5e-6 and links.between_of("").latency_s == 7e-6
+    assert links.inside_of("old").latency_s == 5e-6 and links.between_of("", "old").latency_s == 7e-6
     top = Table({**SMALL, "links": {"inside": {"latency_us": 5, "gbyte_per_s": 50, "at_once": 4}}}, "file")
     assert links.inside_of("old").at_once is None and parse_cluster(top, tmp_path).links.inside_of("old").at_once == 4
     top = Table({**SMALL, "links": {"profile": "links.toml", "sums": {"2": {"latency_us": 5, "gbyte_per_s": 50}}}}, "f")
     links = parse_cluster(top, tmp_path).links
     found = [links.sum_of("old", number) for number in (2, 4)]
     assert [one and one.latency_s for one in found] == [5e-6, 7e-6] and links.inside_of("old").latency_s == 7e-6
+
+
+def test_links_between_nodes_are_by_kind_of_card_or_by_site() -> None:
+    """That of a kind goes before that of its site, which goes before the one for all."""
+    rates = {"gbyte_per_s": 25, "cloud": {"gbyte_per_s": 10}, "old": {"gbyte_per_s": 2}}
+    between = {key: value | {"latency_us": 5} if isinstance(value, dict) else value for key, value in rates.items()}
+    inside = {"latency_us": 5, "gbyte_per_s": 50}
+    links = {"inside": inside, "between": between | {"latency_us": 5}}
+    found = parse_cluster(Table({**SMALL, "links": links}, "the file"), Path()).links
+    rate = [found.between_of(*place).bytes_per_s / 1e9 for place in (("", "new"), ("cloud", "new"), ("cloud", "old"))]
+    assert rate == [25, 10, 2]
+    nodes = [{"cards": "old", "cards_per_node": 1, "site": "old"}]
+    with pytest.raises(ConfigError, match=r"\[links.between.old\] may be of the cards or of the site old"):
+        parse_cluster(Table({**SMALL, "nodes": nodes, "links": links}, "the file"), Path())
 
 
 def test_a_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:

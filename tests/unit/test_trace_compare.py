@@ -94,6 +94,19 @@ def test_a_run_as_planned_differs_nowhere() -> None:
     assert explained(steps) == pytest.approx(dict.fromkeys(range(3), 1.0))
 
 
+@pytest.mark.parametrize("cause", [Cause.SAVE, Cause.EVALUATE])
+def test_what_the_flags_ask_for_is_not_slower_than_planned(cause: Cause) -> None:
+    """A checkpoint after the last step, and an evaluation; the table has their time."""
+    files = files_of(schedule_of(U, U_COSTS), U_COSTS, U_COSTS)
+    for file in files:
+        step = file.steps[-1]
+        more = Stretch(cause=cause, name="", start_s=step.end_s, end_s=step.end_s + 0.5)
+        file.steps[-1] = replace(step, end_s=more.end_s, stretches=(*step.stretches, more))
+    steps = join_files(files)
+    assert named(steps) == []
+    assert [one.more_s for one in differences(steps) if one.cause is cause] == pytest.approx([0.25] * 3)
+
+
 @pytest.mark.parametrize("apart_s", [(), (0.0, 5.0, -700.0)])
 def test_two_planted_delays_are_named(apart_s: tuple[float, ...]) -> None:
     """A stage that computes slower and a link that is slower, in one run, on clocks that are seconds apart."""

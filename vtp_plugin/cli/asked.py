@@ -22,12 +22,14 @@ from vtp_plugin.fit.search import Fitted, fitted_of
 from vtp_plugin.fit.words import vocabulary_words
 from vtp_plugin.footprint.model import Model
 from vtp_plugin.footprint.sizes import Microbatch
+from vtp_plugin.footprint.state import Training
 from vtp_plugin.ground.values import parse_cp_list, parse_ep_list, parse_etp_list
+from vtp_plugin.hosts import HOSTS, capability, find_megatron
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.options.derived import transport_rules
 from vtp_plugin.options.flags import read_flags
 from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape
+from vtp_plugin.search.question import Pool, Question, Shape
 
 # Sizes that are one for all stages, by the name of the plugin's list.
 _LISTS = {
@@ -45,7 +47,8 @@ class Asked:
         question: in numbers.
         ask: of the list.
         cluster: the machines.
-        held_bytes: of a stage.
+        vocab: rows of the vocabulary, as every list pads it.
+        megatron: whose flags a layout is given in.
         about_memory: what the memory takes in.
         samples: of a step.
         silent: what counts for nothing, since the file does not say it.
@@ -54,7 +57,8 @@ class Asked:
     question: Question
     ask: Ask
     cluster: Cluster
-    held_bytes: HeldBytes
+    vocab: int
+    megatron: str
     about_memory: str
     samples: int
     silent: tuple[str, ...] = ()
@@ -100,26 +104,24 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         # What is not known is left out, and the attention taken for one that keeps no probabilities.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
-    shapes = tuple(_shapes(args, ask, cluster, model, microbatch, training.gradient_itemsize_bytes, sizes))
+    shapes = tuple(_shapes(args, ask, cluster, model, microbatch, training, sizes))
     if not shapes:
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
             f"{', '.join(map(str, sizes))}; give another one"
         )
-    # Activations grow with the size; the largest one is safe for all.
-    memory = StageMemory(model, training, replace(microbatch, size=max(sizes)), cp=ask.cp, ep=ask.ep, etp=ask.etp)
+    version, megatron = _megatron()
     question = Question(
         num_layers=model.num_layers,
         shapes=shapes,
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
         across=cluster.links.across,
-        held_bytes=memory.held_bytes,
-        counted_twice=memory.counted_twice,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
+        layers="any" if ask.ends or capability("layouts").has(version) else "ends",
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
@@ -128,11 +130,20 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
         question=question,
         ask=ask,
         cluster=cluster,
-        held_bytes=memory.held_bytes,
+        vocab=model.vocab,
+        megatron=megatron,
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         samples=args.global_batch_size,
         silent=tuple(dict.fromkeys(_silent(cluster))),
     )
+
+
+def _megatron() -> tuple[str, str]:
+    """Give the version of the Megatron that is installed here, or the newest one that is known, and its name."""
+    if (found := find_megatron()) is not None:
+        return found.version, f"Megatron {found.version}"
+    newest = HOSTS[-1].first
+    return newest, f"Megatron {newest} (none is installed here)"
 
 
 def _silent(cluster: Cluster) -> Iterator[str]:
@@ -256,7 +267,7 @@ def _shapes(
     cluster: Cluster,
     model: Model,
     microbatch: Microbatch,
-    gradient_itemsize_bytes: int,
+    training: Training,
     sizes: Sequence[int],
 ) -> Iterator[Shape]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
@@ -274,7 +285,7 @@ def _shapes(
             size=size,
             length=args.seq_length,
             itemsize_bytes=microbatch.itemsize_bytes,
-            gradient_itemsize_bytes=gradient_itemsize_bytes,
+            gradient_itemsize_bytes=training.gradient_itemsize_bytes,
             topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
@@ -283,6 +294,7 @@ def _shapes(
             etp=ask.etp,
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
+        memory = StageMemory(model, training, replace(microbatch, size=size), cp=ask.cp, ep=ask.ep, etp=ask.etp)
         for replicas in all_replicas:
             own = () if args.global_batch_size % (size * replicas) else ask.sizes(largest, replicas)
             if not own:
@@ -294,6 +306,8 @@ def _shapes(
                 pools=tuple(_pool(group, cluster, model, batch, replicas, own) for group in cluster.nodes),
                 message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
                 cp=ask.cp,
+                held_bytes=memory.held_bytes,
+                counted_twice=memory.counted_twice,
             )
 
 
@@ -304,7 +318,7 @@ def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: 
         rooms=(room,) * group.num_nodes,
         speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= room},
         inside=links.inside_of(group.card.name),
-        between=links.between_of(group.site),
+        between=links.between_of(group.site, group.card.name),
         site=group.site,
         memory_bytes=group.card.memory_bytes,
         card_price=group.card.price_per_hour,

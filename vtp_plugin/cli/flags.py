@@ -7,6 +7,7 @@ misspelt flag that does change it is refused.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import textwrap
@@ -197,6 +198,10 @@ def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None, tupl
         return fit_to_cards(args, config)
     if args.card_memory is not None:
         raise ConfigError("--card-memory is for --have; give both or none")
+    if config.size_list is None and args.tensor_model_parallel_size:
+        # Megatron's own words for a list of equal sizes.
+        stages = args.pipeline_model_parallel_size or 1
+        config = dataclasses.replace(config, size_list=(args.tensor_model_parallel_size,) * stages)
     if config.size_list is None:
         raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
     if not isinstance(config.size_list, tuple):

@@ -1,4 +1,4 @@
-"""``search``: the layouts of a cluster whose steps are shortest, as simulated, beside the best uniform one."""
+"""``search``: the layouts of a cluster whose steps are shortest, as simulated, beside the best of stock Megatron."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vtp_plugin.cli.progress import progress
 from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cluster.read import read_cluster
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.fit.words import fitted_words
+from vtp_plugin.fit.words import fitted_words, stock_words
 from vtp_plugin.ground.plain import plain
 from vtp_plugin.ground.values import format_value
 from vtp_plugin.search.fastest import Found, fastest
@@ -29,9 +29,11 @@ Every list, number of replicas and split of layers that the cards allow is bound
 Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What a file
 holds: docs/search.md."""
 _KEYS = """\
-Keys of --json: is_complete (false: the time was over, or Ctrl-C came), best and uniform (null without one): sizes,
-layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of every
-part), transport, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s,
+Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in),
+and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its
+flags can say, equal replicas; null without one); equal, likewise with equally many layers on every stage. Each has:
+sizes, layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of
+every part), transport, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s,
 tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each stage computes),
 memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
 
@@ -56,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every stage, to choose from beside one, where all stages have equally many layers (interleaving)",
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
-    group.add_argument("--output", type=Path, metavar="FILE.svg", help="picture of the best and the uniform step")
-    group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds to search, default 60")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE.svg", help="picture of the best step and of stock Megatron's"
+    )
+    group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -97,15 +101,15 @@ def _search(asked: Asked, options: argparse.Namespace) -> Found:
 
 
 def _lines(asked: Asked, found: Found) -> Iterator[str]:
-    best, uniform = found.best[0], found.uniform
+    best = found.best[0]
     if not found.is_complete:
         yield "the search ended before all lists were bounded: there may be better ones; --limit-s gives it more time"
     rows = [
         ("", "--vtp-size-list", "layers", "replicas", "micro", "cards", "step", "tokens/s", "per M tokens", "times")
     ]
     rows += [_row(asked, str(number + 1), choice) for number, choice in enumerate(found.best)]
-    if uniform is not None:
-        rows.append(_row(asked, "uniform", uniform))
+    stocks = (("stock", found.stock), ("equal", found.equal))
+    rows += [_row(asked, name, choice) for name, choice in stocks if choice is not None]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -118,10 +122,9 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
     yield f"bottleneck of 1: {_bottleneck(best)}"
     for number, choice in enumerate(found.best[1:], start=2):
         yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
-    yield from _compared(asked, best, uniform)
+    yield from _compared(asked, found)
     if best.transport != asked.question.rules.transport and len({*asked.fitted(best).sites}) > 1:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
-    yield f"flags of 1: {shlex.join(flags(asked, best))}"
 
 
 def _places(asked: Asked, choice: Choice) -> Iterator[str]:
@@ -130,17 +133,38 @@ def _places(asked: Asked, choice: Choice) -> Iterator[str]:
     yield "nodes of 1: " + "; ".join(texts)
 
 
-def _compared(asked: Asked, best: Choice, uniform: Choice | None) -> Iterator[str]:
+def _compared(asked: Asked, found: Found) -> Iterator[str]:
+    """Say what stock Megatron can do, whether the best layout is worth the plugin, and the flags of what is."""
+    best, stock, equal = found.best[0], found.stock, found.equal
     if asked.ask.ends is not None:
-        yield "uniform: stock Megatron has no U-shape; without that flag other pipelines are searched"
-        return
-    if uniform is None:
-        yield "uniform: no layout with one size and equally many layers fits these cards"
-        return
-    gain = uniform.step_s / best.step_s
-    yield f"uniform takes {gain:.3f} times as long: {_bottleneck(uniform)}"
-    if gain < _LEAST_GAIN:
-        yield f"stay uniform: the gain is below {100 * (_LEAST_GAIN - 1):.0f} %, less than such a prediction is worth"
+        yield "stock: Megatron has no U-shape; without that flag other pipelines are searched"
+    elif stock is None:
+        yield f"stock: no layout of one size that the flags of {asked.megatron} can say fits these cards"
+    else:
+        gain = stock.step_s / best.step_s
+        yield f"stock, the best of {asked.megatron} by itself, takes {gain:.3f} times as long: {_bottleneck(stock)}"
+        if equal is not None and equal.layers != stock.layers:
+            yield f"equal, its best with equally many layers, takes {equal.step_s / best.step_s:.3f} times as long"
+        if gain < _LEAST_GAIN:
+            why = f"a gain below {100 * (_LEAST_GAIN - 1):.0f} % is less than such a prediction is worth"
+            yield f"stay with stock Megatron: {why if gain > 1 else 'nothing is quicker'}"
+            yield f"flags of stock: {shlex.join(flags(asked, stock))}"
+            return
+    yield from _padded(asked, best)
+    yield f"flags of 1: {shlex.join(flags(asked, best))}"
+
+
+def _padded(asked: Asked, choice: Choice) -> Iterator[str]:
+    """Say so if the flags pad the vocabulary otherwise than Megatron would."""
+    args = asked.ask.args
+    multiple = args.make_vocab_size_divisible_by or 128
+    ends = math.lcm(choice.sizes[0], choice.sizes[-1]) * multiple
+    own = -(-args.vocab_size // ends) * ends if args.vocab_size else asked.vocab
+    if own != asked.vocab and not args.padded_vocab_size:
+        yield (
+            f"--make-vocab-size-divisible-by pads the vocabulary to {asked.vocab}, as every list of this model does, "
+            f"so that all can load each other's checkpoints; Megatron would to {own}; padding enters the loss"
+        )
 
 
 def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
@@ -196,15 +220,21 @@ def _bottleneck(choice: Choice) -> str:
 
 
 def flags(asked: Asked, choice: Choice) -> Sequence[str]:
-    """Give what a run takes to have a layout."""
-    words = [*fitted_words(asked.fitted(choice), asked.ask)]
-    if choice.order.is_planned and asked.ask.ends is None:
-        words += ["--vtp-schedule", "planned"]
+    """Give what a run takes to have a layout: Megatron's own flags, where it needs no more."""
+    fitted, size = asked.fitted(choice), str(choice.shape.micro_batch_size)
+    own: list[str] = []
+    if choice.order.is_planned and asked.ask.ends is None and choice.num_chunks == 1:
+        own += ["--vtp-schedule", "planned"]
     if choice.transport != asked.question.rules.transport:
-        words += ["--vtp-transport", choice.transport]
+        own += ["--vtp-transport", choice.transport]
+    is_unequal = len({*choice.sizes}) > 1 or asked.ask.ends is not None
+    if is_unequal or own:
+        words = [*fitted_words(fitted, asked.ask, is_forced=not is_unequal), *own]
+    else:
+        words = [*stock_words(fitted)]
     if choice.num_chunks > 1:
         words += ["--num-virtual-stages-per-pipeline-rank", str(choice.num_chunks)]
-    return (*words, "--micro-batch-size", str(choice.shape.micro_batch_size))
+    return (*words, "--micro-batch-size", size)
 
 
 def _why_nothing(asked: Asked, found: Found) -> str:
@@ -216,7 +246,9 @@ def _why_nothing(asked: Asked, found: Found) -> str:
     largest = max(size for pool in shape.pools for size in pool.speeds)
     stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // (largest * shape.cp)))
     layers = math.ceil(asked.question.num_layers / stages)
-    needed = asked.held_bytes(largest, shape.num_replicas, 0, layers, True, stages == 1, stages)
+    held_bytes = shape.held_bytes
+    assert held_bytes is not None
+    needed = held_bytes(largest, shape.num_replicas, 0, layers, True, stages == 1, stages)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
         f"no layout of {ask.least_stages} to {ask.most_stages} stages fits the {cards} cards: {layers} layers of the "
@@ -228,8 +260,10 @@ def _why_nothing(asked: Asked, found: Found) -> str:
 def _as_json(asked: Asked, found: Found) -> dict[str, object]:
     return {
         "is_complete": found.is_complete,
+        "megatron": asked.megatron,
         "best": [_choice_as_json(asked, choice) for choice in found.best],
-        "uniform": None if found.uniform is None else _choice_as_json(asked, found.uniform),
+        "stock": None if found.stock is None else _choice_as_json(asked, found.stock),
+        "equal": None if found.equal is None else _choice_as_json(asked, found.equal),
     }
 
 

@@ -1,4 +1,4 @@
-"""The simulated step of the best layout that was found, above that of the best uniform one."""
+"""The simulated step of the best layout that was found, above that of the best one of stock Megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_MICROBATCHES = 16
 
 def draw_found(asked: Asked, found: Found) -> str:
     """Draw the stages of both layouts over one axis of seconds, as SVG."""
-    named = [("best", found.best[0]), *([] if found.uniform is None else [("uniform", found.uniform)])]
+    named = [("best", found.best[0]), *([] if found.stock is None else [("stock", found.stock)])]
     most = max(choice.shape.num_microbatches for _, choice in named)
     title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
     groups = [Group(name=_name(name, choice), rows=[*_rows(asked, choice)]) for name, choice in named]

@@ -116,7 +116,8 @@ class Links:
 
     Attributes:
         inside: between cards of a node, by kind of card; ``""`` for all others.
-        between: between nodes of a site, by site; ``""`` for all others.
+        between: between nodes of a site, by kind of card, which goes before, or by site; ``""`` for all others. Between
+            nodes of two kinds the slower one counts.
         across: between sites, by two names in order.
         sums: how long cards of a node sum a tensor that each of them has, by kind of card (``""`` for all others) and
             their number; where it was not measured, it follows from ``inside``.
@@ -131,9 +132,15 @@ class Links:
         """Give the link between cards of one kind in a node; none was needed where there is none."""
         return self.inside.get(kind) or self.inside.get("", Link())
 
-    def between_of(self, site: str) -> Link:
-        """Give the link between nodes of a site."""
-        return self.between.get(site) or self.between.get("", Link())
+    def between_of(self, site: str, kind: str) -> Link:
+        """Give the link between nodes of a site whose cards are of one kind.
+
+        >>> slow, quick = Link(latency_s=1.0), Link(latency_s=0.1)
+        >>> links = Links(between={"": slow, "new": quick})
+        >>> links.between_of("cloud", "new").latency_s, links.between_of("cloud", "old").latency_s
+        (0.1, 1.0)
+        """
+        return self.between.get(kind) or self.between.get(site) or self.between.get("", Link())
 
     def sum_of(self, kind: str, number: int) -> Link | None:
         """Give what so many cards of a kind take to sum a tensor; None if it was not measured."""
@@ -181,9 +188,14 @@ class Cluster:
             if group.num_cards > 1 and not {group.card.name, ""} & set(links.inside):
                 self._refuse(f"cards of {group.name}", f"[links.inside.{group.card.name}] or [links.inside]")
             several = [other for other in self.nodes if other.site == group.site]
-            if sum(other.num_nodes for other in several) > 1 and not {group.site, ""} & set(links.between):
+            names = {group.card.name, group.site, ""}
+            if sum(other.num_nodes for other in several) > 1 and not names & set(links.between):
                 self._refuse(f"nodes of {group.site or 'the cluster'}", "[links.between]")
         sites = sorted({group.site for group in self.nodes})
+        if both := sorted({group.card.name for group in self.nodes} & set(sites) & set(links.between)):
+            raise LayoutError(
+                f"[links.between.{both[0]}] may be of the cards or of the site {both[0]}; give one of them another name"
+            )
         for number, one in enumerate(sites):
             for other in sites[number + 1 :]:
                 if (one, other) not in links.across:

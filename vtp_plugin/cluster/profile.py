@@ -15,6 +15,7 @@ from vtp_plugin.footprint.model import Model
 from vtp_plugin.search.question import Link
 
 _FORMAT = 1
+_OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}
 
 
 def features(model: Model, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
@@ -170,10 +171,10 @@ def _by_number(table: Table) -> dict[int, Link]:
 
 
 def _by_name(links: Table, name: str) -> dict[str, Link]:
+    """Read links by name, and one for all others, whose numbers stand in the table itself."""
     table = links.table(name, is_optional=True)
-    if "latency_us" in table:
-        return {"": _link(table)}
-    return {key: _link(table.table(key)) for key in table}
+    found = {key: _link(table.table(key)) for key in table if key not in _OF_A_LINK}
+    return found | ({"": _link(table)} if set(table) & _OF_A_LINK else {})
 
 
 def _link(table: Table) -> Link:

@@ -121,18 +121,19 @@ def _question(nodes: Sequence[Node], ask: Ask, pools: Sequence[Sequence[int]], n
         micro_batch_size=ask.args.micro_batch_size,
         pools=tuple(_pool([nodes[number] for number in numbers], ask.cp, speeds) for numbers in pools),
         cp=ask.cp,
+        held_bytes=ask.held_bytes,
+        counted_twice=ask.counted_twice,
     )
     return Question(
         num_layers=num_layers,
         shapes=(shape,),
         least_stages=ask.least_stages,
         most_stages=ask.most_stages,
-        held_bytes=ask.held_bytes,
-        counted_twice=ask.counted_twice,
         edge=ask.sites[0] if ask.ends else "",
         around=ask.ends,
         objective="cards",
-        is_alike=ask.is_alike,
+        layers="ends" if ask.is_alike else "any",
+        is_stock=True,
     )
 
 

@@ -13,7 +13,7 @@ _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
 
-def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0) -> tuple[str, ...]:
+def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0, is_forced: bool = True) -> tuple[str, ...]:
     """Write a fitted list as the flags that a user would give for it.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
@@ -22,6 +22,7 @@ def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0) -> tuple
         fitted: what was chosen.
         ask: what was wanted.
         num_predicting: layers of multi-token prediction.
+        is_forced: the plugin is used, also if all sizes are equal.
 
     >>> from types import SimpleNamespace
     >>> from vtp_plugin.fit.cards import Node
@@ -37,7 +38,8 @@ def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0) -> tuple
     >>> print(*fitted_words(fitted, ask))
     --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
     """
-    words = ["--vtp-size-list", format_value(fitted.sizes), "--vtp-force", *vocabulary_words(fitted.sizes, ask)]
+    words = ["--vtp-size-list", format_value(fitted.sizes), *["--vtp-force"] * is_forced]
+    words += vocabulary_words(fitted.sizes, ask)
     if any(fitted.sites):
         words += ["--vtp-sites", ",".join(fitted.sites)]
     if fitted.in_flight:
@@ -45,6 +47,17 @@ def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0) -> tuple
     if len(fitted.layers) > len(fitted.sizes):
         return (*words, "--num-layer-list", format_value(fitted.layers))
     return (*words, *layer_words(fitted.layers, num_predicting))
+
+
+def stock_words(fitted: HasList) -> tuple[str, ...]:
+    """Write a list of equal sizes as the flags of Megatron without the plugin.
+
+    Args:
+        fitted: what was chosen.
+    """
+    words = ("--tensor-model-parallel-size", str(fitted.sizes[0]))
+    words += ("--pipeline-model-parallel-size", str(len(fitted.sizes)))
+    return words + layer_words(fitted.layers, 0)
 
 
 def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 ``question`` says what is asked, in numbers alone, and what is best; ``lists`` goes through what the cards allow, and
 leaves out what is too slow by ``bounds``, ``stage_orders`` puts the stages of a list in order, ``split`` shares out
 layers, ``put`` finds nodes (``pack`` if only room counts), ``cross`` says what boundaries cost by each transport,
-``judge`` simulates, ``fastest`` does one after the other, ``uniform`` says what stock Megatron has.
+``judge`` simulates, ``fastest`` does one after the other, ``stock`` asks the same of Megatron without the plugin.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

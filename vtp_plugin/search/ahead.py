@@ -35,10 +35,10 @@ def most_in_flight(
     for stage, (kind, work, start) in enumerate(zip(kinds, works, accumulate(layers[:-1], initial=0), strict=True)):
         usual = num_stages - stage
         room = max(0, shape.num_microbatches - usual)
-        if usual > 1 and question.held_bytes is not None and work.memory_bytes is not None:
+        if usual > 1 and shape.held_bytes is not None and work.memory_bytes is not None:
             part = (start, start + layers[stage])
             ends = {"is_first": stage == 0, "is_last": False}
-            held, more = (held_by(question, shape, kind, part, usual + extra, **ends) for extra in (0, 1))
+            held, more = (held_by(shape, kind, part, usual + extra, **ends) for extra in (0, 1))
             room = min(room, (work.memory_bytes - held) // (more - held)) if more > held else room
         found.append(usual + room if usual > 1 else 1)
     return tuple(found)

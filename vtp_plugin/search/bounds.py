@@ -32,6 +32,9 @@ def bound_list(question: Question, shape: Shape, works: Sequence[Work], counts: 
     if not works:
         return math.inf
     num_microbatches, num_layers = shape.num_microbatches, question.num_layers
+    if question.layers == "equal":
+        each, left = divmod(num_layers, sum(counts))
+        return math.inf if left else num_microbatches * each * max(work.least_s for work in works)
     if question.runs_ahead:
         any_s = _any_order_s(num_microbatches, num_layers, works, counts)
         if any_s < below_s:

@@ -92,15 +92,14 @@ def _tried(rules: TransportRules, src_tp: int, dst_tp: int) -> tuple[str, ...]:
     return *rules.rivals(layout, 0, 1), rules.choose(layout, 0, 1)[0]
 
 
-def transports(question: Question, *, is_stock: bool) -> Iterator[str]:
+def transports(question: Question) -> Iterator[str]:
     """Yield what may be asked for, what a run does by itself first; of stock Megatron nothing else.
 
     Args:
         question: what is asked.
-        is_stock: without the plugin.
     """
     yield question.rules.transport
-    if question.rules.transport == AUTO and not is_stock:
+    if question.rules.transport == AUTO and not question.is_stock:
         yield from (name for name, strategy in STRATEGIES.items() if strategy.help is not None)
 
 
@@ -110,8 +109,6 @@ def cross(
     transport: str,
     ends: tuple[End, End],
     links: Sequence[Link],
-    *,
-    is_stock: bool = False,
 ) -> Passage:
     """Give what a boundary costs.
 
@@ -121,10 +118,9 @@ def cross(
         transport: that is asked for.
         ends: the stage before, and the one behind.
         links: between them, of all replicas.
-        is_stock: without the plugin.
     """
     src, dst = ends
-    if is_stock:
+    if question.is_stock:
         names: Sequence[str] = (_RANK_TO_RANK,)
     elif transport != AUTO:
         names = (transport,)

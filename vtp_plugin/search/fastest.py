@@ -1,4 +1,4 @@
-"""The best layouts, and the best uniform one beside them."""
+"""The best layouts, and beside them the best ones that stock Megatron can run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import partial
 from typing import NamedTuple
 
 from vtp_plugin.search.frame import Frame, frames
-from vtp_plugin.search.interleave import busiest_s, interleaved_lists
+from vtp_plugin.search.interleave import interleaved_lists
 from vtp_plugin.search.judge import Choice, judge
 from vtp_plugin.search.lists import Reach, Row, rows
 from vtp_plugin.search.order import forget_courses
 from vtp_plugin.search.question import Kind, Question
-from vtp_plugin.search.split import Split, bound, split
+from vtp_plugin.search.split import Split, split
 from vtp_plugin.search.stage_orders import orders
-from vtp_plugin.search.uniform import uniform_lists
+from vtp_plugin.search.stock import in_megatron
 
 # A layout that is not shorter than the best one by this share is not looked at.
 _SHARE = 0.002
@@ -25,6 +25,8 @@ _SHARE = 0.002
 _ROUNDS = (Reach(1, takes_all=True), Reach(1), Reach(2), Reach(2, is_mixing=True), Reach(99, is_mixing=True))
 # Of ways to share out layers that begin with as many of them so many are kept when they are looked at once more.
 _MOST_ALIKE = 8
+# Of the time, at most, for what stock Megatron can run, with equally many layers and with any; all lists have the rest.
+_EQUAL_SHARE, _STOCK_SHARE = 0.1, 0.3
 
 
 class _Open(NamedTuple):
@@ -49,13 +51,16 @@ class Found:
 
     Attributes:
         best: layouts, the best one first; none if nothing fits.
-        uniform: the best one that stock Megatron has; None if there is none, or where cards count.
+        stock: the best one that stock Megatron can run: one tensor-parallel size, any layers that its flags can say.
+            None if there is none, or where cards count.
+        equal: likewise, with equally many layers on every stage.
         is_complete: every list was looked at or shown to be no better; else the time was over, or Ctrl-C came.
         num_judged: layouts that were simulated.
     """
 
     best: tuple[Choice, ...]
-    uniform: Choice | None
+    stock: Choice | None
+    equal: Choice | None
     is_complete: bool
     num_judged: int
 
@@ -70,30 +75,70 @@ def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf,
     Args:
         question: what is asked.
         num_best: how many are wanted.
-        limit_s: after which the best so far are returned, as after a KeyboardInterrupt; not where cards count.
+        limit_s: seconds of the processor, after which the best so far are returned, as after a KeyboardInterrupt; not
+            where cards count.
         tell: of the progress.
     """
-    search = _Search(question, num_best, time.monotonic() + limit_s, tell)
+    start_s, done = time.process_time(), 0.0
+    searches: list[_Search] = []
     try:
-        search.run()
+        for asked, number, share in _phases(question, num_best):
+            say = None if tell is None else partial(_say_part, tell, done, share)
+            one = _Search(asked, number, start_s + limit_s * (done + share), say)
+            for known in searches:
+                one.add(*known.best)
+            # After a KeyboardInterrupt what is known already is the answer.
+            if not any(each.is_interrupted for each in searches):
+                one.run()
+            searches.append(one)
+            done += share
     finally:
         forget_courses()
+    *of_stock, last = searches
+    equal, stock = (next(iter(one.best), None) for one in of_stock) if of_stock else (None, None)
     return Found(
-        best=tuple(search.best), uniform=search.uniform, is_complete=search.is_complete, num_judged=search.num_judged
+        best=tuple(last.best),
+        stock=stock,
+        equal=equal,
+        is_complete=all(one.is_complete for one in searches),
+        num_judged=sum(one.num_judged for one in searches),
     )
 
 
-class _Search:
-    """State of a search: the best so far."""
+def _phases(question: Question, num_best: int) -> Iterator[tuple[Question, int, float]]:
+    """Yield what is asked one after another, how many layouts are wanted, and the share of the time that is for it.
 
-    def __init__(self, question: Question, num_best: int, until: float, tell: Tell | None) -> None:
+    What stock Megatron can run comes first: it shows early what is no better.
+    """
+    is_in_megatron = question.objective == "step" and question.around is None
+    if is_in_megatron:
+        yield in_megatron(question, "equal"), 1, _EQUAL_SHARE
+        yield in_megatron(question, question.layers), 1, _STOCK_SHARE
+    yield question, num_best, 1.0 - (_EQUAL_SHARE + _STOCK_SHARE) * is_in_megatron
+
+
+def _say_part(tell: Tell, done: float, share: float, part: float, best_s: float) -> None:
+    tell(done + share * part, best_s)
+
+
+class _Search:
+    """State of a search: the best so far.
+
+    Args:
+        question: what is asked.
+        num_best: how many are wanted.
+        until_s: time of the processor at which it ends.
+        tell: of the progress.
+    """
+
+    def __init__(self, question: Question, num_best: int, until_s: float, tell: Tell | None) -> None:
         self.question = question
         self.num_best = num_best
-        self.until = until
+        self.until_s = until_s
         self.tell = tell
         self.best: list[Choice] = []
-        self.uniform: Choice | None = None
         self.is_complete = True
+        self.is_interrupted = False
         self.num_judged = 0
         self.frames = [*frames(question)]
         self.open: list[_Open] = []
@@ -110,9 +155,9 @@ class _Search:
             return
         try:
             self._try_quickest()
-        except (_TimeOverError, KeyboardInterrupt):
+        except (_TimeOverError, KeyboardInterrupt) as end:
             # What was found so far is an answer, too.
-            self.is_complete = False
+            self.is_complete, self.is_interrupted = False, isinstance(end, KeyboardInterrupt)
 
     def _try_fullest(self) -> None:
         """Go through the lists in the order of the objective, the largest edge of a U first, up to one that fits."""
@@ -124,8 +169,7 @@ class _Search:
                     return
 
     def _try_quickest(self) -> None:
-        """Go through the uniform lists, then through all lists, round after round."""
-        self._try_uniform()
+        """Go through all lists, round after round."""
         seen: set[tuple[int, Row]] = set()
         for number, reach in enumerate(_ROUNDS):
             found = [*self._rows(reach, seen)]
@@ -171,7 +215,7 @@ class _Search:
         for bound_s, layers, order in sorted(found):
             if bound_s >= self._below_s(frame):
                 break
-            self._judge(frame, order, layers, is_stock=self.question.objective == "cards")
+            self._judge(frame, order, layers)
 
     def _try_again(self) -> None:
         """Try orders again whose bound leaves room for a shorter step, with other layers."""
@@ -202,57 +246,28 @@ class _Search:
                 break
             self._judge(self.frames[index], one.order, one.layers, num_chunks=one.num_chunks)
 
-    def _try_uniform(self) -> None:
-        if self.question.around is not None:
-            return  # stock Megatron has no U
-        found = []
-        for index, frame in enumerate(self.frames):
-            for order, layers in uniform_lists(self.question, frame.shape, frame.works):
-                works = [frame.works[kind] for kind in order]
-                found.append((bound(self.question, frame.shape, order, works, layers), 1, index, order, layers))
-                least_s = busiest_s(frame.shape, frame.works, order, layers)
-                fit = len(order) > 1 and not frame.shape.num_microbatches % len(order)
-                counts = (count for count in self.question.chunks if fit and count > 1 and not layers[0] % count)
-                found += [(least_s, count, index, order, layers) for count in counts]
-        for bound_s, num_chunks, index, order, layers in sorted(found):
-            if self.uniform is not None and bound_s >= self.uniform.step_s:
-                break
-            choice = self._judge(self.frames[index], order, layers, is_stock=num_chunks == 1, num_chunks=num_chunks)
-            if choice is not None and (self.uniform is None or choice.step_s < self.uniform.step_s):
-                self.uniform = choice
-
-    def _judge(
-        self,
-        frame: Frame,
-        order: Sequence[Kind],
-        layers: Sequence[int],
-        *,
-        is_stock: bool = False,
-        num_chunks: int = 1,
-    ) -> Choice | None:
+    def _judge(self, frame: Frame, order: Sequence[Kind], layers: Sequence[int], *, num_chunks: int = 1) -> None:
         self._check_time()
         self.num_judged += 1
         kinds = frame.kinds(order)
         own = [frame.whole_works[kind] for kind in kinds]
-        choice = judge(
-            self.question,
-            frame.whole,
-            kinds,
-            own,
-            frame.layers(layers),
-            is_stock=is_stock,
-            num_chunks=num_chunks,
-        )
+        choice = judge(self.question, frame.whole, kinds, own, frame.layers(layers), num_chunks=num_chunks)
         if choice is not None:
-            self.best = sorted([*self.best, choice], key=lambda one: one.step_s)[: self.num_best]
-        return choice
+            self.add(choice)
+
+    def add(self, *choices: Choice) -> None:
+        """Keep layouts; of those that a run's flags cannot tell apart the quickest."""
+        best: dict[tuple[object, ...], Choice] = {}
+        for one in sorted([*self.best, *choices], key=lambda one: one.step_s):
+            best.setdefault(one.flagged, one)
+        self.best = [*best.values()][: self.num_best]
 
     def _say(self, share: float) -> None:
         if self.tell is not None:
             self.tell(share, self.best[0].step_s if self.best else math.inf)
 
     def _check_time(self) -> None:
-        if time.monotonic() > self.until:
+        if time.process_time() > self.until_s:
             raise _TimeOverError
 
 

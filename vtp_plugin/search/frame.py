@@ -66,7 +66,9 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
     first, last = question.around
     start, end = first, question.num_layers - last
     cloud = replace(
-        shape, pools=tuple(_cut(pool, start, end, is_kept=pool.site != question.edge) for pool in shape.pools)
+        shape,
+        pools=tuple(_cut(pool, start, end, is_kept=pool.site != question.edge) for pool in shape.pools),
+        held_bytes=None if shape.held_bytes is None else _between(shape.held_bytes, start),
     )
     edges = replace(
         shape, pools=tuple(pool if pool.site == question.edge else replace(pool, speeds={}) for pool in shape.pools)
@@ -77,7 +79,6 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
         shapes=(cloud,),
         least_stages=max(1, question.least_stages - 1),
         most_stages=max(1, question.most_stages - 1),
-        held_bytes=None if question.held_bytes is None else _between(question.held_bytes, start),
         tied_bytes=0,
     )
     cloud_works = Works(cloud)
@@ -104,11 +105,9 @@ def _holds(question: Question, shape: Shape, edge: Kind, memory_bytes: int | Non
     """Whether the edge has memory for its parts, with one microbatch in flight."""
     assert question.around is not None
     first, last = question.around
-    start = held_by(question, shape, edge, (0, first), 1, is_first=True, is_last=False)
-    end = held_by(
-        question, shape, edge, (question.num_layers - last, question.num_layers), 1, is_first=False, is_last=True
-    )
-    both = start + end - held_twice(question, shape, edge, [(True, False), (False, True)])
+    start = held_by(shape, edge, (0, first), 1, is_first=True, is_last=False)
+    end = held_by(shape, edge, (question.num_layers - last, question.num_layers), 1, is_first=False, is_last=True)
+    both = start + end - held_twice(shape, edge, [(True, False), (False, True)])
     return memory_bytes is None or both <= memory_bytes
 
 

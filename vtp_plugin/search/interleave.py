@@ -46,11 +46,11 @@ def interleaved_lists(
         layers = (number,) * num_stages
         for row in _rows(shape, works, num_stages, shape.num_microbatches * number, below_s()):
             for order in orders(question, shape, row):
-                bound_s = busiest_s(shape, works, order, layers)
+                bound_s = _busiest_s(shape, works, order, layers)
                 yield from (Interleaved(bound_s, count, order, layers) for count in chunks if bound_s < below_s())
 
 
-def busiest_s(shape: Shape, works: Works, order: Sequence[Kind], layers: Sequence[int]) -> float:
+def _busiest_s(shape: Shape, works: Works, order: Sequence[Kind], layers: Sequence[int]) -> float:
     """Bound a step from below by what its busiest stage computes, whatever the order."""
     last = len(order) - 1
     parts = pairwise(accumulate(layers, initial=0))

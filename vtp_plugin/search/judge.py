@@ -76,6 +76,13 @@ class Choice:
         return place(len(self.kinds), self.layers, self.num_chunks)[0]
 
     @property
+    def flagged(self) -> tuple[object, ...]:
+        """What the flags of a run say of the layout; its nodes, its order and its transport may still differ."""
+        shape = self.shape
+        sites = tuple(shape.pools[kind.places[0]].site for kind in self.kinds)
+        return self.sizes, self.layers, self.num_chunks, shape.num_replicas, shape.micro_batch_size, sites
+
+    @property
     def num_cards(self) -> int:
         """Cards that work."""
         return sum(self.sizes) * self.shape.cp * self.shape.num_replicas
@@ -104,7 +111,6 @@ def judge(
     works: Sequence[Work],
     layers: Sequence[int],
     *,
-    is_stock: bool = False,
     num_chunks: int = 1,
 ) -> Choice | None:
     """Simulate a step; None if the cards do not go into the nodes, or have too little memory for any order.
@@ -115,10 +121,9 @@ def judge(
         kinds: of the stages, in order.
         works: what each costs.
         layers: of every stage; of a U one part more.
-        is_stock: in Megatron's order, not in a planned one.
         num_chunks: virtual stages of every stage.
     """
-    judging = _Judging(question, shape, kinds, works, layers, is_stock=is_stock, num_chunks=num_chunks)
+    judging = _Judging(question, shape, kinds, works, layers, num_chunks=num_chunks)
     choices = [choice for nodes in put(question, shape, kinds) for choice in judging.choices(nodes)]
     return min(choices, key=lambda choice: choice.step_s, default=None)
 
@@ -134,16 +139,15 @@ class _Judging:
         works: Sequence[Work],
         layers: Sequence[int],
         *,
-        is_stock: bool,
         num_chunks: int,
     ) -> None:
         self.question, self.shape, self.kinds, self.works, self.layers = question, shape, kinds, works, layers
-        self.is_stock, self.num_chunks = is_stock, num_chunks
+        self.num_chunks = num_chunks
         self.placement, self.parts = place(len(kinds), layers, num_chunks)
         # Ways to put stages into nodes often have the same links.
         self.known: dict[Costs, Order | None] = {}
         self.most: Sequence[int] | None = None
-        if not is_stock:
+        if not question.is_stock:
             is_plain = self.placement.num_vstages == len(kinds)
             ahead = question.runs_ahead and is_plain
             self.most = most_in_flight(question, shape, kinds, works, layers) if ahead else ()
@@ -152,7 +156,7 @@ class _Judging:
         """Yield a layout that fits, by the transport that a run takes by itself, and by others that gain."""
         first: Sequence[Passage] = ()
         best_s = math.inf
-        for transport in transports(self.question, is_stock=self.is_stock):
+        for transport in transports(self.question):
             crossings = self._crossings(nodes, transport)
             first = first or crossings
             is_other = transport != self.question.rules.transport
@@ -164,7 +168,7 @@ class _Judging:
                 yield choice
 
     def _held(self, peaks: Sequence[int]) -> list[int]:
-        return held_bytes_of(self.question, self.shape, self.kinds, self.placement, self.parts, peaks)
+        return held_bytes_of(self.shape, self.kinds, self.placement, self.parts, peaks)
 
     def _fits(self, peaks: Sequence[int]) -> bool:
         limits = (work.memory_bytes for work in self.works)
@@ -214,7 +218,7 @@ class _Judging:
         for one, other in pairwise(self.placement.stages):
             links = [link_between(question, shape, *pair) for pair in zip(nodes[one], nodes[other], strict=True)]
             pair = (ends[one], ends[other])
-            found.append(cross(question, shape, transport, pair, links, is_stock=self.is_stock))
+            found.append(cross(question, shape, transport, pair, links))
         return found
 
     def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[Passage]) -> Costs:

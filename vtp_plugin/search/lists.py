@@ -30,7 +30,7 @@ class Reach(NamedTuple):
     Attributes:
         most_sizes: different tensor-parallel sizes in one pool.
         takes_all: of every kind as many as there are cards for.
-        is_mixing: a stage of each size may have replicas in several pools.
+        is_mixing: stages of each size may have replicas in several pools, all in the same way.
     """
 
     most_sizes: int
@@ -162,10 +162,10 @@ class _Walk:
             return (0,)
         kind = self.kinds[first]
         if self.is_mixed[first]:
-            # Sorted by their pools, replicas of one stage of a size at most are in two of them.
-            is_other = any(one.tp == kind.tp and len(set(one.places)) > 1 for one, _ in chosen)
-            return (0,) if is_other else (1, 0)
-        if len({one.tp for one, _ in chosen if one.places == kind.places} | {kind.tp}) > self.reach.most_sizes:
+            # Sorted by their pools, stages of a size have replicas in several of them in one way at most.
+            if any(one.tp == kind.tp and len(set(one.places)) > 1 for one, _ in chosen):
+                return (0,)
+        elif len({one.tp for one, _ in chosen if one.places == kind.places} | {kind.tp}) > self.reach.most_sizes:
             return (0,)
         return (most, 0) if self.reach.takes_all else range(most, -1, -1)
 

@@ -19,6 +19,10 @@ then the largest sizes; of these the layers with which the busiest stage is as q
 in Megatron's order. Every site has a stage then, and stages follow the nodes."""
 
 
+LayerRule = Literal["any", "ends", "equal"]
+"""What stages may hold: any layers; equally many between the first and the last, as in Megatron 0.12; all as many."""
+
+
 def least_sure(sources: Collection[Source]) -> Source:
     """Choose the source that says least about this machine.
 
@@ -114,6 +118,15 @@ class Pool:
     card_price: float | None = None
 
 
+HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
+"""Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
+it, whether it has the embedding, whether it has the head, the microbatches of which it keeps activations."""
+
+CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
+"""Bytes that a rank holds once for all virtual stages of its stage, though the sum over them counts them for every one:
+its tensor-parallel size, the replicas, and of each virtual stage whether it has the embedding, and the head."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How a step's samples are shared.
@@ -125,6 +138,8 @@ class Shape:
         pools: of cards, with what a microbatch of this size costs.
         message_bytes: of an activation, and of its gradient.
         cp: context-parallel size of every stage: cards that a replica has for each of its tensor-parallel ranks.
+        held_bytes: of a stage, with microbatches of this size; None where memory does not count.
+        counted_twice: of a stage with several virtual stages; None for nothing.
     """
 
     num_replicas: int
@@ -133,15 +148,8 @@ class Shape:
     pools: tuple[Pool, ...]
     message_bytes: int = 0
     cp: int = 1
-
-
-HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
-"""Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
-it, whether it has the embedding, whether it has the head, the microbatches of which it keeps activations."""
-
-CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
-"""Bytes that a rank holds once for all virtual stages of its stage, though the sum over them counts them for every one:
-its tensor-parallel size, the replicas, and of each virtual stage whether it has the embedding, and the head."""
+    held_bytes: HeldBytes | None = None
+    counted_twice: CountedTwice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +162,6 @@ class Question:
         least_stages: of the pipeline.
         most_stages: likewise.
         across: between two sites, by their names in order; where none is given, the slower of the pools' own.
-        held_bytes: of a stage; None where memory does not count.
-        counted_twice: of a stage with several virtual stages; None for nothing.
         tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
         edge: of a U, the site of its first stage.
         around: of a U, the layers of the edge's first and last part; None for others.
@@ -163,8 +169,8 @@ class Question:
             tensor, follows from the layout. ``auto`` leaves the transport to the search.
         chunks: virtual stages that every stage may have, beside one; not for a U.
         objective: what is best.
-        is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12; only where
-            cards count.
+        layers: what stages may hold.
+        is_stock: steps are Megatron's own: its order, from rank to rank.
         runs_ahead: stages may have more microbatches in flight than in 1F1B: between sites, whose links are slow.
     """
 
@@ -173,20 +179,19 @@ class Question:
     least_stages: int
     most_stages: int
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    held_bytes: HeldBytes | None = None
-    counted_twice: CountedTwice | None = None
     tied_bytes: int = 0
     edge: str = ""
     around: tuple[int, int] | None = None
     rules: TransportRules = TransportRules()
     chunks: tuple[int, ...] = ()
     objective: Objective = "step"
-    is_alike: bool = False
+    layers: LayerRule = "any"
+    is_stock: bool = False
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
         sites = {pool.site for shape in self.shapes for pool in shape.pools}
-        object.__setattr__(self, "runs_ahead", len(sites) > 1 and self.objective == "step")
+        object.__setattr__(self, "runs_ahead", len(sites) > 1 and self.objective == "step" and not self.is_stock)
         if not 1 <= self.least_stages <= self.most_stages:
             raise LayoutError(
                 f"stages {self.least_stages}:{self.most_stages}; the fewest must be at least 1 and not above the most"

@@ -102,15 +102,14 @@ def split(
         Those with the least bound first; none if no step can be shorter, or the memory is too small.
     """
     more_s = _together_s(question, kinds, works)
-    if question.objective == "step":
-        stages = _Stages(question, shape, kinds, works, more_s, below_s / shape.num_microbatches)
-        return _least(stages, below_s, most_alike)
-    busiest_s = _quickest_s(question, shape, kinds, works, more_s)
-    if busiest_s == math.inf:
-        return []
-    # No step is longer where links take no time.
-    below_s = min(below_s, (shape.num_microbatches + len(kinds)) * busiest_s)
-    every = (_Stages(question, shape, kinds, works, more_s, busiest_s, number) for number in _numbers(question, kinds))
+    most_s = below_s / shape.num_microbatches
+    if question.objective == "cards":
+        most_s = _quickest_s(question, shape, kinds, works, more_s)
+        if most_s == math.inf:
+            return []
+        # No step is longer where links take no time.
+        below_s = min(below_s, (shape.num_microbatches + len(kinds)) * most_s)
+    every = (_Stages(question, shape, kinds, works, more_s, most_s, number) for number in _numbers(question, kinds))
     return sorted(one for stages in every for one in _least(stages, below_s, most_alike))
 
 
@@ -125,7 +124,7 @@ class _Stages:
         works: what each costs.
         more_s: what each does at least for its boundaries, forward and backward.
         most_s: each computes for less than that, for a microbatch.
-        number: layers of every stage between the first and the last; None for any.
+        number: layers of every stage between the first and the last; None for any. Where all hold as many, also theirs.
     """
 
     question: Question
@@ -142,14 +141,14 @@ class _Stages:
         num_after = num_stages - stage - 1
         last = self.question.num_layers - num_after
         ends = range(start + 1, last + 1) if num_after else range(last, last + 1)
-        if self.number is not None and stage and num_after:
+        if self.number is not None and num_after and (stage or self.question.layers == "equal"):
             ends = range(start + self.number, min(start + self.number, last) + 1)
         for end in ends:
             forward, backward = work.times_s(start, end, is_first=not stage, is_last=not num_after)
             times = (forward + more[0], backward + more[1])
             if sum(times) >= self.most_s:
                 return
-            if not has_room(self.question, self.shape, self.kinds[stage], work, (start, end), (stage, num_stages)):
+            if not _has_room(self.shape, self.kinds[stage], work, (start, end), (stage, num_stages)):
                 return
             yield end, times
 
@@ -157,7 +156,10 @@ class _Stages:
 def _numbers(question: Question, kinds: Sequence[Kind]) -> Sequence[int | None]:
     """List what stages between the first and the last may hold: any layers, or each as many."""
     num_between = len(kinds) - 2
-    if not question.is_alike or num_between < 2:
+    if question.layers == "equal":
+        number, left = divmod(question.num_layers, len(kinds))
+        return () if left else (number,)
+    if question.layers == "any" or num_between < 2:
         return (None,)
     return range(1, (question.num_layers - 2) // num_between + 1)
 
@@ -242,52 +244,18 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[Split]:
     return sorted(Split(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
 
 
-def bound(
-    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], layers: Sequence[int]
-) -> float:
-    """Bound the time of all microbatches from below, for layers that are given.
-
-    Args:
-        question: what is asked.
-        shape: of the step.
-        kinds: of the stages, in order.
-        works: what each costs.
-        layers: of every stage.
-    """
-    hops_s = _hops(question, shape, kinds)
-    begin = _START
-    for stage, (work, number) in enumerate(zip(works, layers, strict=True)):
-        start, num_after = sum(begin.layers), len(kinds) - stage - 1
-        times = work.times_s(start, start + number, is_first=not stage, is_last=not num_after)
-        tail_s = 0.0 if stage else tail(question, shape, kinds[0], work, number)
-        in_flight = _in_flight(question, shape, num_after)
-        begin = _add(begin, times, hops_s[stage], in_flight, shape.num_microbatches, number, tail_s)
-    return begin.least_s(0.0)
-
-
 def _hops(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[float]:
     """Give the time of the two messages behind every stage, at best."""
     return [*(2 * best_hop_s(question, shape, *pair) for pair in pairwise(kinds)), 0.0]
 
 
-def has_room(
-    question: Question, shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], place: tuple[int, int]
-) -> bool:
-    """Whether a stage's cards can hold what it must.
-
-    Args:
-        question: what is asked.
-        shape: of the step.
-        kind: of the stage.
-        work: what it costs.
-        layers: its first one, and the first one behind it.
-        place: the stage's number, and the number of stages.
-    """
+def _has_room(shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], place: tuple[int, int]) -> bool:
+    """Whether a stage's cards can hold its layers; its place is its number, and the number of stages."""
     if work.memory_bytes is None:
         return True
     stage, num_stages = place
     ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1}
-    return held_by(question, shape, kind, layers, num_stages - stage, **ends) <= work.memory_bytes
+    return held_by(shape, kind, layers, num_stages - stage, **ends) <= work.memory_bytes
 
 
 def _in_flight(question: Question, shape: Shape, num_after: int) -> int:

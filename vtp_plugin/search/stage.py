@@ -159,7 +159,7 @@ class Works(dict[Kind, Work]):
 
 def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
     """Count the layers that a kind of stage has memory for, wherever in the pipeline it holds most."""
-    held, limit = question.held_bytes, work.memory_bytes
+    held, limit = shape.held_bytes, work.memory_bytes
     if held is None or limit is None:
         return question.num_layers
     # Between others a stage has no ends of the model, and keeps two microbatches at least; the last one keeps one.

@@ -28,6 +28,8 @@ from vtp_plugin.trace.planned import (
 _ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
 # What follows from what others do: in each of these ranks wait for one another. The rest a rank does itself.
 _FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER, Cause.LOG, Cause.PLAN})
+# The user's flags say when, so no plan of a step has it.
+_ASKED_FOR = frozenset({Cause.SAVE, Cause.EVALUATE})
 # A difference is named if it is at least this share of the planned step.
 _LEAST_SHARE = 0.02
 # Fewer messages in a step say too little of a link.
@@ -202,7 +204,7 @@ def slower_by_itself(steps: Sequence[TracedStep], found: Sequence[Difference]) -
         found: their differences.
     """
     least_s = _LEAST_SHARE * max(step.planned_s for step in steps)
-    own = [one for one in found if one.cause not in _FOLLOWING and one.more_s >= least_s]
+    own = [one for one in found if one.cause not in _FOLLOWING | _ASKED_FOR and one.more_s >= least_s]
     slow = [one for one in _slower_links(steps) if one.more_s >= least_s]
     return sorted((*own, *slow), key=lambda one: (-one.more_s, one.rank, one.cause))
 

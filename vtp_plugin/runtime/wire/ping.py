@@ -27,7 +27,8 @@ _PAUSE_S = 0.01
 _MOST_SUMMED = 8
 _Value = TypeVar("_Value")
 LinkName = tuple[str, ...]
-"""``inside`` and a kind of card, ``between`` and a site, or ``across`` and two sites in order."""
+"""``inside`` and a kind of card; ``between`` and a kind, or a site where nodes are of two kinds or of none with a name;
+``across`` and two sites in order."""
 
 
 def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[tuple[int, int], ...]]]:
@@ -39,6 +40,9 @@ def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[tup
     >>> locations = [Location(node=node, site="", kind="") for node in "aabb"]
     >>> choose_pairs(locations)
     {('inside', ''): [((0, 1),), ((2, 3),)], ('between', ''): [((0, 2), (1, 3))]}
+    >>> kinds = {"a": "new", "b": "new", "c": "old"}
+    >>> [*choose_pairs([Location(node=node, site="x", kind=kind) for node, kind in kinds.items()])]
+    [('between', 'new'), ('between', 'x')]
     """
     nodes: defaultdict[str, list[int]] = defaultdict(list)
     for rank, location in enumerate(locations):
@@ -49,7 +53,7 @@ def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[tup
         if one is other:
             name: LinkName = ("inside", first.kind)
         elif first.site == second.site:
-            name = ("between", first.site)
+            name = ("between", (first.kind if first.kind == second.kind else "") or first.site)
         else:
             name = ("across", *sorted((first.site, second.site)))
         pairs = zip(one[::2], one[1::2], strict=False) if one is other else zip(one, other, strict=False)
