@@ -11,8 +11,9 @@ import pytest
 
 from tests.hostile import NAME, is_there, spoil
 from tests.lines import error_line
-from tests.multiproc.script_cases import arguments, launch, num_ranks, train
+from tests.multiproc.script_cases import arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
+from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -85,3 +86,14 @@ def test_a_run_refuses_and_runs_nothing(
     for line in (error_line(run.output) for run in runs):
         assert line and f"names {NAME}" in line and "whose origin you know" in line, line
     assert not any("Traceback" in run.output for run in runs), [run.output[-3000:] for run in runs]
+
+
+@pytest.mark.full
+def test_a_format_that_nobody_looks_into_is_refused(pool: Pool, written: Written, tmp_path: Path) -> None:
+    """Arrays of zarr may be pickles; Megatron 0.12 still reads that format."""
+    folder = Path(shutil.copytree(written("1,2"), tmp_path / "copy"))
+    config = folder / LATEST / "metadata.json"
+    config.write_text(config.read_text().replace("torch_dist", "zarr"))
+    (folder / LATEST / MANIFEST).write_text(dump_manifest(make_manifest(folder / LATEST)))
+    runs = launch(pool, 3, {"arguments": arguments("2,1", extra=["--load", str(folder)])})
+    assert_refused(runs, "has the format 'zarr'; stages of different sizes load torch_dist")
