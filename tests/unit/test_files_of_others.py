@@ -30,6 +30,8 @@ _OWN = {
     "tests/hostile.py": "a checkpoint that the test has made",
     "tests/multiproc/script_job.py": "results of a process that the test has started",
     "tests/multiproc/leak_watch.py": "what a rank of the test hands to torch",
+    "tests/unit/test_checkpoint_traps.py": "an index that the test has made",
+    "tests/unit/test_plain_values.py": "shows what torch makes of it",
     "tests/unit/test_checkpoint_tools.py": "an index that the test has made",
 }
 # Texts that other ranks of the run have put into its store, and files that have readers of their own.
