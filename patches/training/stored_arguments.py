@@ -20,7 +20,6 @@ from vtp_plugin.session import Session
     when=Moment.COMMAND_LINE,
     why="it reads a checkpoint before the records of a list apply",
     remove_when="with H34",
-    aliases=("megatron.training.initialize:load_args_from_checkpoint",),
 )
 def _load_args(
     session: Session,

@@ -118,7 +118,7 @@ def test_a_chain_of_optimizers_has_groups_of_its_own(run: Run, tmp_path: Path, m
     assert run("diff", a, tmp_path / "b")[0] == 0
 
 
-class StoppedError(Exception):
+class StoppedError(BaseException):
     """Stands for a machine that goes down."""
 
 

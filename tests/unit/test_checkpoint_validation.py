@@ -23,7 +23,7 @@ Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
 @pytest.fixture
 def check() -> dict[str, Check]:
     """Both replaced checks, by record id, built around Megatron's own."""
-    records = {record.id: record.bound({}) for record in declared(patch)}
+    records = {record.id: record.bound({}) for record in declared(patch) if record.id in ("H8", "H8b")}
     return {
         "H8": records["H8"].build(validation._validate_sharding_for_key),
         "H8b": records["H8b"].build(validation._validate_objects_for_key),
