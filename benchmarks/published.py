@@ -10,7 +10,7 @@ simulator of this project, and Sailor's own, imported from the checkout. Plans o
 
 In their simulator all messages between stages go from node to node; so here nodes have no quicker links inside. Beside
 the samples a second of both judges stands how many more those of ours are, then the seconds of the processor that
-planning took.
+planning took. The richer search is one of plans that ``search`` does not look for (``benchmarks/published_richer.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.published_cluster import KINDS, Artifact, ask, read_artifact, re
 from benchmarks.published_ours import samples_per_s
 from benchmarks.published_plans import Plan, plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
+from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
 from vtp_plugin.search.fastest import fastest
 from vtp_plugin.search.question import Question
@@ -89,6 +90,12 @@ def judged(artifact: Artifact, theirs: Theirs, counts: Sequence[int], limit_s: f
         stock = _row(artifact, theirs, question, "stock Megatron, by our search", plan_of(found.stock), seconds)
         # In its own order, which does not send ahead.
         yield stock._replace(ours=artifact.training["global_batch_size"] / found.stock.step_s)
+    richer = Richer(artifact, question)
+    start = time.process_time()
+    found = fastest(richer.question, num_best=1, limit_s=limit_s)
+    name = "a richer search" if found.is_complete else "a richer search, not all bounded"
+    plans = [richer.plan_of(choice) for choice in found.best]
+    yield _row(artifact, theirs, question, name, plans[0], time.process_time() - start)
     for quoted in QUOTED:
         if quoted.counts == tuple(counts):
             yield _row(artifact, theirs, question, quoted.planner, read_plan(quoted.plan), quoted.seconds)
@@ -115,8 +122,9 @@ def _shown(row: Row, best: Row) -> tuple[str, ...]:
 
     plan = show_plan(row.plan)
     if len(plan) > _MOST_SHOWN:
-        stages = [len(pipeline) for pipeline in row.plan.pipelines]
-        plan = f"mbs {row.plan.micro}: {len(stages)} pipelines of {min(stages)} to {max(stages)} stages of one card"
+        lengths = sorted({len(pipeline) for pipeline in row.plan.pipelines})
+        stages = " to ".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
+        plan = f"mbs {row.plan.micro}: {len(row.plan.pipelines)} pipelines of {stages} stages"
     return row.name, figure(row.ours, best.ours), figure(row.theirs, best.theirs), f"{row.seconds:.1f}", plan
 
 

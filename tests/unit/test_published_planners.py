@@ -15,6 +15,7 @@ from benchmarks.published_cluster import KINDS, ask, read_artifact, read_cluster
 from benchmarks.published_ours import samples_per_s
 from benchmarks.published_plans import plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
+from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
 from vtp_plugin.search.fastest import fastest
 from vtp_plugin.search.question import Question
@@ -174,9 +175,37 @@ def test_the_table(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(sys, "argv", ["published", "--sailor", str(root), "--cards", "2+2"])
     published.main()
     rows = [row.strip("| ").split(" | ") for row in capsys.readouterr().out.splitlines()]
-    assert [row[1] for row in rows[2:]] == ["ours", "stock Megatron, by our search"]
+    assert [row[1] for row in rows[2:]] == ["ours", "stock Megatron, by our search", "a richer search"]
     assert float(rows[2][2]) > 0 < float(rows[2][3])
     assert show_plan(read_plan(rows[2][5])) == rows[2][5]
+
+
+def test_the_richer_search_gives_stages_replicas_of_their_own(root: Path) -> None:
+    """Two old cards take two thirds of the time of one if they share a layer, half of it if they share samples."""
+    path = root / "sailor/Planner/simulations/profiles_tmp.json"
+    profiles = json.loads(path.read_text())
+    # The two new cards are best together: stages of one replica.
+    for kind, tp, factor in ((KINDS[0], "1", 100), (KINDS[1], "1", 0.6), (KINDS[1], "2", 0.8)):
+        for rows in profiles["toy"][kind].values():
+            for row in rows.get(tp, {}).values():
+                row[:2] = [factor * row[0], factor * row[1]]
+    path.write_text(json.dumps(profiles))
+    artifact = read_artifact(root)
+    question = ask(artifact, read_cluster(artifact, (2, 2))).question
+    richer = Richer(artifact, question)
+    assert {shape.num_replicas for shape in richer.question.shapes} == {1, 2, 3, 4}
+    best, other = fastest(question).best[0], fastest(richer.question).best[0]
+    plan = richer.plan_of(other)
+    assert not plan.has_equal_replicas, show_plan(plan)
+    judged, known = samples_per_s(artifact, question, plan), samples_per_s(artifact, question, plan_of(best))
+    assert judged is not None
+    assert known is not None
+    assert judged > known
+    assert judged == pytest.approx(32 / other.step_s, rel=0.01)
+    # The fuller of both ways counts: one sample and all weights, or both samples, half of the weights and 1 GB more.
+    shape = next(one for one in richer.question.shapes if (one.num_replicas, one.micro_batch_size) == (2, 2))
+    assert shape.held_bytes is not None
+    assert shape.held_bytes(2, 2, 1, 2, False, False, 1) == 24 * 500 + 8 * 100 + 3 * 10**9
 
 
 def test_plans_that_are_quoted_are_whole() -> None:
