@@ -1,8 +1,9 @@
 """What a search of a richer space would find: a bound on what others' plans have that ``search`` does not look for.
 
-Replicas need not divide the samples of a step: the last microbatch is one that some of them lack, as Sailor has it. And
-stages may have replicas of their own: cards that share each layer of a microbatch may instead share its samples, as
-Metis has it, and a run with `--vtp-dp-list` and `--vtp-dp-mode split`. Each kind of card does what is quicker there.
+Replicas need not divide the samples of a step: the last microbatch is one that some of them lack, as Sailor has it
+(with up to 64 cards, else the search takes too long). And stages may have replicas of their own: cards that share each
+layer of a microbatch may instead share its samples, as Metis has it, and a run with `--vtp-dp-list` and
+`--vtp-dp-mode split`. Each kind of card does what is quicker there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from benchmarks.published_cluster import Artifact, held_bytes
 from benchmarks.published_plans import Plan, Replica, Stage
 from vtp_plugin.search.judge import Choice
 from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape, Speed
+
+# With more only numbers of replicas count that divide the samples.
+_MOST_CARDS = 64
 
 
 class Richer:
@@ -44,6 +48,7 @@ class Richer:
                 self._shape(shape, replicas, math.ceil(batch / (size * replicas)))
                 for size, shape in shapes.items()
                 for replicas in range(1, cards + 1)
+                if cards <= _MOST_CARDS or batch % (size * replicas) == 0
             ),
         )
 
