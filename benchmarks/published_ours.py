@@ -33,7 +33,7 @@ def samples_per_s(artifact: Artifact, question: Question, plan: Plan) -> float |
 def _step_s(question: Question, plan: Plan, stages: Sequence[Stage], batch: int) -> float | None:
     """Give the step of the slowest chain of replicas, one of each stage."""
     most = max(len(stage.replicas) for stage in stages)
-    # All sum their gradients over as many as the stages with most replicas have.
+    # All are taken to sum over as many as the stages with most replicas have: shares make up for it.
     replicas = most * len(plan.pipelines)
     sizes = plan.micros if len(plan.pipelines) == 1 else (plan.micro,) * len(stages)
     size = max(sizes)
@@ -49,10 +49,12 @@ def _step_s(question: Question, plan: Plan, stages: Sequence[Stage], batch: int)
             known = {pool.name: pool.speeds for pool in of_size[own].pools}
             if any(one.tp not in known[one.kind] for one in stage.replicas):
                 return None
-            share = _ring_share(len(stage.replicas) * len(plan.pipelines)) / (_ring_share(replicas) or 1.0)
+            members = len(stage.replicas) * len(plan.pipelines)
+            share = _ring_share(members) / (_ring_share(replicas) or 1.0)
+            latency_share = (members - 1) / max(1, replicas - 1)
             largest = max((known[kind][tp].gradient_bytes for kind, tp in stage.replicas), key=sum)
             speed = replace(known[each.kind][each.tp], gradient_bytes=tuple(round(share * one) for one in largest))
-            pools.append(_pool(of_size[own], str(number), stage, each.tp, speed, replicas))
+            pools.append(_pool(of_size[own], str(number), stage, each.tp, speed, replicas, latency_share))
         shape = replace(
             of_size[size],
             num_replicas=replicas,
@@ -72,9 +74,13 @@ def _ring_share(number: int) -> float:
     return (number - 1) / number
 
 
-def _pool(shape: Shape, name: str, stage: Stage, tp: int, speed: Speed, replicas: int) -> Pool:
-    """Give a stage cards of its own: each replica in a node, as far from others as any; the slowest link counts."""
+def _pool(shape: Shape, name: str, stage: Stage, tp: int, speed: Speed, replicas: int, latency_share: float) -> Pool:
+    """Give a stage cards of its own, as far from others as any; the slowest link of its kinds of cards counts.
+
+    They are one node, so that its replicas sum over links whose latency is that of as many as there are.
+    """
     kinds = {each.kind for each in stage.replicas}
     links = [pool.between for pool in shape.pools if pool.name in kinds]
     link = max(links, key=lambda link: link.time_s(shape.message_bytes))
-    return Pool(name=name, rooms=(tp,) * replicas, speeds={tp: speed}, inside=link, between=link)
+    ring = replace(link, latency_s=link.latency_s * latency_share)
+    return Pool(name=name, rooms=(tp * replicas,), speeds={tp: speed}, inside=ring, between=link)
