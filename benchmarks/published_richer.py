@@ -1,0 +1,109 @@
+"""What a search of a richer space would find: a bound on what others' plans have that ``search`` does not look for.
+
+Replicas need not divide the samples of a step: the last microbatch is one that some of them lack, as Sailor has it
+(with up to 64 cards, else the search takes too long). And stages may have replicas of their own: cards that share each
+layer of a microbatch may instead share its samples, as Metis has it, and a run with `--vtp-dp-list` and
+`--vtp-dp-mode split`. Each kind of card does what is quicker there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from benchmarks.published_cluster import Artifact, held_bytes
+from benchmarks.published_plans import Plan, Replica, Stage
+from vtp_plugin.search.judge import Choice
+from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape, Speed
+
+# With more only numbers of replicas count that divide the samples.
+_MOST_CARDS = 64
+
+
+class Richer:
+    """A question whose cards share samples where that is quicker.
+
+    Args:
+        artifact: what was read of the checkout.
+        question: what ``search`` is asked.
+
+    Attributes:
+        question: in the richer space.
+    """
+
+    def __init__(self, artifact: Artifact, question: Question) -> None:
+        self._artifact = artifact
+        shapes = {shape.micro_batch_size: shape for shape in question.shapes}
+        self._speeds = {
+            (size, pool.name, tp): speed
+            for size, shape in shapes.items()
+            for pool in shape.pools
+            for tp, speed in pool.speeds.items()
+        }
+        cards = sum(sum(pool.rooms) for pool in next(iter(shapes.values())).pools)
+        batch = artifact.training["global_batch_size"]
+        self.question = replace(
+            question,
+            shapes=tuple(
+                self._shape(shape, replicas, math.ceil(batch / (size * replicas)))
+                for size, shape in shapes.items()
+                for replicas in range(1, cards + 1)
+                if cards <= _MOST_CARDS or batch % (size * replicas) == 0
+            ),
+        )
+
+    def _ways(self, size: int, kind: str, width: int) -> list[tuple[float, int, Speed]]:
+        """List what so many cards take for a microbatch, the quickest first, as how many replicas, and all costs."""
+        found = []
+        for parts in range(1, width + 1):
+            speed = self._speeds.get((size // parts, kind, width // parts))
+            if speed is not None and not width % parts and not size % parts:
+                found.append((sum(speed.forward_s) + sum(speed.backward_s), parts, speed))
+        return sorted(found, key=lambda way: way[:2])
+
+    def _shape(self, shape: Shape, replicas: int, num_microbatches: int) -> Shape:
+        pools = tuple(self._pool(shape.micro_batch_size, replicas, pool) for pool in shape.pools)
+        return replace(
+            shape,
+            num_replicas=replicas,
+            num_microbatches=num_microbatches,
+            pools=pools,
+            held_bytes=self._held(shape.micro_batch_size, pools),
+        )
+
+    def _pool(self, size: int, replicas: int, pool: Pool) -> Pool:
+        speeds = {}
+        for width in range(1, max(pool.rooms) + 1):
+            for _, parts, speed in self._ways(size, pool.name, width)[:1]:
+                number = replicas * parts
+                # More replicas sum more of a tensor.
+                share = (1 - 1 / number) / (1 - 1 / replicas) if replicas > 1 else 1.0
+                speeds[width] = replace(speed, gradient_bytes=tuple(round(share * own) for own in speed.gradient_bytes))
+        return replace(pool, speeds=speeds)
+
+    def _held(self, size: int, pools: tuple[Pool, ...]) -> HeldBytes:
+        """Count the fuller of the ways that are taken."""
+        widths = {(pool.name, width) for pool in pools for width in pool.speeds}
+        parts = {(width, self._ways(size, kind, width)[0][1]) for kind, width in widths}
+        rules = {number: held_bytes(self._artifact, size // number) for _, number in parts}
+
+        def held(width: int, replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:
+            stage = (replicas, start, end, is_first, is_last, in_flight)
+            return max(rules[number](width // number, *stage) for own, number in parts if own == width)
+
+        return held
+
+    def plan_of(self, choice: Choice) -> Plan:
+        """Write what was chosen as a plan: with the replicas, and the microbatch size, of each stage."""
+        size, pools = choice.shape.micro_batch_size, choice.shape.pools
+        stages, firsts = [], []
+        for number, (kind, layers) in enumerate(zip(choice.kinds, choice.layers, strict=True)):
+            ends = (number == 0) + (number == len(choice.kinds) - 1)
+            names = [pools[place].name for place in kind.places]
+            parts = [self._ways(size, name, kind.tp)[0][1] for name in names]
+            replicas = [
+                Replica(name, kind.tp // own) for name, own in zip(names, parts, strict=True) for _ in range(own)
+            ]
+            stages.append(Stage(layers + ends, tuple(replicas)))
+            firsts.append(parts[0])
+        return Plan(size // firsts[0], (tuple(stages),))
