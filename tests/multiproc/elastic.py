@@ -196,7 +196,8 @@ class Cluster:
     def stop(self) -> None:
         """Let agents end their ranks, and wait for them."""
         for agent in self.agents.values():
-            os.killpg(agent.pid, signal.SIGTERM)  # the shell and torchrun; its ranks have groups of their own
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(agent.pid, signal.SIGTERM)  # the shell and torchrun; its ranks have groups of their own
         for agent in self.agents.values():
             agent.wait(timeout=_LIMIT_S * pace())
 

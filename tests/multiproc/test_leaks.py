@@ -175,7 +175,7 @@ def _fail(
     [
         ("fail_in_data", "ValueError"),
         ("fail_in_loss", "FloatingPointError"),
-        ("checkpoint", "(FileExists|NotADirectory)Error"),
+        ("checkpoint", "ConfigError"),  # of the lock on the folder, which is a file
         ("interrupt", "KeyboardInterrupt"),
     ],
 )
@@ -185,7 +185,9 @@ def test_no_error_of_the_edge_tells_of_its_data(pool: Pool, tmp_path: Path, data
     assert not _TOKENS.search(reached), reached[-4000:]
     assert str(data) not in reached, reached[-4000:]
     for run in runs[1:]:
-        assert re.search(rf"rank 0 failed: {kind} at site edge, whose text stays there", run.output), run.output[-3000:]
+        assert re.search(rf"rank 0( failed)?: {kind} at site edge, whose text stays there", run.output), run.output[
+            -3000:
+        ]
     if how.startswith("fail"):
         assert _TOKENS.search(runs[0].output), runs[0].output[-3000:]
 

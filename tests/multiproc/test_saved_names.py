@@ -51,8 +51,7 @@ def pool(script_pool: Pool) -> Pool:
 def names_of(checkpoint: Path) -> set[tuple[str, str]]:
     """Return what an index names."""
     found: set[tuple[str, str]] = set()
-    with (checkpoint / index.INDEX).open("rb") as opened:
-        load_inert(opened, lambda module, name: found.add((module, name)) or True)
+    load_inert((checkpoint / index.INDEX).read_bytes(), lambda module, name: found.add((module, name)) or True)
     return found
 
 

@@ -28,6 +28,7 @@ class Loading:
 
     def __init__(self) -> None:
         self.stored_optimizer: StoredOptimizer | None = None
+        self.is_moved = False
         self._plain: set[tuple[int, int, int, int]] = set()
 
     def require_plain_index(self, file: Path, require_more: Callable[[], None]) -> None:
@@ -47,7 +48,6 @@ class Loading:
             read_named(file)
             require_more()
             self._plain.add(known)
-        self.is_moved = False
 
     def keep(self, stored: StoredOptimizer | None) -> None:
         """Keep a stored optimizer for those that want something of it, or let it go."""
