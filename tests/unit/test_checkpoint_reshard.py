@@ -202,7 +202,7 @@ def test_a_folder_in_which_a_run_saves_is_left_alone(run: Run, tmp_path: Path) -
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         code, (line,) = run("reshard", "--from", a, "--to", b)
-        assert code == 2 and f"--to {b} belongs to another run, ? (process {other.pid} on " in line
+        assert code == 2 and f"--to {b} belongs to another run, process {other.pid} on " in line
         assert line.endswith("; give another folder, or end that run")
         assert run("reshard", "--from", a, "--to", tmp_path / "c")[0] == 0
     finally:

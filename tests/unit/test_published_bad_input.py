@@ -323,7 +323,7 @@ def test_a_folder_in_which_a_run_saves_is_not_imported_to(
         other.kill()
         other.communicate()
     if is_alive:
-        assert code == 2 and f"--to {to} belongs to another run, ? (process {other.pid} on " in lines[0]
+        assert code == 2 and f"--to {to} belongs to another run, process {other.pid} on " in lines[0]
         assert [path.name for path in to.iterdir()] == ["vtp_lock.json"]
     else:
         assert code == 0 and not (to / "vtp_lock.json").exists()

@@ -74,7 +74,7 @@ class FolderLock:
         self._path = folder / LOCK
         self._fd: int | None = None
         self._found = ""
-        self._run = environment.get("TORCHELASTIC_RUN_ID", "?")
+        self._run = environment.get("TORCHELASTIC_RUN_ID", "")
         deadline_s = time.monotonic() + limit_s
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -167,11 +167,15 @@ def _describe(text: str) -> str:
 
     >>> _describe('{"run": "r1", "host": "n2", "process": 7, "since": "2026-01-01 00:00:00"}')
     'r1 (process 7 on n2, since 2026-01-01 00:00:00)'
+    >>> _describe('{"run": "none", "host": "n2", "process": 7, "since": "2026-01-01 00:00:00"}')
+    'process 7 on n2, since 2026-01-01 00:00:00'
     >>> _describe("")
     'which wrote no name'
     """
     try:
         found = json.loads(text)
-        return f"{found['run']} (process {found['process']} on {found['host']}, since {found['since']})"
+        where = f"process {found['process']} on {found['host']}, since {found['since']}"
+        # "none" is torchrun's word where a run was given no name.
+        return where if found["run"] in ("", "none") else f"{found['run']} ({where})"
     except (ValueError, KeyError, TypeError, RecursionError):
         return "which wrote no name"
