@@ -103,3 +103,18 @@ def test_names_are_found_where_the_garbage_collector_does_not_look(make: Make) -
 def test_an_annotation_is_no_holder(make: Make) -> None:
     make("taking", f"from typing import Optional\n{TAKING}def call(a: Grid | None, b: Optional[Grid]): ...\n")
     assert holders("Grid") == {"taking:Grid"}
+
+
+def test_a_class_whose_methods_call_super_takes_no_further_look(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell in which they have their class leads nowhere, and each further look goes through all objects."""
+    make("namedhost", "class Grid:\n    def act(self):\n        return super().__repr__\n")
+    make("taking", TAKING.replace("Grid, setup", "Grid") + "cells = [lambda kind=Grid: kind]\n")
+    looks, look = [], gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: looks.append(len(objects)) or look(*objects))
+    assert not any("__class__" in text for text in holders("Grid"))
+    assert {"taking:Grid", "taking:<lambda> (default kind)"} == holders("Grid")
+    sys.modules.pop("taking")
+    gc.collect()
+    looks.clear()
+    assert not holders("Grid")
+    assert len(looks) == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -74,8 +74,24 @@ def _own_holders(pairs: Sequence[tuple[object, object]]) -> set[int]:
                 found |= {id(function.__dict__), *map(id, function.__closure__ or ())}
             elif isinstance(function, type):
                 # What a class is made of: the original itself, and the replacement that is made of it.
-                found |= {id(function.__mro__), id(function.__bases__)}
+                found |= {id(function.__mro__), id(function.__bases__), *map(id, _cells_of_super(function))}
     return found
+
+
+def _cells_of_super(kind: type) -> Iterator[CellType]:
+    """Yield the cells in which methods that call ``super()`` have their class.
+
+    >>> class Base:
+    ...     def act(self):
+    ...         return super().__repr__
+    >>> [cell.cell_contents is Base for cell in _cells_of_super(Base)]
+    [True]
+    """
+    for value in vars(kind).values():
+        for method in functions(value):
+            if type(method) is FunctionType and "__class__" in method.__code__.co_freevars:
+                assert method.__closure__ is not None
+                yield method.__closure__[method.__code__.co_freevars.index("__class__")]
 
 
 def _climb(known: dict[int, _Known], owners: dict[int, Any], own_holders: set[int]) -> dict[int, str]:
