@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
 from vtp_plugin.patches.moment import Moment
 from vtp_plugin.patches.training.arguments import asks_for_stages
-from vtp_plugin.patches.training.newest import loaded, own_file, require_plain_files
 from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
@@ -33,10 +31,14 @@ def _load_args(
     folder = getattr(args, load_arg, None)
     if folder is None or not asks_for_stages(session, args):
         return original(args, load_arg, *rest, **kwargs)
+    # Not at the top: apply() imports this module, also where there is no list.
+    from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
+    from vtp_plugin.patches.training.newest import loaded, own_file, require_plain_files
+
     session.watch_failures()
     own = own_file(session, folder, args, is_of_rank_0=True)
     require_plain_files(session, folder, args, own)
     checkpoint = loaded(session, folder, args)
-    file = common_of(checkpoint) if own is None and checkpoint is not None else own
+    file = common_of(session, checkpoint) if own is None and checkpoint is not None else own
     with plain_only(file, f"what all ranks share in {checkpoint}"):
         return original(args, load_arg, *rest, **kwargs)

@@ -19,9 +19,17 @@ import numpy
 import pytest
 import torch
 
+from tests.checkpoints import by_name, make_model
 from tests.hostile import NAME, Hostile
+from vtp_plugin.checkpoint.index import INDEX, read_index
 from vtp_plugin.checkpoint.untrusted import UntrustedError
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only, require_plain
+from vtp_plugin.patches.core.dist_checkpointing.plain import (
+    common_of,
+    plain_only,
+    require_plain,
+    require_plain_checkpoint,
+)
+from vtp_plugin.session import loading
 
 
 class Kind(enum.Enum):
@@ -155,3 +163,17 @@ def test_objects_that_do_something(tmp_path: Path, mindspeed: Any) -> None:
         with pytest.raises(UntrustedError, match=r"names mindspeed_mm\.stored\."):
             load(tmp_path / f"{number}.pt")
     assert not (tmp_path / "marker").exists()
+
+
+def test_an_index_is_read_once_however_often_a_load_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be large, and the reader that runs nothing is slow; one that was written anew is another one."""
+    checkpoint, read = by_name(tmp_path / "a", make_model()), []
+    monkeypatch.setattr(loading, "read_index", lambda folder: read.append(folder) or read_index(folder))
+    session: Any = types.SimpleNamespace(loading=loading.Loading())
+    for _ in range(3):
+        require_plain_checkpoint(session, checkpoint)
+        assert common_of(session, checkpoint) is not None
+    assert read == [checkpoint]
+    os.utime(checkpoint / INDEX, (1, 1))
+    require_plain_checkpoint(session, checkpoint)
+    assert read == [checkpoint] * 2

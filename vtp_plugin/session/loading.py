@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vtp_plugin.checkpoint.index import read_named
+from vtp_plugin.checkpoint.index import INDEX, read_index
 
 if TYPE_CHECKING:
+    from vtp_plugin.checkpoint.entries import Extent
     from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
 
 _BY_BUCKET: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
@@ -29,25 +30,26 @@ class Loading:
     def __init__(self) -> None:
         self.stored_optimizer: StoredOptimizer | None = None
         self.is_moved = False
-        self._plain: set[tuple[int, int, int, int]] = set()
+        self._objects: tuple[tuple[int, int, int, int], Mapping[str, Extent]] | None = None
 
-    def require_plain_index(self, file: Path, require_more: Callable[[], None]) -> None:
-        """Refuse an index of a checkpoint that names what it must not, before torch loads it; each is read once.
+    def objects_of(self, checkpoint: Path, require: Callable[[Mapping[str, Extent]], None]) -> Mapping[str, Extent]:
+        """Return where the objects of a checkpoint lie, by key; its index is read once, however often a load asks.
 
         Args:
-            file: the index.
-            require_more: what is to be looked at together with it.
+            checkpoint: with an index.
+            require: looks at the objects when the index is read.
 
         Raises:
-            UntrustedError: it does.
+            UntrustedError: the index names what it must not.
             ConfigError: it is damaged.
         """
-        found = file.stat()
+        found = (checkpoint / INDEX).stat()
         known = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        if known not in self._plain:
-            read_named(file)
-            require_more()
-            self._plain.add(known)
+        if self._objects is None or self._objects[0] != known:
+            objects = read_index(checkpoint).objects
+            require(objects)
+            self._objects = known, objects
+        return self._objects[1]
 
     def keep(self, stored: StoredOptimizer | None) -> None:
         """Keep a stored optimizer for those that want something of it, or let it go."""

@@ -17,7 +17,7 @@ import signal
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path, PosixPath
 from typing import Any, Final
@@ -28,7 +28,7 @@ import torch
 from vtp_plugin.checkpoint.archive import called_names
 from vtp_plugin.checkpoint.entries import DamagedError, Extent, read_extent
 from vtp_plugin.checkpoint.files import COMMON_FILE, TORCH_DIST, format_of
-from vtp_plugin.checkpoint.index import INDEX, read_index
+from vtp_plugin.checkpoint.index import INDEX
 from vtp_plugin.checkpoint.untrusted import is_unknown, names_more
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground.files import problem_of
@@ -102,25 +102,29 @@ def require_plain_checkpoint(session: Session, checkpoint: Path) -> None:
     """
     if (common := checkpoint / COMMON_FILE).exists():
         require_plain(common, str(common))
-    if (checkpoint / INDEX).exists():
-        session.loading.require_plain_index(checkpoint / INDEX, functools.partial(_require_plain_objects, checkpoint))
+    _objects_of(session, checkpoint)
 
 
-def _require_plain_objects(checkpoint: Path) -> None:
+def _objects_of(session: Session, checkpoint: Path) -> Mapping[str, Extent]:
+    """Return where the objects of a checkpoint lie, by key; none where it has no index."""
+    if not (checkpoint / INDEX).exists():
+        return {}
+    return session.loading.objects_of(checkpoint, functools.partial(_require_plain_objects, checkpoint))
+
+
+def _require_plain_objects(checkpoint: Path, objects: Mapping[str, Extent]) -> None:
     # What torch reads itself, in other formats, nobody else looks at.
     prefix = _COMMON if format_of(checkpoint) == TORCH_DIST else ""
-    for key, extent in read_index(checkpoint).objects.items():
+    for key, extent in objects.items():
         if key.startswith(prefix):
             require_plain(BytesIO(read_extent(checkpoint, extent)), f"{key} in {checkpoint / extent.file}")
 
 
-def common_of(checkpoint: Path) -> Path | BytesIO | None:
+def common_of(session: Session, checkpoint: Path) -> Path | BytesIO | None:
     """Return what all ranks share of a distributed checkpoint: a file, or an object; None if there is none."""
     if (common := checkpoint / COMMON_FILE).exists():
         return common
-    if not (checkpoint / INDEX).exists():
-        return None
-    objects = read_index(checkpoint).objects
+    objects = _objects_of(session, checkpoint)
     extent = next((extent for key, extent in objects.items() if key.startswith(_COMMON)), None)
     return None if extent is None else BytesIO(read_extent(checkpoint, extent))
 

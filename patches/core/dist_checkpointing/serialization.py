@@ -68,9 +68,9 @@ def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: 
     unneeded={"<0.19": "there it is a file, which H34b carries"},
     aliases=("megatron.core.dist_checkpointing:load_common_state_dict",),
 )
-def _load_shared(original: Callable[..., Any], checkpoint_dir: Any) -> Any:
+def _load_shared(session: Session, original: Callable[..., Any], checkpoint_dir: Any) -> Any:
     """Run `load_common_state_dict` for plain values."""
-    common = None if "://" in str(checkpoint_dir) else common_of(Path(checkpoint_dir))
+    common = None if "://" in str(checkpoint_dir) else common_of(session, Path(checkpoint_dir))
     with plain_only(common, f"what all ranks share in {checkpoint_dir}"):
         return original(checkpoint_dir)
 
