@@ -25,7 +25,6 @@ from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known, multimodal
 from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patches.training.padding import vocabulary_notes
 from vtp_plugin.patching import replaces
 from vtp_plugin.published.note import take_settings
 from vtp_plugin.runtime.life.rendezvous import open_store
@@ -150,8 +149,9 @@ def _validate(
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
     session.learn(has_arguments=True)
-    # Not at the top: that module imports Megatron's optimizer, and apply() imports this one before a script does.
+    # Not at the top: they import Megatron's optimizer, and apply() imports this module before a script does.
     from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
+    from vtp_plugin.patches.training.padding import vocabulary_notes
 
     if session.is_active:
         require_common_folder(session, args)
