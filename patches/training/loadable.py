@@ -67,7 +67,7 @@ def require_loadable(
     if form is not None:
         raise ConfigError(
             f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron reads no more; "
-            f"{_written_again(load_dir, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
+            f"{written_again(load_dir, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
         )
     layout = session.planned.layout
     here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
@@ -91,12 +91,13 @@ def require_loadable(
     if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it {host.for_any_list}, {_written_again(load_dir)}, or load only the weights with "
+            f"not {runs}; save it {host.for_any_list}, {written_again(load_dir)}, or load only the weights with "
             "--no-load-optim"
         )
 
 
-def _written_again(load_dir: str | None, form: str = "") -> str:
+def written_again(load_dir: str | None, form: str = "") -> str:
+    """Name the command that writes a checkpoint again, in a form that more runs can load."""
     source = shlex.quote(str(load_dir))
     return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {source} --to DIR"
 

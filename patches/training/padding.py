@@ -15,6 +15,7 @@ from vtp_plugin.ground import log
 from vtp_plugin.hosts import is_in
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.patches.training.loadable import written_again
 from vtp_plugin.published.note import read_note
 from vtp_plugin.session import Session
 
@@ -75,9 +76,8 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are left out"
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
-            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or write it "
-            f"again with python -m vtp_plugin checkpoint reshard --from {load_dir} --to DIR (of which this run takes "
-            f"what it has: {new})"
+            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or "
+            f"{written_again(load_dir)} (of which this run takes what it has: {new})"
         )
     if args.rank in session.planned.reporting_ranks.values():
         log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")

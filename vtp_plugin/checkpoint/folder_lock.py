@@ -11,12 +11,14 @@ import stat
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.ground import log
+from vtp_plugin.ground.typed import read_typed
 
 LOCK: Final = "vtp_lock.json"
 """The name of the file."""
@@ -155,11 +157,27 @@ class FolderLock:
             os.close(fd)
 
 
-def _token_of(text: str) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Holder:
+    """What the process that has the lock wrote: its run, where it is, and the token of the run."""
+
+    run: str
+    host: str
+    process: int
+    since: str
+    token: str = ""
+
+
+def _holder(text: str) -> _Holder | None:
     try:
-        return str(json.loads(text)["token"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
+        return read_typed(_Holder, text)
+    except ValueError:
+        return None
+
+
+def _token_of(text: str) -> str:
+    holder = _holder(text)
+    return "" if holder is None else holder.token
 
 
 def _describe(text: str) -> str:
@@ -172,10 +190,8 @@ def _describe(text: str) -> str:
     >>> _describe("")
     'which wrote no name'
     """
-    try:
-        found = json.loads(text)
-        where = f"process {found['process']} on {found['host']}, since {found['since']}"
-        # "none" is torchrun's word where a run was given no name.
-        return where if found["run"] in ("", "none") else f"{found['run']} ({where})"
-    except (ValueError, KeyError, TypeError, RecursionError):
+    if (holder := _holder(text)) is None:
         return "which wrote no name"
+    where = f"process {holder.process} on {holder.host}, since {holder.since}"
+    # "none" is torchrun's word where a run was given no name.
+    return where if holder.run in ("", "none") else f"{holder.run} ({where})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.flags import add_run_flags, check_unknown
+from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_file
 from vtp_plugin.cli.progress import progress
 from vtp_plugin.cli.search_picture import draw_found
@@ -20,6 +21,7 @@ from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.fit.words import fitted_words, stock_words
 from vtp_plugin.ground.plain import plain
 from vtp_plugin.ground.values import format_value
+from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.search.fastest import Found, fastest
 from vtp_plugin.search.judge import Choice
 
@@ -156,11 +158,8 @@ def _compared(asked: Asked, found: Found) -> Iterator[str]:
 
 def _padded(asked: Asked, choice: Choice) -> Iterator[str]:
     """Say so if the flags pad the vocabulary otherwise than Megatron would."""
-    args = asked.ask.args
-    multiple = args.make_vocab_size_divisible_by or 128
-    ends = math.lcm(choice.sizes[0], choice.sizes[-1]) * multiple
-    own = -(-args.vocab_size // ends) * ends if args.vocab_size else asked.vocab
-    if own != asked.vocab and not args.padded_vocab_size:
+    own = read_model(asked.ask.args, PipelineLayout.from_sizes(choice.sizes, world_size=sum(choice.sizes))).vocab
+    if own != asked.vocab:
         yield (
             f"--make-vocab-size-divisible-by pads the vocabulary to {asked.vocab}, as every list of this model does, "
             f"so that all can load each other's checkpoints; Megatron would to {own}; padding enters the loss"
