@@ -1,9 +1,13 @@
-"""The rules of which part of the plugin may import what, as functions on source text."""
+"""The rules of which part of the plugin may import what, as functions on source text.
+
+    python -m tests.import_rules        the parts, and which imports which, counted
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +144,20 @@ def circles(modules: Iterable[tuple[str, str]]) -> list[list[str]]:
     return sorted(list(names) for names in joined if len(names) > 1)
 
 
+def arrows(modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """Count the modules of one part that another part's modules import.
+
+    Returns:
+        Under (who imports, what is imported): how many pairs of modules.
+
+    >>> arrows([("vtp_plugin.a.x", "from vtp_plugin.b import y"), ("vtp_plugin.b.y", "import vtp_plugin.b.z")])
+    {('a', 'b'): 1}
+    """
+    texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
+    pairs = ((_part(name), _part(other)) for name, text in texts.items() for other in _modules_needed(*text, texts))
+    return dict(sorted(Counter(pair for pair in pairs if pair[0] != pair[1]).items()))
+
+
 def _modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:
     needed: set[str] = set()
     for item in _imports(name, ast.parse(source)):
@@ -257,3 +275,18 @@ def _dynamic_import(node: ast.Call) -> str | None:
 
 def _dotted(relative: Path) -> str:
     return ".".join(relative.with_suffix("").parts)
+
+
+def main() -> None:
+    """Print the parts, and the arrows between them."""
+    modules = list(sources())
+    counted = arrows(modules)
+    parts = sorted({_part(name) for name, _ in modules})
+    packages = [part for part in parts if any(name.startswith(f"vtp_plugin.{part}.") for name, _ in modules)]
+    print(f"{len(packages)} packages beside {len(parts) - len(packages)} modules, {len(counted)} arrows")
+    for part in parts:
+        print(f"{part}: " + ", ".join(f"{other} {number}" for (one, other), number in counted.items() if one == part))
+
+
+if __name__ == "__main__":
+    main()
