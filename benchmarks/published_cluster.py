@@ -23,7 +23,8 @@ from vtp_plugin.cli import search
 from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cluster.machines import Card, Cluster, Links, Nodes, Time
-from vtp_plugin.search.question import HeldBytes, Link, Shape
+from vtp_plugin.cluster.speed import Link
+from vtp_plugin.search.question import HeldBytes, Shape
 
 KINDS = ("A100-40", "V100-16")
 MICRO_SIZES = (1, 2, 4, 8)

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from benchmarks.published_cluster import Artifact
 from benchmarks.published_plans import Plan, Stage
+from vtp_plugin.cluster.speed import Speed
 from vtp_plugin.search.judge import judge
-from vtp_plugin.search.question import Kind, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Kind, Pool, Question, Shape
 from vtp_plugin.search.stage import Works
 
 

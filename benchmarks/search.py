@@ -13,8 +13,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from vtp_plugin.cluster.speed import Link, Speed
 from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Pool, Question, Shape
 
 _NUM_LAYERS = 96
 _LAYER_S = 0.01

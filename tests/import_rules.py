@@ -1,6 +1,6 @@
 """The rules of which part of the plugin may import what, as functions on source text.
 
-    python -m tests.import_rules        the parts, and which imports which, counted
+python -m tests.import_rules        the parts, and which imports which, counted
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"layout", "patching", "platform"}),
     frozenset({"boundary", "checkpoint", "footprint", "published", "schedule"}),
     frozenset({"config"}),
-    frozenset({"options", "pictures", "search", "trace"}),
-    frozenset({"cluster"}),
+    frozenset({"cluster", "options", "pictures", "trace"}),
+    frozenset({"search"}),
     frozenset({"fit", "offline", "runtime"}),
     frozenset({"session"}),
     frozenset({"patches"}),

@@ -26,7 +26,8 @@ from vtp_plugin.ground.mindspeed import TOO_LATE, ImportWatch
 from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.ground.values import DeviceName
 from vtp_plugin.hosts import find_host
-from vtp_plugin.runtime.life.failure import FailureHook, note_failure
+from vtp_plugin.runtime.life.failure import FailureHook, note_for_launcher
+from vtp_plugin.runtime.life.failure_notes import note_for_next_start
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -337,7 +338,7 @@ def _hook() -> FailureHook:
         _Holder.hook = FailureHook(
             is_applied=lambda: _Holder.session is not None,
             get_watch=lambda: None if _Holder.session is None else _Holder.session.ranks.monitor,
-            note=note_failure,
+            notes=(note_for_launcher, note_for_next_start),
         )
     return _Holder.hook
 

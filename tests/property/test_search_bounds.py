@@ -8,8 +8,9 @@ import random
 
 import pytest
 
+from vtp_plugin.cluster.speed import Link, Speed
 from vtp_plugin.search.lists import Reach, Row, rows
-from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Pool, Question, Shape
 from vtp_plugin.search.split import split
 from vtp_plugin.search.stage import Works
 

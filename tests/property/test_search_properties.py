@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from vtp_plugin.boundary.strategies.rules import SLICED_FROM_BYTES, TransportRules
+from vtp_plugin.cluster.speed import Link, Speed
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
@@ -24,7 +25,7 @@ from vtp_plugin.schedule.order.lower import lower
 from vtp_plugin.schedule.order.placement import plain_placement
 from vtp_plugin.search.fastest import fastest
 from vtp_plugin.search.order import pipeline_time
-from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Pool, Question, Shape
 
 TOLERANCE = 1.01
 Nodes = list[tuple[Pool, int]]

@@ -18,11 +18,12 @@ from tests.property.test_search_properties import (
     summed,
 )
 from vtp_plugin.boundary.strategies.rules import TransportRules
+from vtp_plugin.cluster.speed import Link, Speed
 from vtp_plugin.schedule.cost.simulate import simulate
 from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
 from vtp_plugin.schedule.order.placement import u_placement
 from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Link, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Pool, Question, Shape
 
 KEPT = 1
 

@@ -30,7 +30,7 @@ from vtp_plugin.runtime.life.failed_starts import (
     forget_failed_starts,
     name_start,
 )
-from vtp_plugin.runtime.life.failure import note_failure
+from vtp_plugin.runtime.life.failure_notes import note_for_next_start
 from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.session.judge import Judge
@@ -126,7 +126,7 @@ class TestMarker:
         is_left: bool,
     ) -> None:
         monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
-        note_failure(error, "; this rank stood at boundary 0->1", is_consequence)
+        note_for_next_start(error, "; this rank stood at boundary 0->1", is_consequence)
         assert (tmp_path / MARKER).exists() is is_left
 
     def test_a_run_that_nobody_restarts_leaves_none(self, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ class TestFailedStarts:
             for name, value in environment.items():
                 patch.setenv(name, value)
             patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-            note_failure(error, "", has_failed_before)
+            note_for_next_start(error, "", has_failed_before)
 
     def test_equal_ones_end_a_run_once_for_each_start(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for number in range(MOST_EQUAL - 1):
@@ -431,7 +431,7 @@ class TestFailedStarts:
             monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
             monkeypatch.setenv(START_VARIABLE, "flags attempt")
             Progress(None, "2", None).note(1, 8, 8)
-            note_failure(error, "", False)  # behind its first step: that is no failed start
+            note_for_next_start(error, "", False)  # behind its first step: that is no failed start
             assert not (folder / FAILED_STARTS).exists()
         elif what == "a good end":
             forget_failed_starts({RUN_FOLDER_VARIABLE: str(folder), START_VARIABLE: "flags attempt"})

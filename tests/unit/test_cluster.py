@@ -14,6 +14,7 @@ from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.cluster.memory import StageMemory
 from vtp_plugin.cluster.read import parse_cluster, read_cluster
 from vtp_plugin.cluster.shares import Batch
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.cluster.table import Table
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Experts, Model
@@ -22,7 +23,7 @@ from vtp_plugin.footprint.state import Training, footprints
 from vtp_plugin.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.layout.pipeline import PipelineLayout
 from vtp_plugin.search.judge import place
-from vtp_plugin.search.question import Kind, Link
+from vtp_plugin.search.question import Kind
 from vtp_plugin.search.room import held_bytes_of
 
 

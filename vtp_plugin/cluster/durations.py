@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from vtp_plugin.cluster.machines import Card, Links, Time
 from vtp_plugin.cluster.shares import Batch, Shares, count, part_parameters
+from vtp_plugin.cluster.speed import Source, Speed, all_reduce_s, least_sure
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Model
-from vtp_plugin.search.question import Source, Speed, least_sure
-from vtp_plugin.search.stage import sum_s
 
 # Adam reads and writes two moments and a master weight of 4 bytes each, reads the gradient and writes the weight.
 _UPDATE_BYTES = 28
@@ -156,7 +155,7 @@ def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
     if tp == 1 or not num_bytes:
         return 0.0
     measured = links.sum_of(card.name, tp)
-    return sum_s(num_bytes, tp, links.inside_of(card.name)) if measured is None else measured.time_s(num_bytes)
+    return all_reduce_s(num_bytes, tp, links.inside_of(card.name)) if measured is None else measured.time_s(num_bytes)
 
 
 def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.search.question import Link
 
 Part = Literal["dense", "experts", "embedding", "head", "update"]
 """What has a time of its own: a dense layer, one with experts, what is before and behind them, the optimizer."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vtp_plugin.cluster.machines import Links, Origin, Part, Time
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.cluster.table import Table, read_file
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.footprint.model import Model
-from vtp_plugin.search.question import Link
 
 _FORMAT = 1
 _OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from vtp_plugin.cluster.speed import Speed
 from vtp_plugin.fit.ask import Ask
 from vtp_plugin.fit.cards import Node
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.search.fastest import fastest
 from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.question import Pool, Question, Shape, Speed
+from vtp_plugin.search.question import Pool, Question, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

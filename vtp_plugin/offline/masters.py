@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
+from vtp_plugin.checkpoint.common_parts import pairs
 from vtp_plugin.checkpoint.contents import MASTER, Contents, Part, no_map
 from vtp_plugin.checkpoint.forms import IN_BUCKETS
 from vtp_plugin.ground.boxes import Box, format_box
-from vtp_plugin.offline.compare import pairs
 from vtp_plugin.offline.elements import Elements, slabs, typed
 
 

@@ -12,8 +12,9 @@ from vtp_plugin.boundary.plan import CollectiveKind, egress_bytes, ingress_bytes
 from vtp_plugin.boundary.spread import Spread, replicated, sharded
 from vtp_plugin.boundary.strategies.rules import TransportRules, clearly_fastest
 from vtp_plugin.boundary.strategies.table import STRATEGIES
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.question import Link, Question, Shape
+from vtp_plugin.search.question import Question, Shape
 from vtp_plugin.search.stage import Work
 
 AUTO = "auto"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from vtp_plugin.cluster.speed import Speed
 from vtp_plugin.search.lists import kinds_of
-from vtp_plugin.search.question import HeldBytes, Kind, Pool, Question, Shape, Speed
+from vtp_plugin.search.question import HeldBytes, Kind, Pool, Question, Shape
 from vtp_plugin.search.room import held_by, held_twice
 from vtp_plugin.search.stage import Works, best_hop_s
 

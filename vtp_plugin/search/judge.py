@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from vtp_plugin.cluster.speed import Source, least_sure
 from vtp_plugin.schedule.cost.costs import Costs
 from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.search.ahead import most_in_flight
 from vtp_plugin.search.cross import End, Passage, cross, transports
 from vtp_plugin.search.order import Order, choose_order
 from vtp_plugin.search.put import Node, put
-from vtp_plugin.search.question import Kind, Question, Shape, Source, least_sure
+from vtp_plugin.search.question import Kind, Question, Shape
 from vtp_plugin.search.room import Part, held_bytes_of
 from vtp_plugin.search.stage import Work, gradients_s, link_between, peer_s
 

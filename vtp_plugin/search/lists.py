@@ -41,7 +41,8 @@ class Reach(NamedTuple):
 def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
     """List the kinds of stages of a shape, those of one pool together, the largest first.
 
-    >>> from vtp_plugin.search.question import Pool, Speed
+    >>> from vtp_plugin.search.question import Pool
+    >>> from vtp_plugin.cluster.speed import Speed
     >>> pool = Pool(name="a", rooms=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
     >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
     >>> [kind.places for kind in kinds_of(shape, is_mixing=True)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.search.pack import pack
-from vtp_plugin.search.question import Kind, Link, Question, Shape
+from vtp_plugin.search.question import Kind, Question, Shape
 from vtp_plugin.search.stage import hop_s, link_between
 
 Node = tuple[int, int]

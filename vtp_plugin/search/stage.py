@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 
-from vtp_plugin.search.question import Kind, Link, Question, Shape, Speed
+from vtp_plugin.cluster.speed import Link, Speed, all_reduce_s
+from vtp_plugin.search.question import Kind, Question, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ class Work:
 def work_of(kind: Kind, shape: Shape) -> Work:
     """Give what a kind of stage costs: its replicas wait for the slowest of them.
 
-    >>> from vtp_plugin.search.question import Pool, Speed
+    >>> from vtp_plugin.search.question import Pool
+    >>> from vtp_plugin.cluster.speed import Speed
     >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
     >>> pools = tuple(Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
     >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
@@ -242,13 +244,4 @@ def gradients_s(shape: Shape, kind: Kind, work: Work, parts: Sequence[tuple[int,
         sum(sums[end] - sums[start] for start, end in parts) for sums in (work.gradient_bytes, work.expert_bytes)
     )
     copies = num_ranks * kind.tp // work.peers
-    return sum_s(dense, num_ranks, link) + (sum_s(routed, copies, link) if copies > 1 else 0.0)
-
-
-def sum_s(num_bytes: float, num_replicas: int, link: Link) -> float:
-    """Say how long ranks sum what each of them has, in a ring.
-
-    >>> sum_s(8, 2, Link(latency_s=0.5, bytes_per_s=4.0)), sum_s(8, 1, Link())
-    (3.0, 0.0)
-    """
-    return 2 * (num_replicas - 1) * link.time_s(num_bytes / num_replicas)
+    return all_reduce_s(dense, num_ranks, link) + (all_reduce_s(routed, copies, link) if copies > 1 else 0.0)

@@ -14,7 +14,8 @@ def in_megatron(question: Question, layers: LayerRule) -> Question:
         question: what is asked.
         layers: what its stages may hold.
 
-    >>> from vtp_plugin.search.question import Pool, Speed
+    >>> from vtp_plugin.search.question import Pool
+    >>> from vtp_plugin.cluster.speed import Speed
     >>> speed = Speed(forward_s=(1.0,), backward_s=(2.0,))
     >>> pools = (Pool(name="a", rooms=(2,), speeds={1: speed, 2: speed}), Pool(name="b", rooms=(1,), speeds={1: speed}))
     >>> shape = Shape(num_replicas=1, num_microbatches=4, micro_batch_size=1, pools=pools)

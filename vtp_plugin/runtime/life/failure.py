@@ -6,17 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.ground import log
-from vtp_plugin.runtime.life.card_memory import note_error
 from vtp_plugin.runtime.life.disclosure import describe_error
 from vtp_plugin.runtime.life.error_file import write_error_file
-from vtp_plugin.runtime.life.failed_starts import note_failed_start
-from vtp_plugin.runtime.life.marker import leave_marker
 
 
 class Watch(Protocol):
@@ -45,18 +42,18 @@ class FailureHook:
     Args:
         is_applied: tells whether the plugin is applied.
         get_watch: returns what reaches the other ranks; None while nothing does.
-        note: is called with the error, the position that ends its line, and whether another rank failed before.
+        notes: are called with the error, the position that ends its line, and whether another rank failed before.
     """
 
     def __init__(
         self,
         is_applied: Callable[[], bool],
         get_watch: Callable[[], Watch | None],
-        note: Callable[[BaseException, str, bool], None] = lambda error, position, is_consequence: None,
+        notes: Sequence[Callable[[BaseException, str, bool], None]] = (),
     ) -> None:
         self._is_applied = is_applied
         self._get_watch = get_watch
-        self._note = note
+        self._notes = notes
         self._before: Callable[..., object] | None = None
         self._is_active = False
         self._has_failed = False
@@ -95,7 +92,8 @@ class FailureHook:
             text = "this rank failed with the error above"
         if monitor is not None or isinstance(error, VtpError):
             log.error(f"{text}{position}")
-        self._note(error, position, monitor is not None and monitor.failure is not None)
+        for note in self._notes:
+            note(error, position, monitor is not None and monitor.failure is not None)
 
     def announce(self, error: BaseException) -> bool:
         """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``.
@@ -122,8 +120,8 @@ class FailureHook:
         os._exit(1)
 
 
-def note_failure(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Write the reason into the file in which the launcher looks for it, and where later starts do if none can succeed.
+def note_for_launcher(error: BaseException, position: str, is_consequence: bool) -> None:
+    """Write the reason into the file in which the launcher looks for it.
 
     Args:
         error: that ends this process.
@@ -131,8 +129,3 @@ def note_failure(error: BaseException, position: str, is_consequence: bool) -> N
         is_consequence: whether another rank failed before.
     """
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
-    if isinstance(error, VtpError) and error.is_final and not is_consequence:
-        leave_marker(describe_error(error))
-    if not is_consequence:
-        note_error(error)
-        note_failed_start(error)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.cluster.machines import Links, Location
+from vtp_plugin.cluster.speed import Link
 from vtp_plugin.platform import Platform
 from vtp_plugin.runtime.wire.process_groups import settle
-from vtp_plugin.search.question import Link
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _NUM_WARM, _NUM_SMALL, _NUM_LARGE = 3, 50, 10
